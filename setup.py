@@ -1,5 +1,4 @@
-"""Dependencies with their reasons, and the build of the Ascend C operators; all other metadata is
-in pyproject.toml.
+"""Dependencies with their reasons, and the build of the Ascend C operators; all other metadata is in pyproject.toml.
 
 A wheel gets the operators' libraries where CANN and torch_npu are found, an editable install by a
 command.

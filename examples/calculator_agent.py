@@ -1,5 +1,4 @@
-"""An agent on the openai package that trains while it works: it answers products, and has a
-calculator to call.
+"""An agent on the openai package that trains while it works: it answers products, and has a calculator to call.
 
     python tools/make_tiny_model.py --out .cache/agent --task agent
     pa-npu run --config configs/grpo_tiny_agent.yaml

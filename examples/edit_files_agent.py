@@ -1,5 +1,4 @@
-"""An agent on the openai package that repairs files: it reads and writes them by tool calls, and
-its tests are the reward.
+"""An agent on the openai package that repairs files: it reads and writes them by tool calls, and its tests are the reward.
 
     python tools/make_tiny_model.py --out .cache/edit --task edit
     pa-npu run --config configs/grpo_tiny_edit.yaml

@@ -1,5 +1,4 @@
-"""A run rewarded by a judge behind a URL and by a function of this file; the judge here is a
-stand-in, yours is any server.
+"""A run rewarded by a judge behind a URL and by a function of this file; the judge here is a stand-in, yours is any server.
 
 bash launch/install_cpu.sh && source .venv/bin/activate
 python tools/make_tiny_model.py --out .cache/tiny

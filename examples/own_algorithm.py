@@ -1,5 +1,4 @@
-"""An algorithm of one's own in one class: GRPO on what the policy writes, and cross entropy on what
-it is shown.
+"""An algorithm of one's own in one class: GRPO on what the policy writes, and cross entropy on what it is shown.
 
 bash launch/install_cpu.sh && source .venv/bin/activate
 python tools/make_tiny_model.py --out .cache/tiny

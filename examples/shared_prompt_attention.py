@@ -1,5 +1,4 @@
-"""Shared-prompt attention in a training loop of your own: under a plain transformers model, with
-its speed-up printed.
+"""Shared-prompt attention in a training loop of your own: under a plain transformers model, with its speed-up printed.
 
     python examples/shared_prompt_attention.py [--prompt 512] [--response 64] [--responses 8]
     [--steps 3]

@@ -1,5 +1,4 @@
-"""A run from Python: a reward of this file, rows that are objects of the script, records as they
-come, and an early stop.
+"""A run from Python: a reward of this file, rows that are objects of the script, records as they come, and an early stop.
 
 bash launch/install_cpu.sh && source .venv/bin/activate
 python tools/make_tiny_model.py --out .cache/tiny

@@ -1,5 +1,4 @@
-"""Another trainer on the rollout side of a run: it samples from the current weights, and learns
-from copies of the run's groups.
+"""Another trainer on the rollout side of a run: it samples from the current weights, and learns from copies of the run's groups.
 
     pa-npu run ... agent.port=0                                                  (a run that goes on)
     python examples/use_rollouts.py --run runs/mine --model models/student

@@ -1,5 +1,4 @@
-"""The Python interface, `Run`: start a run from a script or a notebook, iterate over its records,
-stop it.
+"""The Python interface, `Run`: start a run from a script or a notebook, iterate over its records, stop it.
 
     with Run("configs/grpo_tiny.yaml", {"schedule.iterations": 5}, reward=brevity, train=rows) as
     run:

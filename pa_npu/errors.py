@@ -1,6 +1,4 @@
-"""The exceptions that end a run with one clear line; everything a user can cause derives from
-`UserError`.
-"""
+"""The exceptions that end a run with one clear line; everything a user can cause derives from `UserError`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Measures the contributions of periodic asynchrony, the tri-model pass and shared-prompt
-attention, each on and off.
+"""Measures the contributions of periodic asynchrony, the tri-model pass and shared-prompt attention, each on and off.
 
 Real vLLM engines and real trainer ranks, prompts of 512 tokens, groups of 8 responses of 64, a KL
 term and two updates per iteration, so that policy, old policy and reference all exist. Off means:

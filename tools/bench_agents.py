@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Costs of the agents' gateway per request, beside the same requests sent to the engine directly,
-and whether it grows.
+"""Costs of the agents' gateway per request, beside the same requests sent to the engine directly, and whether it grows.
 
     agents ──chat requests──> gateway, sessions, trees (this process) ──token ids──> stand-in engine
     agents ──the same conversations as token ids──────────────────────────────────> stand-in engine

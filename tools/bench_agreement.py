@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""The smallest fault that I5 catches, and how near honest rounding comes to its limits, in fp32 and
-bf16.
+"""The smallest fault that I5 catches, and how near honest rounding comes to its limits, in fp32 and bf16.
 
     python tools/make_tiny_model.py --out .cache/tiny --seed 1
     python tools/bench_agreement.py --model .cache/tiny/model [--dtypes fp32 bf16] [--pool 256]

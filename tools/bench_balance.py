@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Load balance with heavy-tailed response lengths: dispatch in order against longest first,
-replicas by FLOPs against tokens.
+"""Load balance with heavy-tailed response lengths: dispatch in order against longest first, replicas by FLOPs against tokens.
 
 The real producer, pool, estimates and assignment, between engines and trainers that only take time:
 

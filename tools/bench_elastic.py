@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""TPSPD of a run that gains an engine and loses it again, without stopping: the real coordinator,
-the real way to join.
+"""TPSPD of a run that gains an engine and loses it again, without stopping: the real coordinator, the real way to join.
 
 Engines are stand-ins (tools/stand_in.py): they sleep as long as a decode step is set to take, so
 that two of them generate twice as much as one even on a small machine, and nothing but the control

@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Measures what invariant I7 costs: the share of a trainer's iteration that goes into checking its
-gradient and its step.
+"""Measures what invariant I7 costs: the share of a trainer's iteration that goes into checking its gradient and its step.
 
     python tools/bench_gradient_sum.py [--backends megatron fsdp] [--ranks 2] [--prompt 64]
     [--response 64] [--responses 8]

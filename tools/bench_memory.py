@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Compare the estimate of a trainer's memory (pa_npu.planning.memory) with what the allocator
-measures over two iterations.
+"""Compare the estimate of a trainer's memory (pa_npu.planning.memory) with what the allocator measures over two iterations.
 
 One process, TP1, random Qwen2, by Megatron, by FSDP2 and by FSDP2 with adapters. Every case runs in
 a process of its own, with its allocations recorded by torch's profiler: the peak of forward and

@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Measures an iteration's peak of memory by kind of process: synchronous against periodic, and
-against max_staleness.
+"""Measures an iteration's peak of memory by kind of process: synchronous against periodic, and against max_staleness.
 
 Real vLLM engines and a real trainer. One run has synchronous and periodic iterations in turn; each
 value of schedule.max_staleness has a run of its own. The numbers are the records' own: peaks of

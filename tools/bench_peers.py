@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""The same fixed work through TRL's trainers and through this system, in turn: tokens/s, ratio, age
-of tokens.
+"""The same fixed work through TRL's trainers and through this system, in turn: tokens/s, ratio, age of tokens.
 
 Real engines and real trainers, a 1.8 M parameter Qwen2 in fp32, one core for generation and one for
 training (colocated: a process on each core that does both), the same prompts and reward, 16 groups

@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""How far the planner is off: calibrated on one configuration, it predicts others, which are then
-measured.
+"""How far the planner is off: calibrated on one configuration, it predicts others, which are then measured.
 
 Real vLLM engines and one real trainer rank, each pinned to a core. One run is calibrated on:
 responses that end by themselves, of some 30 tokens on average and 128 at most, prompts of 16 to 256

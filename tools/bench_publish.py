@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Time a weight publish against one bare gloo broadcast of the same bytes to the same workers,
-alternating in one run.
+"""Time a weight publish against one bare gloo broadcast of the same bytes to the same workers, alternating in one run.
 
     python tools/bench_publish.py [--layers N] [--dtype bf16|fp32] [--tensor-parallel 1,2]
     [--workers 1,2]

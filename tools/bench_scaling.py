@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Throughput against the number of engines and of trainer replicas: one real coordinator between
-engines and trainers that sleep.
+"""Throughput against the number of engines and of trainer replicas: one real coordinator between engines and trainers that sleep.
 
 Engines are stand-ins (tools/stand_in.py) of a set speed, many to a process; this program plays the
 trainers: replicas take their groups out of the rollout buffer as they come and sleep as long as

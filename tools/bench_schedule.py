@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""How close periodic asynchrony comes to its bound with rollout.window=auto: sync against periodic,
-alternating inside each run.
+"""How close periodic asynchrony comes to its bound with rollout.window=auto: sync against periodic, alternating inside each run.
 
 Real vLLM engines and one real trainer rank, each pinned to a core. With Tg the seconds of
 generation and Tt those of training per iteration, a synchronous iteration takes Tg + Tt and a

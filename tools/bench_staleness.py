@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Measures the cost of off-policyness: final accuracy over seeds for schedule.max_staleness x
-correction, at equal samples.
+"""Measures the cost of off-policyness: final accuracy over seeds for schedule.max_staleness x correction, at equal samples.
 
 Every run is the quick start's (configs/grpo_tiny.yaml) but for the keys below; runs that are
 complete in --work are not made again.

@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Measures the gain of engines that swap to a version one after another: blocking, delayed and
-rolling publishes.
+"""Measures the gain of engines that swap to a version one after another: blocking, delayed and rolling publishes.
 
 Stand-in engines of a set speed with heavy-tailed response lengths, trainers that sleep, one real
 coordinator, as in tools/bench_scaling.py, one version behind (schedule.max_staleness=1). Modes take

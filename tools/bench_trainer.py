@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Time one iteration's forward, backward and step against plain HF transformers + torch AdamW, same
-model, same tokens.
+"""Time one iteration's forward, backward and step against plain HF transformers + torch AdamW, same model, same tokens.
 
 One process, TP1. Rows alternate inside one invocation, so that noise hits all of them alike;
 medians are printed:

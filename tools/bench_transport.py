@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""The way of groups and weights here (c10d store, collectives) beside Ray actors and Ray's object
-store, which move the same bytes.
+"""The way of groups and weights here (c10d store, collectives) beside Ray actors and Ray's object store, which move the same bytes.
 
     python tools/bench_transport.py [--rows 8x128,8x512,16x2048] [--groups 400] [--weights 512]
     [--repetitions 3] [--markdown FILE]

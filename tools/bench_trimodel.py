@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Time and peak memory of one tri-model pass against three separate passes over the same
-microbatches, PP1 and PP2.
+"""Time and peak memory of one tri-model pass against three separate passes over the same microbatches, PP1 and PP2.
 
     python tools/bench_trimodel.py [--groups 6] [--repeats 5] [--json FILE] [--markdown FILE]
 

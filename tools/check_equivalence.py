@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Show that periodic asynchrony changes nothing but the time: the same run synchronously and
-periodically, weights compared.
+"""Show that periodic asynchrony changes nothing but the time: the same run synchronously and periodically, weights compared.
 
 Five runs from one seed, real engines and trainers: sync with order=prompt, periodic with
 order=prompt, periodic with order=completion, and with engines on the trainers' devices

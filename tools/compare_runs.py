@@ -1,5 +1,4 @@
-"""Compare runs: curves of reward, accuracy, KL, entropy, length, log-prob difference and TPSPD,
-with bands over seeds.
+"""Compare runs: curves of reward, accuracy, KL, entropy, length, log-prob difference and TPSPD, with bands over seeds.
 
     python tools/compare_runs.py RUN RUN ... [--out DIR] [--metrics reward_mean,tpspd] [--axes
     iteration,seconds]

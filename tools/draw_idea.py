@@ -1,5 +1,4 @@
-"""Draw what periodic asynchrony is: a synchronous and a periodic iteration of one run, from its
-timeline.
+"""Draw what periodic asynchrony is: a synchronous and a periodic iteration of one run, from its timeline.
 
     bash launch/run_grpo_tiny.sh
     python tools/draw_idea.py runs/grpo_tiny --output docs/pictures/idea.svg

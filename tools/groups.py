@@ -1,6 +1,4 @@
-"""A group put together from arrays of prompt and responses, and the work of a packed layout, for
-benchmarks and tests.
-"""
+"""A group put together from arrays of prompt and responses, and the work of a packed layout, for benchmarks and tests."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Translates a configuration file of TRL or verl into one of ours, and lists what could not be
-translated.
+"""Translates a configuration file of TRL or verl into one of ours, and lists what could not be translated.
 
 python tools/import_config.py --from verl run_qwen3_8b.sh --output ours.yaml
 python tools/import_config.py --from trl train.py --devices 8 --output ours.yaml

@@ -1,5 +1,4 @@
-"""Draws throughput: TPSPD over time, and what the seconds of an iteration go into, as pictures and
-one page with the table.
+"""Draws throughput: TPSPD over time, and what the seconds of an iteration go into, as pictures and one page with the table.
 
     python tools/plot_runs.py RUN RUN ... --out DIR [--warmup N]
 

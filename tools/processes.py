@@ -1,6 +1,4 @@
-"""Processes that a benchmark starts: engines and runs, ended with everything in them, and why they
-failed, read from their logs.
-"""
+"""Processes that a benchmark starts: engines and runs, ended with everything in them, and why they failed, read from their logs."""
 
 from __future__ import annotations
 

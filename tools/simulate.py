@@ -1,5 +1,4 @@
-"""One iteration in virtual time: the coordinator's own dispatch and assignment code between virtual
-engines and trainers.
+"""One iteration in virtual time: the coordinator's own dispatch and assignment code between virtual engines and trainers.
 
     Dispatching ──turn, window──> engine_with_room ──> VirtualEngine ──complete──> delivery ──> Assignment ──slot──> replica
 

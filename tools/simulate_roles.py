@@ -1,5 +1,4 @@
-"""Virtual time of one strictly on-policy iteration on N devices: in turns, by the best split, and
-with roles that follow the work.
+"""Virtual time of one strictly on-policy iteration on N devices: in turns, by the best split, and with roles that follow the work.
 
     python tools/simulate_roles.py [--devices 8,16,64,256] [--seeds 2]
 

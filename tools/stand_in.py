@@ -1,5 +1,4 @@
-"""A stand-in engine: a plain HTTP server that answers like vLLM at a set speed, with tokens that
-follow from the seed.
+"""A stand-in engine: a plain HTTP server that answers like vLLM at a set speed, with tokens that follow from the seed.
 
 For tests and benchmarks of everything around the engines, where no model is wanted:
 

@@ -1,5 +1,4 @@
-"""Tasks and a teacher for examples/edit_files_agent.py: files of one function with a wrong sign,
-each with three tests.
+"""Tasks and a teacher for examples/edit_files_agent.py: files of one function with a wrong sign, each with three tests.
 
 The teacher reads the file, writes it with a sign (mostly the one that stood there) and says that it
 is done. Which sign its tests want is what reinforcement learning has to find.

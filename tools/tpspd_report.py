@@ -1,6 +1,4 @@
-"""`pa-npu report` for a checkout that is not installed: python tools/tpspd_report.py RUN [RUN ...]
-[options].
-"""
+"""`pa-npu report` for a checkout that is not installed: python tools/tpspd_report.py RUN [RUN ...] [options]."""
 
 import sys
 

@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""Train tiny random models of many architectures for two iterations with trainer.backend=fsdp, and
-write docs/models.md's table.
+"""Train tiny random models of many architectures for two iterations with trainer.backend=fsdp, and write docs/models.md's table.
 
     python tools/try_models.py                      all, by vLLM where it serves them, else by the
                                                     transformers engine

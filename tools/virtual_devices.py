@@ -1,5 +1,4 @@
-"""A run's iterations on paced devices in virtual time: the coordinator is real, engines and
-trainers only take time.
+"""A run's iterations on paced devices in virtual time: the coordinator is real, engines and trainers only take time.
 
 Producer, pool, schedule controller, changes of roles and delivery are those of a run, on the clock
 of a loop that does not wait (tools/bench_balance.py). An engine decodes its sequences one token a

@@ -1,5 +1,4 @@
-"""A continuous-batching engine in virtual time, exact but for the rounding of events to whole
-decode steps.
+"""A continuous-batching engine in virtual time, exact but for the rounding of events to whole decode steps.
 
 All sequences that live decode one token per step, so in units of steps each is a job of unit speed.
 An engine is therefore a clock of steps, which advances at 1 / (step_s + sequence_s * living) per

@@ -1,3 +1,1 @@
-"""The gateway: an OpenAI-compatible server whose clients' sessions become samples, token by token
-what the policy wrote.
-"""
+"""The gateway: an OpenAI-compatible server whose clients' sessions become samples, token by token what the policy wrote."""

@@ -1,5 +1,4 @@
-"""Chat requests as text, and the policy's answers as messages: the model's template one way, its
-tool parser the other.
+"""Chat requests as text, and the policy's answers as messages: the model's template one way, its tool parser the other.
 
 The parsers of tool calls (agent.tool_parser):
 

@@ -1,5 +1,4 @@
-"""A prompt becomes sessions, and their trees become samples: SessionEnvironment, and
-AgentEnvironment (environment.name=agents).
+"""A prompt becomes sessions, and their trees become samples: SessionEnvironment, and AgentEnvironment (environment.name=agents).
 
     rollout ──num_samples sessions──> a program each, or whoever takes tasks ──requests──> gateway ──> policy
                    └── ended, with outcome and reward ──> one sample per leaf

@@ -1,5 +1,4 @@
-"""The gateway: an HTTP server beside the coordinator's loop, which OpenAI's clients use by base URL
-and key.
+"""The gateway: an HTTP server beside the coordinator's loop, which OpenAI's clients use by base URL and key.
 
     GET  /health                                open to all
     POST /sessions/ID/v1/chat/completions       a session's key, or the run's; answered at once, or

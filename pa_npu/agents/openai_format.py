@@ -1,5 +1,4 @@
-"""OpenAI's format of the chat and completions endpoints: requests as they are read, and answers,
-whole or as a stream of events.
+"""OpenAI's format of the chat and completions endpoints: requests as they are read, and answers, whole or as a stream of events.
 
 A session's policy samples as the run does: temperature, top_p, penalties, logit_bias, seed, forced
 formats and several choices are refused unless they say what is the case anyway. Fields that change

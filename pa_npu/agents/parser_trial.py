@@ -1,5 +1,4 @@
-"""Makes the parser of agent.tool_parser before a run, in a process of its own, since vLLM's parsers
-import vLLM.
+"""Makes the parser of agent.tool_parser before a run, in a process of its own, since vLLM's parsers import vLLM.
 
 python -m pa_npu.agents.parser_trial      {"config"} as JSON on stdin; see
                                           pa_npu.control.worker_process

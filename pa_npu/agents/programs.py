@@ -1,5 +1,4 @@
-"""Agent programs: agent.command in a process of its own, for one session, or one that stays and
-takes tasks.
+"""Agent programs: agent.command in a process of its own, for one session, or one that stays and takes tasks.
 
     OPENAI_BASE_URL, OPENAI_API_KEY    of its session; with agent.programs the key is that for GET
                                        GATEWAY_URL/tasks, which is asked with the header x-program:

@@ -1,5 +1,4 @@
-"""RemoteEnvironment: a server with Gymnasium's reset and step makes the observations
-(environment.name=remote).
+"""RemoteEnvironment: a server with Gymnasium's reset and step makes the observations (environment.name=remote).
 
     POST URL/reset  {"id", "seed", "options": {"prompt_id", "prompt", "answer", "row"}}     {"observation"}
     POST URL/step   {"id", "action"}                         {"observation", "reward", "terminated", "truncated"}

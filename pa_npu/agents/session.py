@@ -1,5 +1,4 @@
-"""A session: one attempt of an agent at a task, as the gateway and the environment see it; and
-those that are open.
+"""A session: one attempt of an agent at a task, as the gateway and the environment see it; and those that are open.
 
     open ──requests, rewards──> limits, failures ──> ended, with an outcome
     outcome   done      the program ended, or said that it has

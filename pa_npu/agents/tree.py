@@ -1,5 +1,4 @@
-"""The tree of a session: an agent's requests and the policy's answers as token sequences that share
-their beginnings.
+"""The tree of a session: an agent's requests and the policy's answers as token sequences that share their beginnings.
 
     question ──policy──> "<tool_call>..." ──tool's answer──> ──policy──> "42"        a leaf, hence a sample
         └──policy──> "41"                                                            a retry: another leaf

@@ -1,5 +1,4 @@
-"""How far engine and trainer log-probs may differ: invariant I5 as statistical tests against the
-trainer's own rounding.
+"""How far engine and trainer log-probs may differ: invariant I5 as statistical tests against the trainer's own rounding.
 
 Both compute the same log-probs of the same tokens by other kernels, so they differ by rounding. How
 much rounding can do is measured without an engine: the trainer's log-probs in its own type against

@@ -1,5 +1,4 @@
-"""Algorithm: what a run trains and how, in one object. Everybody else asks it and knows no
-algorithm by name.
+"""Algorithm: what a run trains and how, in one object. Everybody else asks it and knows no algorithm by name.
 
     coordinator   credit of a group's samples; what has to stay together
     trainers      models to run, the loss and its components, ratio, normaliser, metrics; the check

@@ -1,6 +1,4 @@
-"""The loss of all components together: each over its own tokens, all divided by the leading one's
-normaliser.
-"""
+"""The loss of all components together: each over its own tokens, all divided by the leading one's normaliser."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""KL estimates between policies, and the weights of tokens that another policy sampled than the one
-that is trained.
-"""
+"""KL estimates between policies, and the weights of tokens that another policy sampled than the one that is trained."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The gradient of each loss at the log-probs, from its formula in numpy and fp64: what autograd
-must have made of it (I7).
-"""
+"""The gradient of each loss at the log-probs, from its formula in numpy and fp64: what autograd must have made of it (I7)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The sum over a microbatch's tokens: the loss itself with its corrections, KL and entropy, and the
-metrics beside it.
-"""
+"""The sum over a microbatch's tokens: the loss itself with its corrections, KL and entropy, and the metrics beside it."""
 
 from __future__ import annotations
 

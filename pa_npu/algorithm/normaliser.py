@@ -1,5 +1,4 @@
-"""The normaliser: the one number that an iteration's sum of losses is divided by, and the weights
-that go with it.
+"""The normaliser: the one number that an iteration's sum of losses is divided by, and the weights that go with it.
 
 The loss of an iteration is sum_t w_t l_t / N (invariant I3). The weights w depend on one sample
 only, and N is known when the iteration ends. So the sum can be accumulated over any cut into

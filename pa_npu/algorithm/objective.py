@@ -1,5 +1,4 @@
-"""The objective of one update: from microbatches and the models' outputs to a sum of losses, its
-metrics and its normaliser.
+"""The objective of one update: from microbatches and the models' outputs to a sum of losses, its metrics and its normaliser.
 
     backend: forward ──Outputs──> objective.loss ──scalar──> backend: backward, gradients added up unnormalised
              after the last one   objective.normaliser ──> backend: divide, once (invariant I3)

@@ -1,5 +1,4 @@
-"""The trained tokens of a microbatch, their weights, and the losses: one function per algorithm,
-registered under its config value.
+"""The trained tokens of a microbatch, their weights, and the losses: one function per algorithm, registered under its config value.
 
 A loss is `(TokenBatch, AlgorithmConfig) -> PolicyTerms`. r is the ratio to the old policy, A the
 advantage; the old policy is the policy itself (ratio 1) when an iteration makes one update. How

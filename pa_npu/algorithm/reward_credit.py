@@ -1,6 +1,4 @@
-"""Credit by rewards: one advantage for all trained tokens of a sample, by the function that
-algorithm.advantage names.
-"""
+"""Credit by rewards: one advantage for all trained tokens of a sample, by the function that algorithm.advantage names."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The models that trainers keep: the policy, what the algorithm needs beside it, and what engines
-still need of it.
-"""
+"""The models that trainers keep: the policy, what the algorithm needs beside it, and what engines still need of it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A user's own loss, advantage or algorithm, called once on a small made-up batch before a run:
-what is wrong is one line.
+"""A user's own loss, advantage or algorithm, called once on a small made-up batch before a run: what is wrong is one line.
 
 python -m pa_npu.algorithm.trial      Config as JSON on stdin; see pa_npu.control.worker_process
 """

@@ -1,6 +1,4 @@
-"""Sums over an update's microbatches, reduced over the ranks that hold them into the numbers of a
-report.
-"""
+"""Sums over an update's microbatches, reduced over the ranks that hold them into the numbers of a report."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Shared-prompt attention: a packed sequence in which responses share their prompt, exact in
-forward and backward.
-"""
+"""Shared-prompt attention: a packed sequence in which responses share their prompt, exact in forward and backward."""
 
 from pa_npu.attention.forms import shared_prompt_attention
 from pa_npu.attention.layout import PrefixLayout

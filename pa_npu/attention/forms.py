@@ -1,5 +1,4 @@
-"""shared_prompt_attention checks its input and chooses form and kernel; the two forms, on a kernel
-that knows nothing of prefixes:
+"""shared_prompt_attention checks its input and chooses form and kernel; the two forms, on a kernel that knows nothing of prefixes:
 
 gather   every segment's queries against the gathered keys of its whole path, in one bottom-right
          causal call

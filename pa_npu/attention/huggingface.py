@@ -1,5 +1,4 @@
-"""Shared-prompt attention under a plain transformers model: any decoder that takes an attention
-function by name.
+"""Shared-prompt attention under a plain transformers model: any decoder that takes an attention function by name.
 
     layout = PrefixLayout.from_groups([(prompt_length, response_lengths)])
     use_shared_prompt_attention(model)

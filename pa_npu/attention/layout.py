@@ -1,5 +1,4 @@
-"""PrefixLayout: which tokens of one packed sequence see which others, and the varlen kernel calls
-that it turns into.
+"""PrefixLayout: which tokens of one packed sequence see which others, and the varlen kernel calls that it turns into.
 
 Packed tokens are cut into a forest of segments with parents, in depth-first order. A token attends
 to all tokens of its segment's ancestors and causally to its own segment. A shared prompt is a root

@@ -1,5 +1,4 @@
-"""Merge a partial attention result into rows of the running one, in place: Ascend C operator or
-plain torch.
+"""Merge a partial attention result into rows of the running one, in place: Ascend C operator or plain torch.
 
 For one query over two disjoint sets of keys, with running output o, maximum m of the scaled scores
 and sum s of exp(score - m), and the same (p, n, t) of the partial call:

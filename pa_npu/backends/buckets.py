@@ -1,5 +1,4 @@
-"""A model's weights gathered from the ranks that hold them into flat buckets of bounded size, for a
-publish and an export.
+"""A model's weights gathered from the ranks that hold them into flat buckets of bounded size, for a publish and an export.
 
 A rank never holds more of other ranks' weights than two buckets: one is on its way between the
 ranks while the one before is read. Each rank lays its own part of a bucket where it belongs, the

@@ -1,5 +1,4 @@
-"""Ranks that compute one microbatch at a time together: whoever has fewer computes fillers beside
-the others' last ones.
+"""Ranks that compute one microbatch at a time together: whoever has fewer computes fillers beside the others' last ones.
 
 An exchange of tokens with experts of other ranks is a collective, and so is gathering a layer, so
 that all of a group must compute as many microbatches. How many a replica has follows from its

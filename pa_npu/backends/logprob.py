@@ -1,5 +1,4 @@
-"""Log-prob and entropy of target tokens from hidden states, without ever holding the logits of all
-rows.
+"""Log-prob and entropy of target tokens from hidden states, without ever holding the logits of all rows.
 
 The LM head, the temperature, the vocabulary-parallel log-softmax and their backward are one
 autograd function over chunks of rows. Forward costs one MAX and one stacked SUM all-reduce per

@@ -1,6 +1,4 @@
-"""Optimizers of all backends alike: the learning rate by updates, and state in host memory
-(optimizer.offload).
-"""
+"""Optimizers of all backends alike: the learning rate by updates, and state in host memory (optimizer.offload)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The training backends by the name that trainer.backend selects; a backend is imported when it is
-asked for.
+"""The training backends by the name that trainer.backend selects; a backend is imported when it is asked for.
 
 One of your own: write a module with an object in it that has what BackendModule says, and set
 trainer.backend=module:NAME.

@@ -1,5 +1,4 @@
-"""The index of a checkpoint by torch.distributed.checkpoint: what ranks tell of their writing, and
-reading it without running it.
+"""The index of a checkpoint by torch.distributed.checkpoint: what ranks tell of their writing, and reading it without running it.
 
 Both are pickles, which would call whatever they name. They are read by an unpickler that admits the
 classes of an index alone.

@@ -1,5 +1,4 @@
-"""Iterations that were produced ahead of training, in a checkpoint: their groups, and what the
-coordinator says of them.
+"""Iterations that were produced ahead of training, in a checkpoint: their groups, and what the coordinator says of them.
 
 With schedule.max_staleness = k a checkpoint of version v has iterations v to v + k - 1: the weights
 that generated them are gone, so a resumed run trains these very groups. One safetensors file: the

@@ -1,5 +1,4 @@
-"""Checkpoint directories on disk: their names, meta data and digests, which are complete, which is
-the newest, which are deleted.
+"""Checkpoint directories on disk: their names, meta data and digests, which are complete, which is the newest, which are deleted.
 
     RUN/checkpoints/iteration_000004/                 complete: META_FILE is there and names every
                                                       file, size and digest

@@ -1,6 +1,4 @@
-"""Describes a checkpoint's origin, its configuration and model, and says which may change when a
-run continues from it.
-"""
+"""Describes a checkpoint's origin, its configuration and model, and says which may change when a run continues from it."""
 
 from __future__ import annotations
 

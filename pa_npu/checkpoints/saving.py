@@ -1,5 +1,4 @@
-"""A run's checkpoints over time: when one is due, its write beside training, its completion by all
-ranks, its failure.
+"""A run's checkpoints over time: when one is due, its write beside training, its completion by all ranks, its failure.
 
     at_border(v):  an earlier write is done on all ranks? ─> complete it (index, name, retention)
                    version v is due? ─> plan it with all ranks and begin to write; training goes on meanwhile

@@ -1,3 +1,1 @@
-"""The typed configuration tree: YAML files and overrides in (`load`), one validated `Config` out
-(`schema`).
-"""
+"""The typed configuration tree: YAML files and overrides in (`load`), one validated `Config` out (`schema`)."""

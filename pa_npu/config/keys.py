@@ -1,6 +1,4 @@
-"""Lists the keys of the tree: dotted names, types, defaults, bounds; finds the nearest name to a
-misspelt one; writes --help.
-"""
+"""Lists the keys of the tree: dotted names, types, defaults, bounds; finds the nearest name to a misspelt one; writes --help."""
 
 from __future__ import annotations
 

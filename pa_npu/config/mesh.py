@@ -1,5 +1,4 @@
-"""Mesh: how trainer ranks are laid out, and all arithmetic on ranks. Sizes, groups, who leads,
-publishes, reads: asked here.
+"""Mesh: how trainer ranks are laid out, and all arithmetic on ranks. Sizes, groups, who leads, publishes, reads: asked here.
 
     config.mesh                                  the mesh that section trainer describes
     mesh.place(rank), mesh.at(tensor=1, data=2)  one rank's Place: its coordinates, its groups, its

@@ -1,5 +1,4 @@
-"""Opens files that somebody else wrote: regular ones of bounded size only, and never the pointer
-that Git LFS left in place of one.
+"""Opens files that somebody else wrote: regular ones of bounded size only, and never the pointer that Git LFS left in place of one.
 
 Opening never waits, as it would for a named pipe; what is no such file raises OSError with the
 reason as its `strerror`.

@@ -1,5 +1,4 @@
-"""Config: the tree of the configuration with what is filled in before its keys are read and the
-rules that are checked after.
+"""Config: the tree of the configuration with what is filled in before its keys are read and the rules that are checked after.
 
 The keys are in `pa_npu.config.sections`, what follows from several of them in `pa_npu.config.tree`,
 rules between keys in `pa_npu.config.rules`; rules that need the model, the disk or devices are in

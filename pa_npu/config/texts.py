@@ -1,6 +1,4 @@
-"""Rules for keys that hold text the system takes literally: paths, URLs, environment variables,
-arguments.
-"""
+"""Rules for keys that hold text the system takes literally: paths, URLs, environment variables, arguments."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A user's own code, named module:function in a key: how it is found, and where in it something
-went wrong.
-"""
+"""A user's own code, named module:function in a key: how it is found, and where in it something went wrong."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""YAML in and out: values with the place they were written at, and text that reads back to the same
-values.
+"""YAML in and out: values with the place they were written at, and text that reads back to the same values.
 
 Scalars follow YAML 1.2's core schema: `1e-6` is a number, only `true` and `false` are booleans.
 """

@@ -1,6 +1,4 @@
-"""HTTP requests whose time and size are bounded, whatever the other side sends: at most so many
-seconds and bytes in all.
-"""
+"""HTTP requests whose time and size are bounded, whatever the other side sends: at most so many seconds and bytes in all."""
 
 from __future__ import annotations
 

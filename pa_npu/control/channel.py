@@ -1,5 +1,4 @@
-"""StoreChannel: deadlines and large values on top of the c10d key-value store that the launcher
-hosts.
+"""StoreChannel: deadlines and large values on top of the c10d key-value store that the launcher hosts.
 
 A wait polls `check` instead of calling the store's own blocking `wait`: that one holds the client
 for its whole duration, ignores Python signals, and logs two warnings per expiry. The pause between

@@ -1,5 +1,4 @@
-"""Freshness: which weight versions may be trained together, and so what producing and publishing
-have to do with each other.
+"""Freshness: which weight versions may be trained together, and so what producing and publishing have to do with each other.
 
     0 <= trained version - version that generated a token <= schedule.max_staleness        (invariant I1)
 

@@ -1,5 +1,4 @@
-"""Run one command so that nothing it starts outlives it, its keeper or the launcher. Standard
-library only.
+"""Run one command so that nothing it starts outlives it, its keeper or the launcher. Standard library only.
 
     launcher ──lifeline pipe──> keeper ──fork──> command ──> whatever the command starts
 

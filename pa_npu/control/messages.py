@@ -1,5 +1,4 @@
-"""The messages between trainers and coordinator that are not part of a publish: reports, what was
-dispatched, what each runs with.
+"""The messages between trainers and coordinator that are not part of a publish: reports, what was dispatched, what each runs with.
 
 Each message is a frozen dataclass with its topic below it. Those of the publish are in
 publish/messages.py, those about engines in control/roster.py. Every topic here lives under the

@@ -1,5 +1,4 @@
-"""The roster of a run's engines in its store: where launcher, engines that join, and coordinator
-tell each other of changes.
+"""The roster of a run's engines in its store: where launcher, engines that join, and coordinator tell each other of changes.
 
     launcher             publish_config(), announce(url), renew()          replacement_wanted() -> kill and start again
     engine that joins    wait_config(), announce(url, restarts=False), ask_leave()        has_left() -> may end

@@ -1,5 +1,4 @@
-"""Time in which processes could run: the wall clock without what they waited for a processor, so
-that others take nothing of it.
+"""Time in which processes could run: the wall clock without what they waited for a processor, so that others take nothing of it.
 
     limit = TimeLimit(root, limit_s)          begins now, for a process and all that it has started
     limit.is_over()                           asked every limit.look_again_s() seconds

@@ -1,6 +1,4 @@
-"""Finds a short directory for sockets: their paths have 107 bytes at most, and TMPDIR alone may be
-longer than that.
-"""
+"""Finds a short directory for sockets: their paths have 107 bytes at most, and TMPDIR alone may be longer than that."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Structured concurrency for Python 3.10: tasks that never outlive the block or call that started
-them; turns; a program's end.
-"""
+"""Structured concurrency for Python 3.10: tasks that never outlive the block or call that started them; turns; a program's end."""
 
 from __future__ import annotations
 

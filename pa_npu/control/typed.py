@@ -1,5 +1,4 @@
-"""Topic: a key of the store with the one dataclass that is put there; how processes exchange typed
-messages.
+"""Topic: a key of the store with the one dataclass that is put there; how processes exchange typed messages.
 
     MEMBERS = Topic("publish/{version}/{attempt}/members", Members, "engines that can load weight
     version {version}")

@@ -1,5 +1,4 @@
-"""A process that runs users' code: JSON lines both ways, and an end that takes along all that it
-started.
+"""A process that runs users' code: JSON lines both ways, and an end that takes along all that it started.
 
     parent ──lifeline, requests──> keeper ──fork──> python -m MODULE ──fork──> whatever users' code starts
       ^──────────────── replies ───────────────────────────┘

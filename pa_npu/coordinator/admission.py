@@ -1,6 +1,4 @@
-"""Admission: which group goes next, when, and to which engine, by the schedule that the controller
-chooses for the iteration.
-"""
+"""Admission: which group goes next, when, and to which engine, by the schedule that the controller chooses for the iteration."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Crossing an iteration border: a weight version goes from the trainers to all engines, at once or
-to one engine after another.
+"""Crossing an iteration border: a weight version goes from the trainers to all engines, at once or to one engine after another.
 
     together   trainers send, engines load, everybody waits                               publish.mode=blocking
                engines load beside generation, and swap when all of an iteration is written   delayed

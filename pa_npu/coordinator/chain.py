@@ -1,6 +1,4 @@
-"""The coordinator writes a line of the run's chain (telemetry/chain.py) with each iteration's
-record.
-"""
+"""The coordinator writes a line of the run's chain (telemetry/chain.py) with each iteration's record."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""From scored groups to the buffer: a number, advantages, a replica and its slot, and what the
-iteration's record says of it.
+"""From scored groups to the buffer: a number, advantages, a replica and its slot, and what the iteration's record says of it.
 
 Delivery       each group as soon as it is released                        schedule.stream=true
 HeldDelivery   all groups when the last one is there, by the same steps    schedule.stream=false

@@ -1,5 +1,4 @@
-"""An environment with code of the user's, tried on one prompt before a run: what is wrong with it
-is one line.
+"""An environment with code of the user's, tried on one prompt before a run: what is wrong with it is one line.
 
 python -m pa_npu.coordinator.environment_trial      {"config", "prompt"} as JSON on stdin; see
                                                     pa_npu.control.worker_process

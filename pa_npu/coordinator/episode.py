@@ -1,5 +1,4 @@
-"""One prompt through the environment: what the environment writes with, the samples it makes, and
-their rewards.
+"""One prompt through the environment: what the environment writes with, the samples it makes, and their rewards.
 
     prompt ──Environment.rollout(generate)──> samples ──environment's rewards, or the reward functions'──> ScoredGroup
 

@@ -1,5 +1,4 @@
-"""The iterations that are produced and not trained yet: begun when due, told to trainers, kept in
-and taken from checkpoints.
+"""The iterations that are produced and not trained yet: begun when due, told to trainers, kept in and taken from checkpoints.
 
 One is produced whole, by the version that engines hold; or until engines have all its groups, which
 they finish beside the next border (publish.mode=rolling).

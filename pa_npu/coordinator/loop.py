@@ -1,5 +1,4 @@
-"""The iteration protocol of the coordinator: publish a weight version, evaluate it, produce its
-iteration, record the last one.
+"""The iteration protocol of the coordinator: publish a weight version, evaluate it, produce its iteration, record the last one.
 
 Per weight version v, with keys in the store that the launcher hosts, where the roster of engines is
 too:

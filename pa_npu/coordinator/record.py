@@ -1,6 +1,4 @@
-"""The iteration record: the coordinator's numbers and the trainers' report merged into one line of
-metrics.jsonl.
-"""
+"""The iteration record: the coordinator's numbers and the trainers' report merged into one line of metrics.jsonl."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Roles that follow the work (placement.colocate with schedule.stream): every device decodes, then
-trains, inside one iteration.
+"""Roles that follow the work (placement.colocate with schedule.stream): every device decodes, then trains, inside one iteration.
 
     all units decode ──a group ends, and the rest fits on fewer──> a unit hands its sequences on, sleeps, trains finished groups
                                                                    the last units train when the

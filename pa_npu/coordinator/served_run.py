@@ -1,5 +1,4 @@
-"""ServedRun: what a gateway with a port of its own (agent.port) offers beside sessions, for the
-run's key.
+"""ServedRun: what a gateway with a port of its own (agent.port) offers beside sessions, for the run's key.
 
     POST /v1/chat/completions, /v1/completions    a sample of the version that the engines hold,
                                                   which trains nothing

@@ -1,5 +1,4 @@
-"""schedule.tokens_per_update: which groups an update trains, and how many an iteration generates,
-so that it has its tokens.
+"""schedule.tokens_per_update: which groups an update trains, and how many an iteration generates, so that it has its tokens.
 
     carried groups, then the iteration's own, in dispatch order     0   1   2 | 3   4
     trained tokens so far                                          90 210 330   ^ these are carried on

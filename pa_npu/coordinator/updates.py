@@ -1,5 +1,4 @@
-"""Policies on the groups that an update trains: which of an iteration's, and how many prompts the
-iteration needs for them.
+"""Policies on the groups that an update trains: which of an iteration's, and how many prompts the iteration needs for them.
 
 EveryGroup           all that are dispatched
 InformativeGroups    with dynamic sampling, the first B informative ones

@@ -1,5 +1,4 @@
-"""The named points of producing an iteration, which a feature overrides where it takes part; the
-producer has them in a table.
+"""The named points of producing an iteration, which a feature overrides where it takes part; the producer has them in a table.
 
 A run that does not use a feature has no object of it: main.py decides, and nothing on the main path
 asks. Two stand here, because every iteration has them: Pace follows its schedule, TailMeter says

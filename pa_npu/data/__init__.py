@@ -1,3 +1,1 @@
-"""Prompts: dataset rows read, rendered with the chat template, tokenised, and served in seeded
-epochs.
-"""
+"""Prompts: dataset rows read, rendered with the chat template, tokenised, and served in seeded epochs."""

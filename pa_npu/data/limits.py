@@ -1,6 +1,4 @@
-"""Limits of time and memory on code of somebody else that runs here, such as a chat template that
-loops or grows.
-"""
+"""Limits of time and memory on code of somebody else that runs here, such as a chat template that loops or grows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Chat messages of a dataset's row or of a client's request, in the one form that chat templates
-read.
+"""Chat messages of a dataset's row or of a client's request, in the one form that chat templates read.
 
     content       a text; a list of text parts becomes one, and null is the empty text
     tool_calls    objects of {"type": "function", "function": {"name", "arguments"}}; arguments that

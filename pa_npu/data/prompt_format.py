@@ -1,5 +1,4 @@
-"""How a run made prompts of rows: part of what a model was trained with, hence of every export of
-it.
+"""How a run made prompts of rows: part of what a model was trained with, hence of every export of it.
 
 An export has the template as its tokenizer's, and the rest in FILE, which `pa-npu evaluate` reads.
 """

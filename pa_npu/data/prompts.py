@@ -1,6 +1,4 @@
-"""Prompts: dataset rows rendered with the tokenizer's chat template, tokenised, and checked for
-length.
-"""
+"""Prompts: dataset rows rendered with the tokenizer's chat template, tokenised, and checked for length."""
 
 from __future__ import annotations
 

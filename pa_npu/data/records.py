@@ -1,5 +1,4 @@
-"""Rows to records: question and reference answer, by the names of columns that the user gives, or
-by the row's layout.
+"""Rows to records: question and reference answer, by the names of columns that the user gives, or by the row's layout.
 
 These layouts are understood, told apart by the columns of each row:
 

@@ -1,5 +1,4 @@
-"""Rows of a dataset on disk, each with the place it came from: a file, or a directory as libraries
-of datasets write them.
+"""Rows of a dataset on disk, each with the place it came from: a file, or a directory as libraries of datasets write them.
 
     file.jsonl, file.csv, .tsv, .parquet   told apart by content and ending, in any case
     DIR/dataset_dict.json, DIR/SPLIT/      datasets.DatasetDict.save_to_disk

@@ -1,5 +1,4 @@
-"""The stream of training prompts: datasets in seeded epochs, several of them by weight, endless,
-resumable by position.
+"""The stream of training prompts: datasets in seeded epochs, several of them by weight, endless, resumable by position.
 
 Of several datasets the turn is that of the one with the least (2 n + 1) / weight, n being what it
 has given so far (the divisor method of Webster and Sainte-Lague, which apportions seats by votes):

@@ -1,6 +1,4 @@
-"""The chat template that prompts are rendered with, and which variables it reads: an option that it
-does not know is refused.
-"""
+"""The chat template that prompts are rendered with, and which variables it reads: an option that it does not know is refused."""
 
 from __future__ import annotations
 

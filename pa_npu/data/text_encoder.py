@@ -1,6 +1,4 @@
-"""Texts of any length become tokens in an event loop: long ones in a thread, and none that cannot
-fit.
-"""
+"""Texts of any length become tokens in an event loop: long ones in a thread, and none that cannot fit."""
 
 from __future__ import annotations
 

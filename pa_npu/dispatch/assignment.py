@@ -1,6 +1,4 @@
-"""Which replica trains a group, or which part of it, and in which of the replica's slots of the
-iteration; by what that costs.
-"""
+"""Which replica trains a group, or which part of it, and in which of the replica's slots of the iteration; by what that costs."""
 
 from __future__ import annotations
 

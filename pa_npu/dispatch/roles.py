@@ -1,5 +1,4 @@
-"""When engines stop decoding and their devices begin to train, in an iteration in which every
-device does both.
+"""When engines stop decoding and their devices begin to train, in an iteration in which every device does both.
 
 All devices decode. When what is left fits on fewer engines, the engines of a unit hand their
 sequences on, and its replicas train finished groups; the last units follow when the last response

@@ -1,5 +1,4 @@
-"""An iteration's schedule: in which order its groups go out, how many at a time on each engine, and
-when.
+"""An iteration's schedule: in which order its groups go out, how many at a time on each engine, and when.
 
 A schedule is decided at the border, before the first group (pa_npu/planning/iteration_model), and
 followed by the coordinator and, in virtual time, by the model that it was chosen with: both through

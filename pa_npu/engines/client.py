@@ -1,5 +1,4 @@
-"""EngineClient: the coordinator's client of one engine that answers as vLLM's server does, with the
-workers' calls of this package.
+"""EngineClient: the coordinator's client of one engine that answers as vLLM's server does, with the workers' calls of this package.
 
 A client belongs to one start of one engine: it remembers which start answered first, and an answer
 of another one is EngineGone. It remembers which weight version it had it load; a response generated

@@ -1,5 +1,4 @@
-"""JSON of /v1/completions as vLLM's server has it: building the request, decoding and checking the
-response.
+"""JSON of /v1/completions as vLLM's server has it: building the request, decoding and checking the response.
 
 A response that anything uses has a length within what was asked for, token ids within the
 vocabulary and possible log-probs.

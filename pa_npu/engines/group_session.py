@@ -1,5 +1,4 @@
-"""A group's requests to the engine that it has been given: moved where that engine is gone or
-rests, joined where several wrote.
+"""A group's requests to the engine that it has been given: moved where that engine is gone or rests, joined where several wrote.
 
 A slow engine gets more time, one that hangs is given up, and no group takes for ever.
 

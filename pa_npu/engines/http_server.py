@@ -1,5 +1,4 @@
-"""Duties of every engine's HTTP server: it asks for the API key and says who answers. Standard
-library only.
+"""Duties of every engine's HTTP server: it asks for the API key and says who answers. Standard library only.
 
 Every path but /health wants the key, which is the environment's VLLM_API_KEY and travels as
 `Authorization: Bearer KEY`. Every answer carries two headers, so that whoever asks need not believe

@@ -1,5 +1,4 @@
-"""What an engine's worker really computes with after a load, compared with what it was given
-(invariant I5).
+"""What an engine's worker really computes with after a load, compared with what it was given (invariant I5).
 
     received tensors ──engine's loader: fuses, stacks, transposes, packs──> the memory of live modules
     contents of each                                                        contents of each

@@ -1,5 +1,4 @@
-"""The fleet: which engines belong to the run, which of them serve, and how an engine comes to serve
-or stops serving.
+"""The fleet: which engines belong to the run, which of them serve, and how an engine comes to serve or stops serving.
 
     starting ──answers──> ready ──next publish, or late delivery──> serving ──wants to leave──> leaving ──nothing in flight──> left
         ^                   └─ asleep until that publish <──its device trains──┤

@@ -1,5 +1,4 @@
-"""EnginePool: chooses an engine for every group, bounds what is in flight, and counts what each
-engine did.
+"""EnginePool: chooses an engine for every group, bounds what is in flight, and counts what each engine did.
 
 Admission is asked for in dispatch order by one task (the producer, or the evaluation), and returns
 a lease on the engine with the fewest in-flight tokens for its window among those with room

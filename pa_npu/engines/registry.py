@@ -1,5 +1,4 @@
-"""The kinds of engines by rollout.backend, and what launcher and coordinator ask of a kind: its
-command, its client, its checks.
+"""The kinds of engines by rollout.backend, and what launcher and coordinator ask of a kind: its command, its client, its checks.
 
 A kind of your own: write a module with an EngineKind in it and set rollout.backend=module:NAME.
 """

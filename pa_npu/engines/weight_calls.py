@@ -1,5 +1,4 @@
-"""Calls by which an engine's workers get weights, the same for every kind of engine. Imports torch
-and msgspec only.
+"""Calls by which an engine's workers get weights, the same for every kind of engine. Imports torch and msgspec only.
 
     pa_connect    once: join one group per pipeline stage, check that the trainer's model is the
                   engine's

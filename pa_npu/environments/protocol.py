@@ -1,6 +1,4 @@
-"""The Environment protocol: one method that turns a prompt into samples, and what it is given to
-work with.
-"""
+"""The Environment protocol: one method that turns a prompt into samples, and what it is given to work with."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The tool environment: several turns, in which the policy may call a tool and reads its answer
-before it goes on.
+"""The tool environment: several turns, in which the policy may call a tool and reads its answer before it goes on.
 
     prompt ──policy──> ... <<48/2>> ──tool──> =24 ──policy──> ... #### 24 <end>
                        trained        not trained  trained

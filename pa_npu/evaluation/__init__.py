@@ -1,3 +1,1 @@
-"""Evaluation without engines: statistics with intervals, results per question, comparison of two of
-them.
-"""
+"""Evaluation without engines: statistics with intervals, results per question, comparison of two of them."""

@@ -1,5 +1,4 @@
-"""Results per question: what each response was worth, numbers with 95% intervals, one parquet file
-per evaluation, comparison.
+"""Results per question: what each response was worth, numbers with 95% intervals, one parquet file per evaluation, comparison.
 
 Questions are the independent draws; several responses to one question are not. So every number is
 first one of a question, between 0 and 1, and the interval is that of the mean of these. Intervals

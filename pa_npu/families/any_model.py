@@ -1,5 +1,4 @@
-"""Any causal language model of transformers: its shape as transformers reads it, its weights from
-an instance without memory.
+"""Any causal language model of transformers: its shape as transformers reads it, its weights from an instance without memory.
 
 For trainer.backend=fsdp, which needs no more of a model than planning does. transformers is
 imported when the first one is read.

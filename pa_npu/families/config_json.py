@@ -1,6 +1,4 @@
-"""Values out of a model's config.json: the file read with bounds, counts and numbers checked by
-key.
-"""
+"""Values out of a model's config.json: the file read with bounds, counts and numbers checked by key."""
 
 from __future__ import annotations
 

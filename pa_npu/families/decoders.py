@@ -1,5 +1,4 @@
-"""Llama-like decoder families: from config.json to sizes, names and shapes of the weights, work and
-memory.
+"""Llama-like decoder families: from config.json to sizes, names and shapes of the weights, work and memory.
 
 A family is a subclass of DenseDecoder that states what differs, as those at the end of this file,
 and an entry in `spec`.

@@ -1,5 +1,4 @@
-"""Checks a model directory's small files and headers in a second, before anything starts: one line
-per fault.
+"""Checks a model directory's small files and headers in a second, before anything starts: one line per fault.
 
     check_weights(spec)                 every tensor of the model is there once, in its shape, in a
                                         type that can be trained

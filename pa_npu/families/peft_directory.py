@@ -1,6 +1,4 @@
-"""A directory of peft with a LoRA adapter: its shape, read and checked for a run that goes on from
-it. Knows nothing of torch.
-"""
+"""A directory of peft with a LoRA adapter: its shape, read and checked for a run that goes on from it. Knows nothing of torch."""
 
 from __future__ import annotations
 

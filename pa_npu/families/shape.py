@@ -1,6 +1,4 @@
-"""The shape of a decoder-only transformer: numbers and flags that its family's file and all that
-counts with them read.
-"""
+"""The shape of a decoder-only transformer: numbers and flags that its family's file and all that counts with them read."""
 
 from __future__ import annotations
 

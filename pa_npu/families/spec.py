@@ -1,5 +1,4 @@
-"""The shape of a model, read from an HF directory's config.json by its family, or as transformers
-has it where there is none.
+"""The shape of a model, read from an HF directory's config.json by its family, or as transformers has it where there is none.
 
 A family is found by the model_type of config.json. A new one is a class beside these and an entry
 in `_FAMILIES`.

@@ -1,5 +1,4 @@
-"""The weights of a transformers model under the names of HF checkpoints, each as a run of elements
-of a parameter.
+"""The weights of a transformers model under the names of HF checkpoints, each as a run of elements of a parameter.
 
 transformers may compute with other tensors than checkpoints hold: experts' projections, for one,
 are a single tensor. Engines, and whoever loads an export, want the checkpoint's. `wire_weights`

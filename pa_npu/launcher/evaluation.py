@@ -1,6 +1,4 @@
-"""Evaluation without training: engines with the model as it is, every question of every set, a
-table, results per question.
-"""
+"""Evaluation without training: engines with the model as it is, every question of every set, a table, results per question."""
 
 from __future__ import annotations
 

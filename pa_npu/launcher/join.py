@@ -1,5 +1,4 @@
-"""`pa-npu join`: add an engine to a running job, keep it until it is asked to leave, and let it
-finish what it has in flight then.
+"""`pa-npu join`: add an engine to a running job, keep it until it is asked to leave, and let it finish what it has in flight then.
 
     pa-npu join HOST:PORT      (the address that the run's launcher prints)
 

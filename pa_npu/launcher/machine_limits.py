@@ -1,5 +1,4 @@
-"""Checks the machine's limits before a run's processes start on it: open files, processes, room for
-temporary files.
+"""Checks the machine's limits before a run's processes start on it: open files, processes, room for temporary files.
 
 Without these a run ends minutes later in a traceback of whichever process asks first. A limit that
 this process may raise by itself is raised, for all that it starts.

@@ -1,6 +1,4 @@
-"""Which node, device, cores and port every process gets: pure arithmetic, except for asking the
-kernel for free ports.
-"""
+"""Which node, device, cores and port every process gets: pure arithmetic, except for asking the kernel for free ports."""
 
 from __future__ import annotations
 

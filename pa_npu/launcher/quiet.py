@@ -1,5 +1,4 @@
-"""Keeps warnings and progress bars of libraries off the screen while a sub-command works; this
-program's own lines stay.
+"""Keeps warnings and progress bars of libraries off the screen while a sub-command works; this program's own lines stay.
 
 with quiet_libraries():
     export_checkpoint(...)        what libraries write goes to a file, and to the screen only where

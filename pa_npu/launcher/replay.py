@@ -1,6 +1,4 @@
-"""Repeats iterations of a run from a checkpoint, in a directory of their own, and compares the
-chains.
-"""
+"""Repeats iterations of a run from a checkpoint, in a directory of their own, and compares the chains."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Everything that can be wrong with a run's surroundings, checked before anything starts: one clear
-line each.
+"""Everything that can be wrong with a run's surroundings, checked before anything starts: one clear line each.
 
 Rules inside the configuration are pa_npu.config's; these need the disk, the devices, the ports or
 an interpreter.

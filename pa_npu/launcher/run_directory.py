@@ -1,5 +1,4 @@
-"""The run directory: whose it is, the checkpoint in it that a run continues from, and what an
-earlier run of the same left there.
+"""The run directory: whose it is, the checkpoint in it that a run continues from, and what an earlier run of the same left there.
 
 The launcher resolves the checkpoint once, so that all processes of the run agree.
 """

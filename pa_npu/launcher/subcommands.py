@@ -1,5 +1,4 @@
-"""The sub-commands of `pa-npu` that are a few lines each, and the options that name a
-configuration.
+"""The sub-commands of `pa-npu` that are a few lines each, and the options that name a configuration.
 
 A sub-command is two functions: NAME_options adds its arguments to a parser that has name and
 description already, NAME does it and returns the exit code. `rest` is what the parser did not know,

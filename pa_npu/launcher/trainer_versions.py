@@ -1,5 +1,4 @@
-"""The trainers' side of the supported matrix: what goes together on each device kind, and what is
-installed here.
+"""The trainers' side of the supported matrix: what goes together on each device kind, and what is installed here.
 
 The engines' side is pa_npu.engines.vllm.versions. Other versions may work; they are not what this
 package is tested or read against, so that a deviation is a note, not a refusal.

@@ -1,5 +1,4 @@
-"""`pa-npu verify RUN [--replay A:B]`: whether a run is what its chain says, by files or by
-repetition.
+"""`pa-npu verify RUN [--replay A:B]`: whether a run is what its chain says, by files or by repetition.
 
 pa-npu verify runs/mine                   compare the chain with the run's files
 pa-npu verify runs/mine --replay 4:8      and repeat iterations 4 to 7 from the checkpoint of

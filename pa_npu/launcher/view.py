@@ -1,5 +1,4 @@
-"""`pa-npu view RUN [RUN ...]`: a page over a run, or over a folder of runs, served until Ctrl-C or
-written as one HTML file.
+"""`pa-npu view RUN [RUN ...]`: a page over a run, or over a folder of runs, served until Ctrl-C or written as one HTML file.
 
 pa-npu view runs/grpo_tiny                          serve it, live, at http://127.0.0.1:PORT/
 pa-npu view runs/b runs/a                           show b, with a's curves, answers and differing

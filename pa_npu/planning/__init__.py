@@ -1,5 +1,4 @@
-"""Arithmetic on a configuration before anything runs: amounts of work, memory, whether it fits, and
-what to change.
+"""Arithmetic on a configuration before anything runs: amounts of work, memory, whether it fits, and what to change.
 
 amounts         sequences, microbatches and tokens of an iteration
 memory          bytes on a device of each role

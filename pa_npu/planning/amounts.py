@@ -1,6 +1,4 @@
-"""How many sequences, microbatches and tokens an iteration has at most: every prompt and response
-at its longest.
-"""
+"""How many sequences, microbatches and tokens an iteration has at most: every prompt and response at its longest."""
 
 from __future__ import annotations
 

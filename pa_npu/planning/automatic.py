@@ -1,5 +1,4 @@
-"""Sizes of a run that were not given: those that are `auto` (load), and what an engine holds
-(with_places, with_share).
+"""Sizes of a run that were not given: those that are `auto` (load), and what an engine holds (with_places, with_share).
 
 auto: splits, modes, parallel sizes, recomputation and offload that fit are compared by prediction,
 and the fastest is taken, by published figures of a usual device and assumed lengths, as the dry run

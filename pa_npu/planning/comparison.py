@@ -1,5 +1,4 @@
-"""What the same devices would take in other ways: in turns, split, with roles, one version behind;
-and which key would gain most.
+"""What the same devices would take in other ways: in turns, split, with roles, one version behind; and which key would gain most.
 
     compare(config, spec)       predictions of this configuration and of the best sizes of each way,
                                 on the same number of devices

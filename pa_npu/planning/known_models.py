@@ -1,5 +1,4 @@
-"""Shapes of some public models, so that a run can be planned (`--dry-run`) on a machine that does
-not have the model.
+"""Shapes of some public models, so that a run can be planned (`--dry-run`) on a machine that does not have the model.
 
 Keyed by the name of the HF repository, which is also the usual name of its directory. Values are
 those of the repository's config.json. A real run always reads the model itself.

@@ -1,5 +1,4 @@
-"""Rules between the configuration and the model it names; pure, so that every process can check
-them.
+"""Rules between the configuration and the model it names; pure, so that every process can check them.
 
 check_model(config, spec)      all of them, before a run
 check_engine(config, spec)     those that starting an engine needs

@@ -1,6 +1,4 @@
-"""A configuration's arithmetic as text: what `--dry-run` prints below the resolved tree, and the
-recipes' comments quote.
-"""
+"""A configuration's arithmetic as text: what `--dry-run` prints below the resolved tree, and the recipes' comments quote."""
 
 from __future__ import annotations
 

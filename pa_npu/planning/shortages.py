@@ -1,5 +1,4 @@
-"""Whether a run fits into its devices' memory, and if not, which key to change to what; arithmetic
-on `memory`.
+"""Whether a run fits into its devices' memory, and if not, which key to change to what; arithmetic on `memory`.
 
 The rule. A tenth of a device is kept free for what the figures leave out (allocator, workspaces,
 communication buffers, the device's own context).

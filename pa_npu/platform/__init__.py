@@ -1,5 +1,4 @@
-"""Device kinds: npu, cuda and cpu behind one Protocol; the only place that knows which one a run
-uses.
+"""Device kinds: npu, cuda and cpu behind one Protocol; the only place that knows which one a run uses.
 
 `get(kind)` gives the Platform (see `pa_npu.platform.base`), `missing(kind)` says in words why it
 cannot be had, `typical_memory(kind)` what to plan with then.

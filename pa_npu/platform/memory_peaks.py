@@ -1,5 +1,4 @@
-"""The most memory since the last look: what processes had resident, and what torch's allocator gave
-out on a device.
+"""The most memory since the last look: what processes had resident, and what torch's allocator gave out on a device.
 
 The standard library and torch only, because engines look with it too.
 """

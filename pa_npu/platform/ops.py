@@ -1,6 +1,4 @@
-"""FusedOps in plain torch: for every platform without kernels of its own, and the reference of the
-others.
-"""
+"""FusedOps in plain torch: for every platform without kernels of its own, and the reference of the others."""
 
 from __future__ import annotations
 

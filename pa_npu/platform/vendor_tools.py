@@ -1,5 +1,4 @@
-"""Reads the vendors' own tools and records: devices that other processes use, and the release of
-CANN.
+"""Reads the vendors' own tools and records: devices that other processes use, and the release of CANN.
 
 Asking a device's runtime would occupy the device.
 """

@@ -1,5 +1,4 @@
-"""The coordinator's end of the protocol: engines join the trainers' groups, load a version, and
-answer a probe where one is due.
+"""The coordinator's end of the protocol: engines join the trainers' groups, load a version, and answer a probe where one is due.
 
 Engines are asked to load as soon as nothing is in flight, while the trainers still train and step:
 what they do before the first byte comes is over then. The trainers are waited for only where groups

@@ -1,5 +1,4 @@
-"""The engines of a publish as the coordinator sees them: the groups that each joins, and whether
-each got what was sent (I5).
+"""The engines of a publish as the coordinator sees them: the groups that each joins, and whether each got what was sent (I5).
 
     an engine's digests against the trainers' of the same publish   a skipped or partial load, weights changed on the way, a stale
                                                                      copy that calls itself the new

@@ -1,5 +1,4 @@
-"""Engines that come late: one that was started again inside an iteration gets its weights from a
-thread of the trainers.
+"""Engines that come late: one that was started again inside an iteration gets its weights from a thread of the trainers.
 
     coordinator                           this thread, on all ranks of replica 0
     LateRequest: version, workers   ->    hold the version: the optimizer may not touch its weights meanwhile

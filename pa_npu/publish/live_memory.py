@@ -1,5 +1,4 @@
-"""Compare what the trainers train with what an engine's live modules hold after a load, tensor by
-tensor (invariant I5).
+"""Compare what the trainers train with what an engine's live modules hold after a load, tensor by tensor (invariant I5).
 
     the model      ──contents──>  what is sent  ──digests──>  an engine's   ──contents──>  the memory that its
     that trains                                               receiver                     modules compute with

@@ -1,5 +1,4 @@
-"""The trainer's end of a weight publish: one Publisher per rank, of which each stage's
-tensor-parallel leader sends.
+"""The trainer's end of a weight publish: one Publisher per rank, of which each stage's tensor-parallel leader sends.
 
     every rank                Publisher(...)             knows its place; replicas other than the first do nothing below
     stage leader              manifest() -> store        what will be sent, for the coordinator to hand to the engines

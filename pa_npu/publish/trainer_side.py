@@ -1,5 +1,4 @@
-"""The trainers' end of the protocol: announce a version, take part in attempts to publish it until
-one is done. On every rank.
+"""The trainers' end of the protocol: announce a version, take part in attempts to publish it until one is done. On every rank.
 
 What moves the weights is pa_npu.publish.publisher; the coordinator's end is
 pa_npu.publish.coordinator_side.

@@ -1,6 +1,4 @@
-"""The check of reward functions before a run: the workers of the run load them, and score one
-group.
-"""
+"""The check of reward functions before a run: the workers of the run load them, and score one group."""
 
 from __future__ import annotations
 

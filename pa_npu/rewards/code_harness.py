@@ -1,5 +1,4 @@
-"""Runs a response's program inside a cell: as a script, or with assertions and calls after it.
-Imports the standard library alone.
+"""Runs a response's program inside a cell: as a script, or with assertions and calls after it. Imports the standard library alone.
 
     python -I code_harness.py PROGRAM KIND PACKAGES      KIND: script or tests; PACKAGES:
                                                          directories to import from

@@ -1,6 +1,4 @@
-"""Finds the program in a response: the last block that is marked as Python, else the last unmarked
-one that is a program.
-"""
+"""Finds the program in a response: the last block that is marked as Python, else the last unmarked one that is a program."""
 
 from __future__ import annotations
 

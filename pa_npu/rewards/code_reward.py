@@ -1,5 +1,4 @@
-"""The reward `code`: the program in a response passes the tests of its row, each run in a cell of
-its own (sandbox.py).
+"""The reward `code`: the program in a response passes the tests of its row, each run in a cell of its own (sandbox.py).
 
 response ──code_program──> program ─┐
 row ──code_tests──> tests ──────────┴──code_harness, in a cell──> output ──code_results──> passed or not

@@ -1,5 +1,4 @@
-"""Test suites in a row's program text: classes of unittest, functions and classes of pytest, and
-what they need to run.
+"""Test suites in a row's program text: classes of unittest, functions and classes of pytest, and what they need to run.
 
     class TestCases(unittest.TestCase): ...   run by unittest (BigCodeBench)
     def test_it(): ...                        called (KodCode)

@@ -1,5 +1,4 @@
-"""Reads the tests of a row for the reward `code`, in the layouts of published datasets; refuses
-those that test nothing.
+"""Reads the tests of a row for the reward `code`, in the layouts of published datasets; refuses those that test nothing.
 
     {"inputs": [...], "outputs": [...]}                   standard input and output (APPS, TACO,
                                                           CodeContests, verl)

@@ -1,5 +1,4 @@
-r"""Expressions compared by math-verify, in a process of its own that the system ends at a limit of
-processor time.
+r"""Expressions compared by math-verify, in a process of its own that the system ends at a limit of processor time.
 
     caller ──(response, reference)──> comparer ──verdict──> caller
                                          │ too long, or too much memory: the system ends it. The verdict is "not equal"

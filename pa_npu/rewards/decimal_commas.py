@@ -1,5 +1,4 @@
-r"""Numbers with a decimal comma, in languages that write so: `3,5`, `1.234,56` and `1 234,5` are
-rewritten with a point.
+r"""Numbers with a decimal comma, in languages that write so: `3,5`, `1.234,56` and `1 234,5` are rewritten with a point.
 
 The reference decides: nothing is rewritten unless it is a number. `3{,}5` and `1.234,56` have one
 reading in every language; all other forms need a text in a language that writes so, which its

@@ -1,5 +1,4 @@
-"""Reward functions: what they are given, what comes of them, and math, format, overlong and a
-user's own module:function.
+"""Reward functions: what they are given, what comes of them, and math, format, overlong and a user's own module:function.
 
 Those that wait (judge, code, and a user's `async def`) are built here too.
 """

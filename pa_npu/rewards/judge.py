@@ -1,5 +1,4 @@
-"""The reward `judge`: a model behind an OpenAI-compatible URL scores each response; what it does
-not score is None, never zero.
+"""The reward `judge`: a model behind an OpenAI-compatible URL scores each response; what it does not score is None, never zero.
 
     response ──template──> messages ──cache?──> POST URL/chat/completions ──pattern or JSON key──> score in [lowest, highest]
                                                  └ no answer, 429, 5xx, no score in it: again, later each time

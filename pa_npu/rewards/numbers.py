@@ -1,5 +1,4 @@
-r"""Numbers as people and models write them: `$1,234.50`, `50%`, `-(5)`, `\frac{3}{4}`,
-`1.5 \times 10^3`, `3½`, `18 dollars`, six.
+r"""Numbers as people and models write them: `$1,234.50`, `50%`, `-(5)`, `\frac{3}{4}`, `1.5 \times 10^3`, `3½`, `18 dollars`, six.
 
 Values are exact fractions. Text that may mean something else is no number: `5x`, `5 or 6`,
 `(1,234)`, `2*3`.

@@ -1,6 +1,4 @@
-"""Where a text states its answer, in several languages: phrases such as "answer is", headings, and
-ends of sentences.
-"""
+"""Where a text states its answer, in several languages: phrases such as "answer is", headings, and ends of sentences."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Runs a program that nobody has read: under limits, in an empty directory, without network, keys,
-or files but its own.
+"""Runs a program that nobody has read: under limits, in an empty directory, without network, keys, or files but its own.
 
 Each run is a cell (sandbox_child.py). What isolates it depends on the system and has a level:
 "namespaces" (by bubblewrap or nsjail where one is there and works, else by the cell itself),

@@ -1,5 +1,4 @@
-"""The cell of one program: namespaces, limits and an empty directory, then the program. Imports the
-standard library alone.
+"""The cell of one program: namespaces, limits and an empty directory, then the program. Imports the standard library alone.
 
     python -I sandbox_child.py LIMITS REPORT      limits as JSON; a descriptor. The program's
                                                   standard streams are this process's

@@ -1,5 +1,4 @@
-"""Command lines of the programs that can carry a cell, bubblewrap and nsjail. Imports the standard
-library alone.
+"""Command lines of the programs that can carry a cell, bubblewrap and nsjail. Imports the standard library alone.
 
 Both make the same cell: namespaces of its own, a root with what is shown (read-only), devices,
 processes, and a small directory to write to. What they start is this package's cell again

@@ -1,5 +1,4 @@
-"""Meters of a cell: what its processes hold in memory, in buffers of the kernel, and in files.
-Imports the standard library alone.
+"""Meters of a cell: what its processes hold in memory, in buffers of the kernel, and in files. Imports the standard library alone.
 
 The kernel's own limits are by process and by file; these meters are read many times a second, and a
 cell that holds too much is killed (sandbox_child.py).

@@ -1,5 +1,4 @@
-"""The walls of a cell: a root of its own, no capabilities, Landlock, a filter of system calls.
-Imports the standard library alone.
+"""The walls of a cell: a root of its own, no capabilities, Landlock, a filter of system calls. Imports the standard library alone.
 
 Numbers are those of the kernel's headers (linux/mount.h, landlock.h, seccomp.h, and the tables of
 system calls of both machines).

@@ -1,5 +1,4 @@
-"""How a user's reward function wants to be called: with a group, or unchanged as verl or TRL call
-it.
+"""How a user's reward function wants to be called: with a group, or unchanged as verl or TRL call it.
 
     group   f(group)                                                        -> G rewards
     verl    f(data_source, solution_str, ground_truth, extra_info)          -> a reward, or a dictionary with `score`

@@ -1,5 +1,4 @@
-"""Thoughts: what a model writes before its answer, between marks such as <think> and </think>, and
-which is no part of it.
+"""Thoughts: what a model writes before its answer, between marks such as <think> and </think>, and which is no part of it.
 
 A chat template may end the prompt with the opening mark; the response then begins inside a thought.
 A thought that is never closed holds all that follows it: such a response has no answer, whoever

@@ -1,6 +1,4 @@
-"""Units of measurement: what a unit measures and how large it is, so that 5 cm is not 5 m, and 60
-minutes are an hour.
-"""
+"""Units of measurement: what a unit measures and how large it is, so that 5 cm is not 5 m, and 60 minutes are an hour."""
 
 from __future__ import annotations
 

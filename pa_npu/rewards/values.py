@@ -1,6 +1,4 @@
-"""The one check of a reward, wherever it comes from: reward functions, judges, agents and remote
-environments.
-"""
+"""The one check of a reward, wherever it comes from: reward functions, judges, agents and remote environments."""
 
 from __future__ import annotations
 

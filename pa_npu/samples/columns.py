@@ -1,5 +1,4 @@
-"""Column: one value for every token of a sample, declared where the feature that needs it lives;
-RunColumns: those of a run.
+"""Column: one value for every token of a sample, declared where the feature that needs it lives; RunColumns: those of a run.
 
     environment, engine ──> Sample ──> Group ──> wire, buffer ──> Microbatch ──> a loss, a model
                      coordinator makes ──┘  trainers make ──┘

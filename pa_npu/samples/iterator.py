@@ -1,5 +1,4 @@
-"""MicrobatchIterator: feeds the training step with one replica's microbatches of one iteration, as
-groups arrive.
+"""MicrobatchIterator: feeds the training step with one replica's microbatches of one iteration, as groups arrive.
 
 Every rank of a replica has one, and all of them get every group, from the replica's reader
 (ReplicaFeed), which prepares the next one beside training. Here a group is checked (I1, I2), cut

@@ -1,5 +1,4 @@
-"""Microbatch: one packed sequence with all that the loss needs; how groups are cut into pieces and
-packed.
+"""Microbatch: one packed sequence with all that the loss needs; how groups are cut into pieces and packed.
 
 A piece is a group with some consecutive samples of it; a microbatch is one piece, or several up to
 a budget of tokens. Packed with shared prefixes (prompt of 2, responses of 2 and 1): p0 p1 | a0 a1 |

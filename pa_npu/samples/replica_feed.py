@@ -1,5 +1,4 @@
-"""ReplicaFeed: one rank's way to the groups of its replica in one iteration, prepared beside
-training.
+"""ReplicaFeed: one rank's way to the groups of its replica in one iteration, prepared beside training.
 
 One reader of a replica takes each group from the buffer once and passes it on over the device's
 collectives, where the replica has other ranks. Every rank has a feed, a thread that goes through

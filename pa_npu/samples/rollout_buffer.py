@@ -1,5 +1,4 @@
-"""RolloutBuffer: where the coordinator puts groups and the trainer's replicas take them, slot by
-slot.
+"""RolloutBuffer: where the coordinator puts groups and the trainer's replicas take them, slot by slot.
 
 Life of a slot (iteration, replica, slot):
 

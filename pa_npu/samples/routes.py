@@ -1,6 +1,4 @@
-"""Routes: the experts that engines sent each token to, layer by layer, as a column of the sample
-(algorithm.router_replay).
-"""
+"""Routes: the experts that engines sent each token to, layer by layer, as a column of the sample (algorithm.router_replay)."""
 
 from __future__ import annotations
 

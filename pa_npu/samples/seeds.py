@@ -1,6 +1,4 @@
-"""Sampling seeds: one per group and one per later turn, derived from what says which tokens these
-are.
-"""
+"""Sampling seeds: one per group and one per later turn, derived from what says which tokens these are."""
 
 from __future__ import annotations
 

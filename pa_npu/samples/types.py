@@ -1,5 +1,4 @@
-"""The datum: a Sample is one token sequence with what training needs of every token; SampleBuilder
-puts one together.
+"""The datum: a Sample is one token sequence with what training needs of every token; SampleBuilder puts one together.
 
     tokens     p0 p1 p2 a0 a1 e0 e1 b0      prompt, what the policy wrote, what the environment answered, what the policy wrote
     component   0  0  0  1  1  0  0  1      the part of the loss that trains the token; 0: none

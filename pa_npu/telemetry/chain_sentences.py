@@ -1,6 +1,4 @@
-"""Says in sentences how two chains compare: `pa-npu diff` and `verify` print them, and the viewer's
-page shows them.
-"""
+"""Says in sentences how two chains compare: `pa-npu diff` and `verify` print them, and the viewer's page shows them."""
 
 from __future__ import annotations
 

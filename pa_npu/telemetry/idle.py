@@ -1,5 +1,4 @@
-"""Idle, defined once: of records, of the console's line, and of the viewer's tiles, timeline and
-advice.
+"""Idle, defined once: of records, of the console's line, and of the viewer's tiles, timeline and advice.
 
 All are shares of an iteration, which lasts from the end of one publish to the end of the next.
 

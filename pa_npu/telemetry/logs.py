@@ -1,5 +1,4 @@
-"""Logging of one process: stdout, one format, the process named in every line (the launcher puts it
-into a file).
+"""Logging of one process: stdout, one format, the process named in every line (the launcher puts it into a file).
 
 The last error goes into memory that the launcher shares too (LAST_ERROR), as the file may be on a
 disk that is full.

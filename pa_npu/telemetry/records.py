@@ -1,5 +1,4 @@
-"""Records: RUN/metrics.jsonl (one object per iteration), RUN/evaluations.jsonl, and files of
-records that never end a run.
+"""Records: RUN/metrics.jsonl (one object per iteration), RUN/evaluations.jsonl, and files of records that never end a run.
 
 What cannot be written is one line in the log and a count: a full disk, or a directory that is gone,
 costs records. Half a line is taken back, so that what follows it, when there is room again, is

@@ -1,5 +1,4 @@
-"""Throughput: TPSPD of an iteration and of runs side by side, as a table and as JSON; and the text
-that a run ends with.
+"""Throughput: TPSPD of an iteration and of runs side by side, as a table and as JSON; and the text that a run ends with.
 
     TPSPD = sum over trained samples of (prompt + response tokens), the prompt counted once per
     sample

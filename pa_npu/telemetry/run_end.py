@@ -1,5 +1,4 @@
-"""How a run began and ended, as events of its launcher's timeline: the launcher writes them, who
-shows the run reads them.
+"""How a run began and ended, as events of its launcher's timeline: the launcher writes them, who shows the run reads them.
 
 A launcher that is killed records no end. So the begin says which process it is: a reader on the
 same machine sees that it is gone.

@@ -1,5 +1,4 @@
-"""Kept samples: RUN/samples/iteration_NNNNNN.parquet with one row per response, tokens and their
-log-probs included.
+"""Kept samples: RUN/samples/iteration_NNNNNN.parquet with one row per response, tokens and their log-probs included.
 
 `pandas.read_parquet("RUN/samples")` and `datasets.load_dataset("parquet", data_dir="RUN/samples")`
 read all iterations. The trainers put their log-probs of the same tokens into RUN/samples_trainer,

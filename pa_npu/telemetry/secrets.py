@@ -1,5 +1,4 @@
-"""The one list of what is secret, and the one function that hides it, for whatever shows a run's
-configuration, arguments or logs.
+"""The one list of what is secret, and the one function that hides it, for whatever shows a run's configuration, arguments or logs.
 
 A value is hidden by its name, where names are the user's own (environment variables, options), and
 by its form: the password in a URL, what follows Bearer, X-Api-Key:, --api-key or TOKEN=, keys with

@@ -1,5 +1,4 @@
-"""The trackers' libraries: a class for each, which starts a run, or goes on with one, and takes
-numbers and tables.
+"""The trackers' libraries: a class for each, which starts a run, or goes on with one, and takes numbers and tables.
 
 A library is imported where its run starts, in the thread of its tracker.
 """

@@ -1,5 +1,4 @@
-"""Experiment trackers: the iteration records and samples of a run in TensorBoard, wandb, SwanLab,
-MLflow or trackio.
+"""Experiment trackers: the iteration records and samples of a run in TensorBoard, wandb, SwanLab, MLflow or trackio.
 
 RunRecords ──append──> RUN/trackers/records.jsonl ──read──> thread of a tracker ──> its library (tracker_libraries.py)
 

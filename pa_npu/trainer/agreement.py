@@ -1,5 +1,4 @@
-"""Invariant I5 on a trainer rank: engine and trainer log-probs agree, judged after every publish
-and after every iteration.
+"""Invariant I5 on a trainer rank: engine and trainer log-probs agree, judged after every publish and after every iteration.
 
     version v: first group -> within the limits?   tokens of iteration v -> within the limits?
 

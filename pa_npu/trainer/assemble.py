@@ -1,6 +1,4 @@
-"""Assemble one trainer rank: its training backend, what publishes its weights, its border and its
-rollouts.
-"""
+"""Assemble one trainer rank: its training backend, what publishes its weights, its border and its rollouts."""
 
 from __future__ import annotations
 

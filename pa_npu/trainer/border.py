@@ -1,5 +1,4 @@
-"""The iteration border as a trainer rank sees it: publish (pa_npu.publish), save what is due,
-compare a probe (I5).
+"""The iteration border as a trainer rank sees it: publish (pa_npu.publish), save what is due, compare a probe (I5).
 
     report of the iteration before ─> publish: engines hold the version ─> checkpoint ─> probe, where one came with it
 

@@ -1,5 +1,4 @@
-"""Invariant I7 from one end to the other, now and then: weights that move along the gradient change
-log-probs as it says.
+"""Invariant I7 from one end to the other, now and then: weights that move along the gradient change log-probs as it says.
 
     microbatches ──accumulate──> gradient G of the weights      predicted:  G · (w+ - w-)
     w+, w-       ──evaluate────> log-probs                      measured:   sum over tokens of g (log p(w+) - log p(w-))

@@ -1,5 +1,4 @@
-"""Invariants I2 and I7 on a trainer rank: what was dispatched is trained once, and the step's
-gradient is the sum it claims.
+"""Invariants I2 and I7 on a trainer rank: what was dispatched is trained once, and the step's gradient is the sum it claims.
 
 I2, after an iteration. The coordinator says when the last group is in the buffer which groups the
 iteration consists of, whose they are, and how many tokens each response has. The backend says which

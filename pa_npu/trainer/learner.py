@@ -1,5 +1,4 @@
-"""One rank's policy through its versions: updates by the objective over what the backend runs,
-copies, publishes, checkpoints.
+"""One rank's policy through its versions: updates by the objective over what the backend runs, copies, publishes, checkpoints.
 
 What every training backend needs alike stands here; TrainBackend is what is left to write for one.
 """

@@ -1,5 +1,4 @@
-"""Entry of one trainer rank: `python -m pa_npu.trainer.main --config RUN/config.yaml`, started by
-the launcher.
+"""Entry of one trainer rank: `python -m pa_npu.trainer.main --config RUN/config.yaml`, started by the launcher.
 
 The environment gives the rank's place (RANK, LOCAL_RANK, WORLD_SIZE as torchrun sets them) and the
 store (PA_NPU_STORE=host:port).

@@ -1,5 +1,4 @@
-"""Advice in words, where the numbers of a run call for it: what was seen, why it matters, which key
-to change.
+"""Advice in words, where the numbers of a run call for it: what was seen, why it matters, which key to change.
 
 Each rule looks at the last iterations after the warm-up and yields nothing where its numbers are
 missing.

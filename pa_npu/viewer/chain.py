@@ -1,6 +1,4 @@
-"""What the page shows of a run's chain: whether it is whole, its newest line, and since when other
-runs differ.
-"""
+"""What the page shows of a run's chain: whether it is whole, its newest line, and since when other runs differ."""
 
 from __future__ import annotations
 

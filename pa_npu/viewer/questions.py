@@ -1,6 +1,4 @@
-"""Evaluations question by question: what a version gained and lost against another, and the
-responses to one question.
-"""
+"""Evaluations question by question: what a version gained and lost against another, and the responses to one question."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Reads a run directory for the page: plain values, from its files only, as they grow and whatever
-state they are in.
-"""
+"""Reads a run directory for the page: plain values, from its files only, as they grow and whatever state they are in."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Kept samples for the page: an iteration in short, one group whole, and other runs' answers to the
-same prompt.
+"""Kept samples for the page: an iteration in short, one group whole, and other runs' answers to the same prompt.
 
 An iteration may hold thousands of responses. So texts are cut in the list, tokens are read of the
 group alone that is opened, and the search for a prompt in another run ends after a while.

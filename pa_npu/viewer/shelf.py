@@ -1,6 +1,4 @@
-"""A folder of runs: one row per run for the table, from the ends of its files, and the runs that
-are opened.
-"""
+"""A folder of runs: one row per run for the table, from the ends of its files, and the runs that are opened."""
 
 from __future__ import annotations
 

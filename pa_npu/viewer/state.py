@@ -1,5 +1,4 @@
-"""Whether a run is at work, finished, failed or stopped, and by what; and where it was started
-again or wrote a checkpoint.
+"""Whether a run is at work, finished, failed or stopped, and by what; and where it was started again or wrote a checkpoint.
 
 finished   its launcher says so
 failed     its launcher says so, with the process that is to blame, or was killed itself

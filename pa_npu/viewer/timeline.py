@@ -1,5 +1,4 @@
-"""One iteration as rows of bars: what each process did between two publishes, and who waited for
-whom for how long.
+"""One iteration as rows of bars: what each process did between two publishes, and who waited for whom for how long.
 
 Idle shares are those of pa_npu.telemetry.idle, here from the spans of each process.
 """

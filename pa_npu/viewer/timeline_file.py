@@ -1,5 +1,4 @@
-"""One process's timeline as it grows: what it did last, the events that a run is divided by, and
-any stretch of it on demand.
+"""One process's timeline as it grows: what it did last, the events that a run is divided by, and any stretch of it on demand.
 
 A long run writes millions of events. All of them are looked at once, as bytes; kept are landmarks,
 and a place in the file for every few thousand events.

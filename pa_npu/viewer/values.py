@@ -1,6 +1,4 @@
-"""Values of records that anybody may have written: numbers, texts, lists and mappings, or nothing
-in their place.
-"""
+"""Values of records that anybody may have written: numbers, texts, lists and mappings, or nothing in their place."""
 
 from __future__ import annotations
 

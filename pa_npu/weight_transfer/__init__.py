@@ -1,5 +1,4 @@
-"""The wire between trainers and engines: groups with deadlines, what a stage sends, receiving it,
-and digests that show changes.
+"""The wire between trainers and engines: groups with deadlines, what a stage sends, receiving it, and digests that show changes.
 
     transport     one process group per pipeline stage: joining, broadcasts, waits, giving up;
                   collectives: how backends differ

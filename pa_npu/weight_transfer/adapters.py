@@ -1,5 +1,4 @@
-"""Adapters (LoRA) sent alone: an engine merges them into the weights of its model directory, and
-loads the whole as ever.
+"""Adapters (LoRA) sent alone: an engine merges them into the weights of its model directory, and loads the whole as ever.
 
     sent      A and B of each layer that has an adapter, fp32, under peft's names
     loaded    every weight of the model, as the directory has it plus factor * B A (merge)

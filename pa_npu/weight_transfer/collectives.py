@@ -1,5 +1,4 @@
-"""Differences of the backends of collectives: how a group is made, given up, and shares a device.
-Imports torch only.
+"""Differences of the backends of collectives: how a group is made, given up, and shares a device. Imports torch only.
 
     gloo   A pending collective cannot be ended; the group's object waits for it when it is
            destroyed.

@@ -1,5 +1,4 @@
-"""What a model's modules compute with beside their weights, as numbers that trainers and engines
-can compare (invariant I5).
+"""What a model's modules compute with beside their weights, as numbers that trainers and engines can compare (invariant I5).
 
 Both read one config.json, but each makes of it what its own code does: a rotary base or scaling
 that a release reads from another key, an attention scale, an epsilon, a router's number of experts.

@@ -1,5 +1,4 @@
-"""The contents of weights as numbers that do not depend on their layout, so that memory can be
-compared with what was sent.
+"""The contents of weights as numbers that do not depend on their layout, so that memory can be compared with what was sent.
 
 An engine fuses, stacks, transposes, pads and packs the tensors that it is given. None of this
 changes which values there are. So a tensor's contents are the sum, modulo 2^64, over its elements

@@ -1,5 +1,4 @@
-"""Digests of weights, exact on every device: each end computes one per bucket as it handles it, and
-they must be equal (I5).
+"""Digests of weights, exact on every device: each end computes one per bucket as it handles it, and they must be equal (I5).
 
 A bucket's bytes are read as whole numbers b of 0 to 255, in rows of 256, in blocks of 1 MiB; a
 short end counts as zeros.

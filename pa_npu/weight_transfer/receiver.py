@@ -1,5 +1,4 @@
-"""The engine's end of a publish: join the stages' groups, receive every bucket in order, and hand
-out HF tensors.
+"""The engine's end of a publish: join the stages' groups, receive every bucket in order, and hand out HF tensors.
 
 Knows nothing of any engine: what runs inside one calls it and gives the tensors to its loader. A
 version may also arrive beside what the engine does, in memory of its own, as many bytes as the

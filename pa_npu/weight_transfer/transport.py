@@ -1,5 +1,4 @@
-"""The groups through which weights travel, and waits with a deadline, which both ends of a publish
-share. Imports torch only.
+"""The groups through which weights travel, and waits with a deadline, which both ends of a publish share. Imports torch only.
 
 One group per pipeline stage: rank 0 is the stage's tensor-parallel leader, ranks 1.. are the
 workers of all engines. Everything flows from rank 0 by broadcast. A publish is, in each stage's

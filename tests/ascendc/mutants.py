@@ -1,6 +1,4 @@
-"""Mutants of the lse_merge kernel: its source with one bug written into it, all compiled into one
-library.
-"""
+"""Mutants of the lse_merge kernel: its source with one bug written into it, all compiled into one library."""
 
 from __future__ import annotations
 

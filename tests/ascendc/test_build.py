@@ -1,6 +1,4 @@
-"""The build of the operators: skipped with a reason where something is missing, told the right
-things where not.
-"""
+"""The build of the operators: skipped with a reason where something is missing, told the right things where not."""
 
 from __future__ import annotations
 

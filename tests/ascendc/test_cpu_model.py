@@ -1,6 +1,4 @@
-"""The CPU model catches what it promises: every kernel with an injected bug, by the right rule, and
-no correct one.
-"""
+"""The CPU model catches what it promises: every kernel with an injected bug, by the right rule, and no correct one."""
 
 from __future__ import annotations
 

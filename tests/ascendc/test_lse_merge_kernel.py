@@ -1,6 +1,4 @@
-"""The Ascend C kernel under the CPU model gives the torch oracle's numbers, and breaks no rule of
-the hardware.
-"""
+"""The Ascend C kernel under the CPU model gives the torch oracle's numbers, and breaks no rule of the hardware."""
 
 from __future__ import annotations
 

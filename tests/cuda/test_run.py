@@ -1,5 +1,4 @@
-"""Whole runs on one GPU, engine and trainer on it in turn (placement.colocate), weights between
-them by CUDA's IPC handles.
+"""Whole runs on one GPU, engine and trainer on it in turn (placement.colocate), weights between them by CUDA's IPC handles.
 
 The engine is the transformers one, which needs nothing that trainers do not need.
 """

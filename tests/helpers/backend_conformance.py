@@ -1,5 +1,4 @@
-"""Conformance of training backends: every TrainBackend passes these on one rank;
-test_gradient_sum.py has more.
+"""Conformance of training backends: every TrainBackend passes these on one rank; test_gradient_sum.py has more.
 
 `make(config)` gives a Learner over a fresh backend with the weights of config.model.path, inside
 the one process group that the backend is content with. Numbers are compared with the same update by

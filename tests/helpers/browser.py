@@ -1,6 +1,4 @@
-"""A headless Chromium driven by its DevTools protocol: open pages, press keys, evaluate scripts,
-take screenshots.
-"""
+"""A headless Chromium driven by its DevTools protocol: open pages, press keys, evaluate scripts, take screenshots."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Conformance of rollout buffers: CHECKS, each called with a function that opens the buffer under
-test.
-"""
+"""Conformance of rollout buffers: CHECKS, each called with a function that opens the buffer under test."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Runs a program in a cell of the sandbox, as a process that has given up rights first. Reads the
-program, writes a JSON object.
+"""Runs a program in a cell of the sandbox, as a process that has given up rights first. Reads the program, writes a JSON object.
 
     python cell.py REQUEST      {"without": [...], "user": id | null, "limits": {...}, "landlock": newest version}
 

@@ -1,6 +1,4 @@
-"""A run directory with a chain, made up by the writers of a real run: samples, records and
-checkpoints, no process.
-"""
+"""A run directory with a chain, made up by the writers of a real run: samples, records and checkpoints, no process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One trainer rank that saves, loads and fails: `resume`, `faults` and `damage`, for
-tests/integration/test_checkpoints_trainer.py.
+"""One trainer rank that saves, loads and fails: `resume`, `faults` and `damage`, for tests/integration/test_checkpoints_trainer.py.
 
 python -m tests.helpers.checkpoint_rank JOB.json      started by trainer_rank.run_job, like that
                                                       module

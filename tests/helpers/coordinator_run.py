@@ -1,6 +1,4 @@
-"""The real coordinator process over stand-in engines, with the trainers played by the test: the
-driver of all such tests.
-"""
+"""The real coordinator process over stand-in engines, with the trainers played by the test: the driver of all such tests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The commands that README and docs show, and for each: a test that runs it as it is written, or
-the reason why none does.
-"""
+"""The commands that README and docs show, and for each: a test that runs it as it is written, or the reason why none does."""
 
 from __future__ import annotations
 

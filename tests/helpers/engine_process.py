@@ -1,6 +1,4 @@
-"""An engine of any kind as a process of a test, started with the command that a run would start it
-with.
-"""
+"""An engine of any kind as a process of a test, started with the command that a run would start it with."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""An OpenAI-compatible server on a local port that answers as a test says, and notes what it was
-asked.
-"""
+"""An OpenAI-compatible server on a local port that answers as a test says, and notes what it was asked."""
 
 from __future__ import annotations
 

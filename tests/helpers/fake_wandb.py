@@ -1,5 +1,4 @@
-"""A stand-in for the library wandb that writes what it is told into a file, and misbehaves as
-FAKE_WANDB says.
+"""A stand-in for the library wandb that writes what it is told into a file, and misbehaves as FAKE_WANDB says.
 
 FAKE_WANDB: comma-separated kind:iteration, of raise and hang, which lasts until FAKE_WANDB_FILE.go
 is there; no_key, hang_at_finish, hang_at_exit. It is importable as wandb.

@@ -1,6 +1,4 @@
-"""A run directory as a run leaves it, made up: curves that learn, two engines and two trainers on a
-clock, hostile texts.
-"""
+"""A run directory as a run leaves it, made up: curves that learn, two engines and two trainers on a clock, hostile texts."""
 
 from __future__ import annotations
 

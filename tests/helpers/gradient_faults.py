@@ -1,5 +1,4 @@
-"""Ways to make an update's gradient another sum than it claims, put into a rank that trains: what
-invariant I7 must end.
+"""Ways to make an update's gradient another sum than it claims, put into a rank that trains: what invariant I7 must end.
 
 Each is what a mistake in a backend, in the objective or on a group's way would do, once, in the
 first iteration or from then on.

@@ -1,6 +1,4 @@
-"""The package's imports as data: who imports whom, at import time, inside functions, or for types
-only.
-"""
+"""The package's imports as data: who imports whom, at import time, inside functions, or for types only."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Real launchers in tests: started in sessions of their own, looked into through /proc, and ended
-with all they started.
-"""
+"""Real launchers in tests: started in sessions of their own, looked into through /proc, and ended with all they started."""
 
 from __future__ import annotations
 

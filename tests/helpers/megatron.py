@@ -1,6 +1,4 @@
-"""Megatron prepared for the test process: a world of one rank, loaded stages, gradients compared
-with an HF model's.
-"""
+"""Megatron prepared for the test process: a world of one rank, loaded stages, gradients compared with an HF model's."""
 
 from __future__ import annotations
 

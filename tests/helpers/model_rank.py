@@ -1,5 +1,4 @@
-"""One rank of a small world that runs iterations on fixed microbatches under several parallel
-layouts, one after another.
+"""One rank of a small world that runs iterations on fixed microbatches under several parallel layouts, one after another.
 
     python -m tests.helpers.model_rank JOB.json      with RANK, WORLD_SIZE, MASTER_ADDR and
                                                      MASTER_PORT set

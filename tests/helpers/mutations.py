@@ -1,6 +1,4 @@
-"""Hypothesis strategies for input that is nearly right: valid trees and bytes with a few things
-changed.
-"""
+"""Hypothesis strategies for input that is nearly right: valid trees and bytes with a few things changed."""
 
 from __future__ import annotations
 

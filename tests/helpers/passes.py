@@ -1,6 +1,4 @@
-"""One tri-model pass against three separate passes over the same microbatches, on one rank of a
-world of any layout.
-"""
+"""One tri-model pass against three separate passes over the same microbatches, on one rank of a world of any layout."""
 
 from __future__ import annotations
 

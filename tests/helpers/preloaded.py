@@ -1,5 +1,4 @@
-"""Processes that need not import: each is a fork of one that has imported what trainers and
-coordinators do, and nothing else.
+"""Processes that need not import: each is a fork of one that has imported what trainers and coordinators do, and nothing else.
 
     python -m tests.helpers.preloaded     reads requests from its standard input and ends with it
 

@@ -1,6 +1,4 @@
-"""Ranks that are started as processes of a test's own file, with the store between them and the
-test.
-"""
+"""Ranks that are started as processes of a test's own file, with the store between them and the test."""
 
 from __future__ import annotations
 

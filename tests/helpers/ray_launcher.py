@@ -1,5 +1,4 @@
-"""A launcher on a Ray cluster in a process of its own, with small stand-in commands in place of
-engines and trainers.
+"""A launcher on a Ray cluster in a process of its own, with small stand-in commands in place of engines and trainers.
 
 What a role does is the Python code in DIRECTORY/<role>.py at the time it starts. Run it with
 `python -m tests.helpers.ray_launcher SETTINGS`; a process of its own, because a launcher adopts and

@@ -1,5 +1,4 @@
-"""Ray clusters on one machine: two raylets on loopback addresses, without dashboard, ended with all
-they started.
+"""Ray clusters on one machine: two raylets on loopback addresses, without dashboard, ended with all they started.
 
 Ray takes 127.0.0.1 for "whatever address this machine has", so the nodes are 127.0.0.2 and
 127.0.0.3.

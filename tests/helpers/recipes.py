@@ -1,5 +1,4 @@
-"""The recipes' sizes, which are the planner's, and the arithmetic in their comments: what each says
-`--dry-run` prints.
+"""The recipes' sizes, which are the planner's, and the arithmetic in their comments: what each says `--dry-run` prints.
 
     python -m tests.helpers.recipes     writes both into configs/ after a recipe or an estimate has
                                         changed, some minutes

@@ -1,6 +1,4 @@
-"""A run directory as a run leaves it whose engines and trainers have known costs: iterations in
-virtual time, written down.
-"""
+"""A run directory as a run leaves it whose engines and trainers have known costs: iterations in virtual time, written down."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A model directory with code of its own (auto_map): model, configuration and tokenizer, in files
-that import each other.
-"""
+"""A model directory with code of its own (auto_map): model, configuration and tokenizer, in files that import each other."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Reports as trainers send them, for tests that play the trainers, and reports as plain numbers,
-for tests that compare them.
-"""
+"""Reports as trainers send them, for tests that play the trainers, and reports as plain numbers, for tests that compare them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Groups that stand ready: a rollout buffer of one iteration, and the iterator that trainers take
-microbatches from.
-"""
+"""Groups that stand ready: a rollout buffer of one iteration, and the iterator that trainers take microbatches from."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Waits of scripted parts, which end in seconds and say why: a test that is stuck names what never
-came.
-"""
+"""Waits of scripted parts, which end in seconds and say why: a test that is stuck names what never came."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Records of a made-up run, and an attempt of it: python -m tests.helpers.tracked_run TRACKER RUN
-FIRST LAST.
-"""
+"""Records of a made-up run, and an attempt of it: python -m tests.helpers.tracked_run TRACKER RUN FIRST LAST."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One trainer rank on prepared groups, without engines: the real assembly, buffer, schedule, step
-and checkpoints.
+"""One trainer rank on prepared groups, without engines: the real assembly, buffer, schedule, step and checkpoints.
 
     python -m tests.helpers.trainer_rank JOB.json      with RANK, LOCAL_RANK, WORLD_SIZE and
                                                        PA_NPU_STORE set

@@ -1,6 +1,4 @@
-"""Runs in every state, served to a browser, and the list of pictures to look at after a change of
-the page.
-"""
+"""Runs in every state, served to a browser, and the list of pictures to look at after a change of the page."""
 
 from __future__ import annotations
 

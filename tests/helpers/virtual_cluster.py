@@ -1,6 +1,4 @@
-"""Clusters in virtual time whose engines, trainers and lengths are known, and runs of the schedule
-controller on them.
-"""
+"""Clusters in virtual time whose engines, trainers and lengths are known, and runs of the schedule controller on them."""
 
 from __future__ import annotations
 

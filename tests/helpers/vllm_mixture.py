@@ -1,5 +1,4 @@
-"""vLLM on the CPU with a mixture of experts, in one process: python -m tests.helpers.vllm_mixture
-MODEL NEW OUT
+"""vLLM on the CPU with a mixture of experts, in one process: python -m tests.helpers.vllm_mixture MODEL NEW OUT
 
 Loads MODEL, then the weights of NEW twice as the worker extension loads a publish: without and with
 its repair of experts. OUT: JSON of the largest difference of log-probs from transformers at each of

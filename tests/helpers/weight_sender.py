@@ -1,6 +1,4 @@
-"""Plays the trainers of one pipeline stage to an engine: its group, and the weights of an HF
-directory as a version.
-"""
+"""Plays the trainers of one pipeline stage to an engine: its group, and the weights of an HF directory as a version."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Stand-ins for the weight tests: HF directories of random tensors, Megatron-named stages, gloo
-groups between threads.
-"""
+"""Stand-ins for the weight tests: HF directories of random tensors, Megatron-named stages, gloo groups between threads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One trainer rank that publishes the weights of several HF directories, one after another, and can
-export the last.
+"""One trainer rank that publishes the weights of several HF directories, one after another, and can export the last.
 
     python -m tests.helpers.weights_rank JOB.json      with RANK set
 

@@ -1,6 +1,4 @@
-"""Fixtures of integration tests: tiny models with random weights and their questions, and runs of
-the coordinator.
-"""
+"""Fixtures of integration tests: tiny models with random weights and their questions, and runs of the coordinator."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Runs of agents end to end: periodic equals synchronous bit for bit, also where an engine or the
-coordinator is killed.
-"""
+"""Runs of agents end to end: periodic equals synchronous bit for bit, also where an engine or the coordinator is killed."""
 
 from __future__ import annotations
 

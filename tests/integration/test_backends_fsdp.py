@@ -1,6 +1,4 @@
-"""trainer.backend=fsdp on two ranks, sharded or copied: the update is one rank's, and checkpoints
-go to other numbers of ranks.
-"""
+"""trainer.backend=fsdp on two ranks, sharded or copied: the update is one rank's, and checkpoints go to other numbers of ranks."""
 
 from __future__ import annotations
 

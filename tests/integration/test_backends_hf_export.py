@@ -1,6 +1,4 @@
-"""HF export from several trainer ranks: transformers loads it and finds the tensors that the
-trainers had loaded.
-"""
+"""HF export from several trainer ranks: transformers loads it and finds the tensors that the trainers had loaded."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Loss, gradient norm and frozen log-probs do not depend on TP, PP, DP, SP, recomputation or the
-optimizer's sharding.
-"""
+"""Loss, gradient norm and frozen log-probs do not depend on TP, PP, DP, SP, recomputation or the optimizer's sharding."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Benchmarks of agents run, compare equal work, and have figures that are consistent with one
-another.
-"""
+"""Benchmarks of agents run, compare equal work, and have figures that are consistent with one another."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Checkpoints of several ranks: loaded at other sizes and back, resumed bit by bit, and what one
-rank's failure does to all.
-"""
+"""Checkpoints of several ranks: loaded at other sizes and back, resumed bit by bit, and what one rank's failure does to all."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A colocated run: engine and trainer on one core in turn, the same weights as synchronous on two,
-and one device counted.
-"""
+"""A colocated run: engine and trainer on one core in turn, the same weights as synchronous on two, and one device counted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Runs of the coordinator that something disturbs train what the undisturbed run of their
-configuration does.
+"""Runs of the coordinator that something disturbs train what the undisturbed run of their configuration does.
 
 A row is a configuration, what happens to a run of it, and what has to be equal. An undisturbed run
 is made once for all its rows.

@@ -1,5 +1,4 @@
-"""One run of the real coordinator process: what fails beside it is counted, what ends it is one
-line, and records stay whole.
+"""One run of the real coordinator process: what fails beside it is counted, what ends it is one line, and records stay whole.
 
 What runs train whatever disturbs them: test_coordinator_matrix.py.
 """

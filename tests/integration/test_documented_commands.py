@@ -1,6 +1,4 @@
-"""The commands that README and docs show, run as they are written, from a directory like a new
-user's.
-"""
+"""The commands that README and docs show, run as they are written, from a directory like a new user's."""
 
 from __future__ import annotations
 

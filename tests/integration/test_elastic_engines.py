@@ -1,6 +1,4 @@
-"""Engines that join a job and leave it by the command that users have; stand-ins in place of vLLM,
-all else real.
-"""
+"""Engines that join a job and leave it by the command that users have; stand-ins in place of vLLM, all else real."""
 
 from __future__ import annotations
 

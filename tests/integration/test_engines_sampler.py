@@ -1,6 +1,4 @@
-"""vLLM's own sampler, built without the log-prob mode as vllm-ascend builds it, reports the sampled
-distribution's.
-"""
+"""vLLM's own sampler, built without the log-prob mode as vllm-ascend builds it, reports the sampled distribution's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Engines of two workers (rollout.tensor_parallel) get what a trainer publishes, whoever shards it
-how.
-"""
+"""Engines of two workers (rollout.tensor_parallel) get what a trainer publishes, whoever shards it how."""
 
 from __future__ import annotations
 

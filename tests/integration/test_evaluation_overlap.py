@@ -1,6 +1,4 @@
-"""Evaluation beside training on real vLLM: it takes the engines when they are free, and gives them
-back for the next weights.
-"""
+"""Evaluation beside training on real vLLM: it takes the engines when they are free, and gives them back for the next weights."""
 
 from __future__ import annotations
 

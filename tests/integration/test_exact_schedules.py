@@ -1,5 +1,4 @@
-"""Invariant I4: with order=prompt, a periodic run ends with the synchronous run's weights bit for
-bit, whatever its schedules are.
+"""Invariant I4: with order=prompt, a periodic run ends with the synchronous run's weights bit for bit, whatever its schedules are.
 
 Real engines and trainers; schedules differ in order, windows and turns from iteration to iteration,
 and roles change.

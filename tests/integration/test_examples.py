@@ -1,6 +1,4 @@
-"""The examples run as they stand: attention under a plain transformers model, and a run from Python
-with rows of the script.
-"""
+"""The examples run as they stand: attention under a plain transformers model, and a run from Python with rows of the script."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Faults that are put into whole runs end them in the iteration of the fault, with one line that
-says what is wrong.
+"""Faults that are put into whole runs end them in the iteration of the fault, with one line that says what is wrong.
 
 Coordinator, engine and trainers are real. Faults of steps and losses in every layout of ranks:
 test_gradient_sum.py.

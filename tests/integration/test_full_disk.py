@@ -1,6 +1,4 @@
-"""A disk that fills up during a run costs records and checkpoints; what ends the run is the last
-checkpoint, in one line.
-"""
+"""A disk that fills up during a run costs records and checkpoints; what ends the run is the last checkpoint, in one line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""I7 on real ranks: an update whose gradient is not the sum it claims ends the run, on every
-backend, however it is spread.
+"""I7 on real ranks: an update whose gradient is not the sum it claims ends the run, on every backend, however it is spread.
 
 The clean runs of tests/integration/test_trainer_parity.py and test_trainer_kl_reward.py go through
 the same checks.

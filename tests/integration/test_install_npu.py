@@ -1,5 +1,4 @@
-"""launch/install_npu.sh with pip itself, over a CANN that is only files and packages that are only
-their metadata.
+"""launch/install_npu.sh with pip itself, over a CANN that is only files and packages that are only their metadata.
 
 The packages require of each other what the releases do (read in the METADATA of their wheels for
 aarch64 and x86-64): vllm asks for one torch and for triton, vllm-ascend for another torch and for

@@ -1,6 +1,4 @@
-"""launch/: the recipe script runs on cpu from start to end; the cluster starters hand it what it
-understands.
-"""
+"""launch/: the recipe script runs on cpu from start to end; the cluster starters hand it what it understands."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Real runs through the command line: a whole one, and ends that nobody asked for; nothing survives
-any of them.
-"""
+"""Real runs through the command line: a whole one, and ends that nobody asked for; nothing survives any of them."""
 
 from __future__ import annotations
 

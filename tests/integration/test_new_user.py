@@ -1,5 +1,4 @@
-"""The path of a new user from a clone to the comparison of two runs, with the commands of the
-documents, timed.
+"""The path of a new user from a clone to the comparison of two runs, with the commands of the documents, timed.
 
     HYPOTHESIS_PROFILE=nightly python -m pytest -s tests/integration/test_new_user.py       prints the table of seconds
 

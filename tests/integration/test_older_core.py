@@ -1,6 +1,4 @@
-"""megatron-core 0.12.1, the second row of docs/ascend.md, beside the release that everything else
-is tested with.
-"""
+"""megatron-core 0.12.1, the second row of docs/ascend.md, beside the release that everything else is tested with."""
 
 from __future__ import annotations
 

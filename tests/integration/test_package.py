@@ -1,6 +1,4 @@
-"""The package as others get it: source distribution and wheel are built, installed elsewhere, and
-`pa-npu` works there.
-"""
+"""The package as others get it: source distribution and wheel are built, installed elsewhere, and `pa-npu` works there."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""publish.lora=adapter in whole runs: engines that get A and B alone generate what those with
-merged weights do, to the bit.
-"""
+"""publish.lora=adapter in whole runs: engines that get A and B alone generate what those with merged weights do, to the bit."""
 
 from __future__ import annotations
 

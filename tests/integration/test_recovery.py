@@ -1,5 +1,4 @@
-"""Invariant I6: whatever is killed, and whenever, the run ends with the weights of the run that was
-not killed, bit for bit.
+"""Invariant I6: whatever is killed, and whenever, the run ends with the weights of the run that was not killed, bit for bit.
 
 A run is killed over and over: every kind of process in a publish, while engines generate, and while
 trainers finish the iteration. It goes on by itself; where the launcher is killed, it is continued

@@ -1,6 +1,4 @@
-"""Run.stop() on real runs: the iteration is finished, a checkpoint and an export are left, and the
-run goes on to the same bits.
-"""
+"""Run.stop() on real runs: the iteration is finished, a checkpoint and an export are left, and the run goes on to the same bits."""
 
 from __future__ import annotations
 

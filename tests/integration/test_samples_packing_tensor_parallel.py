@@ -1,5 +1,4 @@
-"""Two TP ranks pack what the leader found in the buffer, and wait for a microbatch's first group
-outside of collectives.
+"""Two TP ranks pack what the leader found in the buffer, and wait for a microbatch's first group outside of collectives.
 
 The test is the coordinator; run as a script this file is one rank. It puts groups while the ranks
 are between microbatches, so that what is there is known. The collectives' timeout is shorter than

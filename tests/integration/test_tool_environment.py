@@ -1,6 +1,4 @@
-"""Several turns with a tool, end to end: periodic equals synchronous bit for bit, also where the
-engine is killed among turns.
-"""
+"""Several turns with a tool, end to end: periodic equals synchronous bit for bit, also where the engine is killed among turns."""
 
 from __future__ import annotations
 

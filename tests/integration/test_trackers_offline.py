@@ -1,5 +1,4 @@
-"""The real libraries of the trackers, offline: what two attempts of a run told them is read back
-with their own means.
+"""The real libraries of the trackers, offline: what two attempts of a run told them is read back with their own means.
 
 They are found in this environment, or in that of .venv-trackers (tests/run.sh makes it), or of
 PA_NPU_TRACKERS_PYTHON.

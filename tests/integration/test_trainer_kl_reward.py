@@ -1,6 +1,4 @@
-"""KL in the reward, over several iterations of real trainer ranks, against transformers, torch's
-AdamW and the formulas by hand.
-"""
+"""KL in the reward, over several iterations of real trainer ranks, against transformers, torch's AdamW and the formulas by hand."""
 
 from __future__ import annotations
 

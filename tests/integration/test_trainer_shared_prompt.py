@@ -1,6 +1,4 @@
-"""Shared-prompt packing in the whole trainer: every parameter's gradient equals that of separate
-sequences, on every layout.
-"""
+"""Shared-prompt packing in the whole trainer: every parameter's gradient equals that of separate sequences, on every layout."""
 
 from __future__ import annotations
 

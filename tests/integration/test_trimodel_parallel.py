@@ -1,6 +1,4 @@
-"""One pass of policy, old policy and reference gives bit for bit what three passes give, on every
-kind of parallel layout.
-"""
+"""One pass of policy, old policy and reference gives bit for bit what three passes give, on every kind of parallel layout."""
 
 from __future__ import annotations
 

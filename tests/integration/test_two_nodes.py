@@ -1,5 +1,4 @@
-"""Two raylets on two loopback addresses as two nodes of a Ray cluster, with real engines and
-trainers.
+"""Two raylets on two loopback addresses as two nodes of a Ray cluster, with real engines and trainers.
 
 A run over both equals the run on one machine bit for bit, also when one of the raylets is killed in
 the middle. Nightly: in CI tests/unit/test_launcher_ray.py has such clusters with stand-in commands.

@@ -1,6 +1,4 @@
-"""The viewer's page in a headless browser: every view, wide and narrow, light and dark, by
-keyboard, with hostile texts.
-"""
+"""The viewer's page in a headless browser: every view, wide and narrow, light and dark, by keyboard, with hostile texts."""
 
 from __future__ import annotations
 

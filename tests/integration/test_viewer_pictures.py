@@ -1,5 +1,4 @@
-"""Pictures of the viewer's page in every state, wide and narrow, light and dark, to be looked at
-after a change.
+"""Pictures of the viewer's page in every state, wide and narrow, light and dark, to be looked at after a change.
 
 PA_NPU_SCREENSHOTS=DIRECTORY keeps them there, and those of docs/view.md in DIRECTORY/documents.
 """

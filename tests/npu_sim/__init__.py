@@ -1,5 +1,4 @@
-"""Ascend without hardware: torch_npu's real schemas, autograd and dispatcher over stub CANN
-libraries.
+"""Ascend without hardware: torch_npu's real schemas, autograd and dispatcher over stub CANN libraries.
 
 `test_npu_sim.py` runs `inside/` in a process of its own, because importing torch_npu changes torch
 for good. In there

@@ -1,5 +1,4 @@
-"""Build and load stand-ins for the CANN libraries that torch_npu links against, so that it imports
-without CANN.
+"""Build and load stand-ins for the CANN libraries that torch_npu links against, so that it imports without CANN.
 
 acl_stub.c implements what creating tensors takes. Every other CANN symbol that torch_npu's
 libraries leave undefined becomes a C function that returns an error, so a real use of the device

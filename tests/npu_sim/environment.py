@@ -1,5 +1,4 @@
-"""Importing this gives the process a simulated Ascend machine: stub CANN from PA_NPU_SIM_STUBS, and
-torch_npu over it.
+"""Importing this gives the process a simulated Ascend machine: stub CANN from PA_NPU_SIM_STUBS, and torch_npu over it.
 
 With PA_NPU_SIM_MINDSPEED set, also what MindSpeed needs beyond its own checkouts on PYTHONPATH.
 """

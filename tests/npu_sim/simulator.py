@@ -1,5 +1,4 @@
-"""NpuSim: a dispatch mode that runs operators on npu tensors with CPU kernels, and is strict about
-devices.
+"""NpuSim: a dispatch mode that runs operators on npu tensors with CPU kernels, and is strict about devices.
 
 Valid only over the stub libraries of cann_stub.py, where device memory is host memory: a CPU tensor
 can alias it.

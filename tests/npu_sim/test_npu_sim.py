@@ -1,5 +1,4 @@
-"""Run the tests of inside/ in a process of their own, with torch_npu; some again with megatron-core
-0.12.1 and with MindSpeed.
+"""Run the tests of inside/ in a process of their own, with torch_npu; some again with megatron-core 0.12.1 and with MindSpeed.
 
 Nightly, those of engine/ with vllm-ascend's own classes.
 """

@@ -1,5 +1,4 @@
-"""One trainer rank that trains prepared groups in several parallel layouts, one after another, on
-the CPU or a simulated NPU.
+"""One trainer rank that trains prepared groups in several parallel layouts, one after another, on the CPU or a simulated NPU.
 
     python -m tests.npu_sim.train_rank JOB.json RANK
 

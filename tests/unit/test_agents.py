@@ -1,6 +1,4 @@
-"""The gateway: what unmodified clients get, what becomes of it token by token, who may do what, and
-what ends a session.
-"""
+"""The gateway: what unmodified clients get, what becomes of it token by token, who may do what, and what ends a session."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""I5 as statistics: chance stops a run at most as often as stated, and faults that matter stop it
-at once.
+"""I5 as statistics: chance stops a run at most as often as stated, and faults that matter stop it at once.
 
 The noise is made up here, over the range of what is published and measured: skewed between
 responses, heavy-tailed between tokens, the yardstick is another sample of it.

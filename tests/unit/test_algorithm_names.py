@@ -1,6 +1,4 @@
-"""Nobody but the algorithms, their registry and the declaration of keys knows an algorithm by its
-name.
-"""
+"""Nobody but the algorithms, their registry and the declaration of keys knows an algorithm by its name."""
 
 from __future__ import annotations
 

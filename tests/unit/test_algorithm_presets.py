@@ -1,6 +1,4 @@
-"""Presets: what algorithm.name fills in, and each preset's loss against its paper's formula written
-out by hand.
-"""
+"""Presets: what algorithm.name fills in, and each preset's loss against its paper's formula written out by hand."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A model without a family file is what transformers has: its weights under HF names, its size, its
-refusals in one line.
-"""
+"""A model without a family file is what transformers has: its weights under HF names, its size, its refusals in one line."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`pa_npu.Run`: rewards by their names, rows as a file, records as they come, a bad end as an
-error, and its stop.
-"""
+"""`pa_npu.Run`: rewards by their names, rows as a file, records as they come, a bad end as an error, and its stop."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The CUDA kernel without a GPU: its calls go through the operators' real schemas to a reference on
-the CPU.
-"""
+"""The CUDA kernel without a GPU: its calls go through the operators' real schemas to a reference on the CPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Merge and gather forms against the dense form in fp64: outputs and all gradients, on random
-layouts.
-"""
+"""Merge and gather forms against the dense form in fp64: outputs and all gradients, on random layouts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A whole decoder on a packed group equals the same decoder on separate sequences: log-probs and
-all gradients.
-"""
+"""A whole decoder on a packed group equals the same decoder on separate sequences: log-probs and all gradients."""
 
 from __future__ import annotations
 

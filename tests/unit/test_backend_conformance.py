@@ -1,6 +1,4 @@
-"""Megatron, FSDP2 and a toy of plain torch pass the suite that says what a training backend must
-do.
-"""
+"""Megatron, FSDP2 and a toy of plain torch pass the suite that says what a training backend must do."""
 
 from __future__ import annotations
 

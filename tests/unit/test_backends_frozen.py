@@ -1,6 +1,4 @@
-"""Frozen models in the policy's pass give exactly what separate passes give, and never see a
-gradient.
-"""
+"""Frozen models in the policy's pass give exactly what separate passes give, and never see a gradient."""
 
 from __future__ import annotations
 

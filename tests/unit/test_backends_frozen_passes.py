@@ -1,6 +1,4 @@
-"""trainer.frozen_pass=separate: the same update as together, bit for bit, with old policy and
-reference before the policy.
-"""
+"""trainer.frozen_pass=separate: the same update as together, bit for bit, with old policy and reference before the policy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Buffers that checkpoints hold are the file's to the bit wherever a bf16 run computes with them:
-trainer, engine and export.
+"""Buffers that checkpoints hold are the file's to the bit wherever a bf16 run computes with them: trainer, engine and export.
 
 DeepSeek's and MiniMax' routers add one to scores that are close to each other. transformers keeps
 the former in fp32 and rounds the latter when it loads a model in bf16.

@@ -1,6 +1,4 @@
-"""The counts of FSDP2's reductions (invariant I7): a sample that is the same before and behind a
-reduction.
-"""
+"""The counts of FSDP2's reductions (invariant I7): a sample that is the same before and behind a reduction."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The trial before a run finds how a model of transformers may be packed, and lets nothing through
-that is another function.
-"""
+"""The trial before a run finds how a model of transformers may be packed, and lets nothing through that is another function."""
 
 from __future__ import annotations
 

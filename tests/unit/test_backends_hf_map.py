@@ -1,6 +1,4 @@
-"""The map between HF and Megatron: every layout holds every HF tensor exactly, and bad checkpoints
-are refused.
-"""
+"""The map between HF and Megatron: every layout holds every HF tensor exactly, and bad checkpoints are refused."""
 
 from __future__ import annotations
 

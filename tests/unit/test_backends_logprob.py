@@ -1,6 +1,4 @@
-"""Chunked log-prob and entropy against the full softmax in fp64: values, gradients, padding, and
-what is held in memory.
-"""
+"""Chunked log-prob and entropy against the full softmax in fp64: values, gradients, padding, and what is held in memory."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Adapters (LoRA) in the fsdp backend: what is trained, what stays, and what is sent, saved and
-exported.
-"""
+"""Adapters (LoRA) in the fsdp backend: what is trained, what stays, and what is sent, saved and exported."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The rules of MindSpeed's activation, against a stand-in MindSpeed that breaks what the real one
-breaks.
-"""
+"""The rules of MindSpeed's activation, against a stand-in MindSpeed that breaks what the real one breaks."""
 
 from __future__ import annotations
 

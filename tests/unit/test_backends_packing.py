@@ -1,6 +1,4 @@
-"""A packed group equals its separate sequences, whatever is recomputed; and the check would see a
-wrong position.
-"""
+"""A packed group equals its separate sequences, whatever is recomputed; and the check would see a wrong position."""
 
 from __future__ import annotations
 

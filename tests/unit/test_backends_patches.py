@@ -1,6 +1,4 @@
-"""Changes to torch and Megatron are in one list, each with its reason and its end; nothing outside
-that room makes one.
-"""
+"""Changes to torch and Megatron are in one list, each with its reason and its end; nothing outside that room makes one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The border's probe on the backend: microbatches come from the host and are computed with on the
-device.
-"""
+"""The border's probe on the backend: microbatches come from the host and are computed with on the device."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rotary positions equal those of transformers for every form in which a config.json may state
-them; other forms are refused.
-"""
+"""Rotary positions equal those of transformers for every form in which a config.json may state them; other forms are refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Checkpoints that are not what was written: one line names the file and the next older one;
-nothing of it is run or trained.
-"""
+"""Checkpoints that are not what was written: one line names the file and the next older one; nothing of it is run or trained."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Checkpoints of one process: the version that was scheduled is saved, whatever fails costs a line,
-everything comes back.
-"""
+"""Checkpoints of one process: the version that was scheduled is saved, whatever fails costs a line, everything comes back."""
 
 from __future__ import annotations
 

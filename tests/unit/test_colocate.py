@@ -1,6 +1,4 @@
-"""placement.colocate: engines and trainers on the same devices; what is refused, where they are,
-what must fit.
-"""
+"""placement.colocate: engines and trainers on the same devices; what is refused, where they are, what must fit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The command line and the Python interface lose no character of a text, and take `~` for the home
-directory everywhere.
-"""
+"""The command line and the Python interface lose no character of a text, and take `~` for the home directory everywhere."""
 
 from __future__ import annotations
 

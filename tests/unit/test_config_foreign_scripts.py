@@ -1,6 +1,4 @@
-"""Scripts of other systems: each plans on the devices that it was written for, or is named as
-another system's.
-"""
+"""Scripts of other systems: each plans on the devices that it was written for, or is named as another system's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Dockerfiles: they parse, call what exists, pin what docs/ascend.md says, and hadolint has nothing
-against them.
-"""
+"""Dockerfiles: they parse, call what exists, pin what docs/ascend.md says, and hadolint has nothing against them."""
 
 from __future__ import annotations
 

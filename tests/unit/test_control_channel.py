@@ -1,6 +1,4 @@
-"""The channel carries values of any size, no wait blocks another user, and deadlines are kept and
-explained.
-"""
+"""The channel carries values of any size, no wait blocks another user, and deadlines are kept and explained."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Freshness: 0 <= trained version - token's version <= max_staleness, for training, producing and
-publishing alike.
-"""
+"""Freshness: 0 <= trained version - token's version <= max_staleness, for training, producing and publishing alike."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Every message that processes exchange has one type, one key and one place, and comes back as it
-was sent.
-"""
+"""Every message that processes exchange has one type, one key and one place, and comes back as it was sent."""
 
 from __future__ import annotations
 

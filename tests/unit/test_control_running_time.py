@@ -1,6 +1,4 @@
-"""A limit on the time in which processes could run: a busy machine takes nothing of it, and every
-limit ends by the clock.
-"""
+"""A limit on the time in which processes could run: a busy machine takes nothing of it, and every limit ends by the clock."""
 
 from __future__ import annotations
 

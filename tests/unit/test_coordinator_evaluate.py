@@ -1,6 +1,4 @@
-"""Evaluation on scripted engines: what is asked, what comes out of it, and what an overlapped one
-leaves when it must end.
-"""
+"""Evaluation on scripted engines: what is asked, what comes out of it, and what an overlapped one leaves when it must end."""
 
 from __future__ import annotations
 

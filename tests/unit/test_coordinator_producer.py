@@ -1,6 +1,4 @@
-"""One iteration's production: what is asked, what reaches the buffer, when, and what a failure
-does.
-"""
+"""One iteration's production: what is asked, what reaches the buffer, when, and what a failure does."""
 
 from __future__ import annotations
 

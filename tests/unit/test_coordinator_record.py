@@ -1,6 +1,4 @@
-"""The coordinator's numbers in metrics.jsonl against their definitions, on made-up groups, seconds
-and counters.
-"""
+"""The coordinator's numbers in metrics.jsonl against their definitions, on made-up groups, seconds and counters."""
 
 from __future__ import annotations
 

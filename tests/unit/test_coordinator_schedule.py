@@ -1,6 +1,4 @@
-"""The real producer, pool and pace in virtual time are what the model says: same dispatch, same
-completions, same end.
-"""
+"""The real producer, pool and pace in virtual time are what the model says: same dispatch, same completions, same end."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""How a process ends that runs its event loop through run_until_terminated: by itself, by SIGTERM,
-or by its second.
-"""
+"""How a process ends that runs its event loop through run_until_terminated: by itself, by SIGTERM, or by its second."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Several datasets as one stream: shares by weight at every moment, epochs of each, one state that
-resumes all (I6).
-"""
+"""Several datasets as one stream: shares by weight at every moment, epochs of each, one state that resumes all (I6)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Datasets become prompts in every layout, and each bad one ends in a DataError that names the
-place and the remedy.
-"""
+"""Datasets become prompts in every layout, and each bad one ends in a DataError that names the place and the remedy."""
 
 from __future__ import annotations
 

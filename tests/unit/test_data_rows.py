@@ -1,6 +1,4 @@
-"""Datasets on disk in every layout that libraries write become the same rows, and what is ambiguous
-is one line.
-"""
+"""Datasets on disk in every layout that libraries write become the same rows, and what is ambiguous is one line."""
 
 from __future__ import annotations
 

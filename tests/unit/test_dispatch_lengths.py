@@ -1,6 +1,4 @@
-"""Estimates of response lengths learn what a prompt does, and longest-first keeps Graham's bound
-and every index.
-"""
+"""Estimates of response lengths learn what a prompt does, and longest-first keeps Graham's bound and every index."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Parts of a group: they make it up, end together, and are there only where that ends the iteration
-earlier.
-"""
+"""Parts of a group: they make it up, end together, and are there only where that ends the iteration earlier."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Schedules: orders are permutations, turns hold back until their time, windows change with the
-groups, engines fill by speed.
-"""
+"""Schedules: orders are permutations, turns hold back until their time, windows change with the groups, engines fill by speed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Names in the documents exist: tests, files of the package, tools; and the commands that they show
-are run.
-"""
+"""Names in the documents exist: tests, files of the package, tools; and the commands that they show are run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A group that engines hand on: room for what it still has to write, and how often that may be
-without a token.
-"""
+"""A group that engines hand on: room for what it still has to write, and how often that may be without a token."""
 
 from __future__ import annotations
 

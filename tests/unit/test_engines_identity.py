@@ -1,6 +1,4 @@
-"""I1 from the engine's own mouth: which start of it answered, by which weight version, and what a
-client does about it.
-"""
+"""I1 from the engine's own mouth: which start of it answered, by which weight version, and what a client does about it."""
 
 from __future__ import annotations
 

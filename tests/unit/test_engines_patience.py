@@ -1,6 +1,4 @@
-"""A slow request is no dead engine: who is waited for, for how long, who is replaced, and what ends
-the run.
-"""
+"""A slow request is no dead engine: who is waited for, for how long, who is replaced, and what ends the run."""
 
 from __future__ import annotations
 

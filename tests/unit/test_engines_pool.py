@@ -1,6 +1,4 @@
-"""Admission: window, order, fewest in-flight tokens first, counters, deadlines; and structured
-concurrency.
-"""
+"""Admission: window, order, fewest in-flight tokens first, counters, deadlines; and structured concurrency."""
 
 from __future__ import annotations
 

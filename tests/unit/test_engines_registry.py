@@ -1,6 +1,4 @@
-"""Engine kinds by rollout.backend: which there are, what is said of others, and that one more takes
-one file.
-"""
+"""Engine kinds by rollout.backend: which there are, what is said of others, and that one more takes one file."""
 
 from __future__ import annotations
 

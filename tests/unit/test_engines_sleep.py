@@ -1,6 +1,4 @@
-"""Engines that sleep while their devices train: who is put to sleep when, who wakes before a load,
-and what starts meanwhile.
-"""
+"""Engines that sleep while their devices train: who is put to sleep when, who wakes before a load, and what starts meanwhile."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The stand-in that benchmarks and tests put in place of vLLM does what every engine does, as far
-as it can without a model.
-"""
+"""The stand-in that benchmarks and tests put in place of vLLM does what every engine does, as far as it can without a model."""
 
 from __future__ import annotations
 

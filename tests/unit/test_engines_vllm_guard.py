@@ -1,6 +1,4 @@
-"""The API key of engines: what the guard lets pass, that it imports nothing of ours, and where the
-launcher puts the key.
-"""
+"""The API key of engines: what the guard lets pass, that it imports nothing of ours, and where the launcher puts the key."""
 
 from __future__ import annotations
 

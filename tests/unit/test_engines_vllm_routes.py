@@ -1,6 +1,4 @@
-"""Routes inside a vLLM worker lie by the slots of its KV cache: cached prefixes, preemption and
-ends leave none that are wrong.
-"""
+"""Routes inside a vLLM worker lie by the slots of its KV cache: cached prefixes, preemption and ends leave none that are wrong."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The table of engines: which row an installation is, what each row adds, and engines of several
-devices.
-"""
+"""The table of engines: which row an installation is, what each row adds, and engines of several devices."""
 
 from __future__ import annotations
 

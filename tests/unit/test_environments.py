@@ -1,6 +1,4 @@
-"""Environments: what becomes a sample of what the policy wrote and what it was shown, by whom,
-under which seeds.
-"""
+"""Environments: what becomes a sample of what the policy wrote and what it was shown, by whom, under which seeds."""
 
 from __future__ import annotations
 

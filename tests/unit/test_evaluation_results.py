@@ -1,6 +1,4 @@
-"""Results per question: summaries against hand-counted ones, files that come back as they were,
-comparison of two.
-"""
+"""Results per question: summaries against hand-counted ones, files that come back as they were, comparison of two."""
 
 from __future__ import annotations
 

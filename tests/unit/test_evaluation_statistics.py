@@ -1,6 +1,4 @@
-"""pass@k and maj@k against enumeration, intervals against simulation: how often they hold the
-truth.
-"""
+"""pass@k and maj@k against enumeration, intervals against simulation: how often they hold the truth."""
 
 from __future__ import annotations
 

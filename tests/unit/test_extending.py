@@ -1,5 +1,4 @@
-"""The recipes of docs/architecture.md: each block of code there is a file, and does what its
-heading says when a key names it.
+"""The recipes of docs/architecture.md: each block of code there is a file, and does what its heading says when a key names it.
 
 What a recipe touches beside its own file is told in the registrations below: at most one line.
 """

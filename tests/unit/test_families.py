@@ -1,6 +1,4 @@
-"""A family is one file: sizes as transformers reads them, every weight of its checkpoint, and
-nothing else to touch to add one.
-"""
+"""A family is one file: sizes as transformers reads them, every weight of its checkpoint, and nothing else to touch to add one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A model directory whose files contradict each other is one line before anything starts, whatever
-is wrong with it.
-"""
+"""A model directory whose files contradict each other is one line before anything starts, whatever is wrong with it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Whatever comes from a file, an engine or another process: well-formed data, or the typed error of
-its reader.
-"""
+"""Whatever comes from a file, an engine or another process: well-formed data, or the typed error of its reader."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Whatever is read from outside before a run (files, peers, templates) ends in a result or one
-line, within seconds.
-"""
+"""Whatever is read from outside before a run (files, peers, templates) ends in a result or one line, within seconds."""
 
 from __future__ import annotations
 

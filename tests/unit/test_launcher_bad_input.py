@@ -1,6 +1,4 @@
-"""Bad input ends before anything starts: one line that names the key or file:line and the remedy,
-exit code 2.
-"""
+"""Bad input ends before anything starts: one line that names the key or file:line and the remedy, exit code 2."""
 
 from __future__ import annotations
 

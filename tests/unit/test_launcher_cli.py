@@ -1,6 +1,4 @@
-"""`pa-npu`: every sub-command of the table exists and is imported only when it is called; help and
-mistakes stay light.
-"""
+"""`pa-npu`: every sub-command of the table exists and is imported only when it is called; help and mistakes stay light."""
 
 from __future__ import annotations
 

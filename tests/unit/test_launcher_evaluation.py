@@ -1,6 +1,4 @@
-"""`pa-npu evaluate` over an engine that is attached: a table, results by question, a comparison;
-bad input is one line.
-"""
+"""`pa-npu evaluate` over an engine that is attached: a table, results by question, a comparison; bad input is one line."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Joining a run: what cannot work is one line before anything starts, and each end of an engine's
-life has its exit code.
-"""
+"""Joining a run: what cannot work is one line before anything starts, and each end of an engine's life has its exit code."""
 
 from __future__ import annotations
 

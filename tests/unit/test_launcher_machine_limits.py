@@ -1,6 +1,4 @@
-"""Limits of the machine are said in one line with the remedy before anything starts, and raised
-where that is allowed.
-"""
+"""Limits of the machine are said in one line with the remedy before anything starts, and raised where that is allowed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Whatever stands where a command expects a file: one line and an exit code, within seconds, never
-a traceback or a hang.
-"""
+"""Whatever stands where a command expects a file: one line and an exit code, within seconds, never a traceback or a hang."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Checks of a node: versions against the matrix, busy devices from the vendors' tools, shared
-paths.
-"""
+"""Checks of a node: versions against the matrix, busy devices from the vendors' tools, shared paths."""
 
 from __future__ import annotations
 

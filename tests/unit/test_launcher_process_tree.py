@@ -1,6 +1,4 @@
-"""The process tree: exit codes pass through, nothing outlives its command, the keeper or the
-launcher.
-"""
+"""The process tree: exit codes pass through, nothing outlives its command, the keeper or the launcher."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A run on a Ray cluster of two raylets, with stand-in commands: roles on their nodes, ends,
-losses, returns, refusals.
-"""
+"""A run on a Ray cluster of two raylets, with stand-in commands: roles on their nodes, ends, losses, returns, refusals."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Recovery with small fake commands under the real supervisor: what is started again, how often,
-and what never is.
-"""
+"""Recovery with small fake commands under the real supervisor: what is started again, how often, and what never is."""
 
 from __future__ import annotations
 

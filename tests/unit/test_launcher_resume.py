@@ -1,6 +1,4 @@
-"""Which checkpoint a run continues from, what may have changed since, and what happens to what it
-wrote before.
-"""
+"""Which checkpoint a run continues from, what may have changed since, and what happens to what it wrote before."""
 
 from __future__ import annotations
 

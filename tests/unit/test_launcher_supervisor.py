@@ -1,6 +1,4 @@
-"""The supervisor with small fake commands: readiness, relayed progress, failing fast, stopping on
-signals.
-"""
+"""The supervisor with small fake commands: readiness, relayed progress, failing fast, stopping on signals."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`pa-npu verify` and `diff` on files: what was changed after it was written is named, whichever
-file it is in.
-"""
+"""`pa-npu verify` and `diff` on files: what was changed after it was written is named, whichever file it is in."""
 
 from __future__ import annotations
 

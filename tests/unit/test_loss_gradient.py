@@ -1,6 +1,4 @@
-"""The second calculation of the gradient at the log-probs is that of autograd through the loss, for
-every algorithm and key.
-"""
+"""The second calculation of the gradient at the log-probs is that of autograd through the loss, for every algorithm and key."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The mesh: every group and duty of a trainer rank, against megatron-core's own enumeration; and
-nobody else reckons with ranks.
-"""
+"""The mesh: every group and duty of a trainer rank, against megatron-core's own enumeration; and nobody else reckons with ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What is wrong outside of a run is one line with its own cause, whatever libraries print or say of
-it.
-"""
+"""What is wrong outside of a run is one line with its own cause, whatever libraries print or say of it."""
 
 from __future__ import annotations
 

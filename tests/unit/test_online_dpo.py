@@ -1,6 +1,4 @@
-"""algorithm.loss=dpo: the pair of each group, ties, and whole updates against transformers in fp64
-and the formula by hand.
-"""
+"""algorithm.loss=dpo: the pair of each group, ties, and whole updates against transformers in fp64 and the formula by hand."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A class of the user's own, with a second component on the environment's tokens: its update is its
-formula on both backends.
-"""
+"""A class of the user's own, with a second component on the environment's tokens: its update is its formula on both backends."""
 
 from __future__ import annotations
 

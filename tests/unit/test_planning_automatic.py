@@ -1,6 +1,4 @@
-"""`auto` for sizes: the fastest predicted division that fits, within what is given, or one line
-that says why there is none.
-"""
+"""`auto` for sizes: the fastest predicted division that fits, within what is given, or one line that says why there is none."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Plans of clusters: within their bounds, better with better devices, flat until something breaks,
-honest about origins.
-"""
+"""Plans of clusters: within their bounds, better with better devices, flat until something breaks, honest about origins."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A plan says what the same devices take in other ways, what a change would gain, and where a
-prediction is too close to decide.
-"""
+"""A plan says what the same devices take in other ways, what a change would gain, and where a prediction is too close to decide."""
 
 from __future__ import annotations
 

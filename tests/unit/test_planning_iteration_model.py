@@ -1,6 +1,4 @@
-"""An iteration in virtual time: against cases computed by hand, a brute force step by step, and the
-optimum with known lengths.
-"""
+"""An iteration in virtual time: against cases computed by hand, a brute force step by step, and the optimum with known lengths."""
 
 from __future__ import annotations
 

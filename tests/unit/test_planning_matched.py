@@ -1,6 +1,4 @@
-"""Engines of unequal speed: what slower ones take, the bound against all assignments, and how near
-schedules come to it.
-"""
+"""Engines of unequal speed: what slower ones take, the bound against all assignments, and how near schedules come to it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Predictions from a run's records: costs are found again, other configurations follow, and what is
-off is said.
-"""
+"""Predictions from a run's records: costs are found again, other configurations follow, and what is off is said."""
 
 from __future__ import annotations
 

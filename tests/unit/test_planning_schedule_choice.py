@@ -1,6 +1,4 @@
-"""The controller's choice on simulated clusters: near the optimum, better than constant windows,
-quick to begin, explained.
-"""
+"""The controller's choice on simulated clusters: near the optimum, better than constant windows, quick to begin, explained."""
 
 from __future__ import annotations
 

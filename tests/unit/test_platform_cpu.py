@@ -1,6 +1,4 @@
-"""The CPU platform: CUDA's names lead to the CPU, nothing else changes, and memory, seeds and
-devices are real.
-"""
+"""The CPU platform: CUDA's names lead to the CPU, nothing else changes, and memory, seeds and devices are real."""
 
 from __future__ import annotations
 

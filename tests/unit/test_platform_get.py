@@ -1,6 +1,4 @@
-"""Choosing a platform: what is there is given, what is missing is named, the user's environment is
-left alone.
-"""
+"""Choosing a platform: what is there is given, what is missing is named, the user's environment is left alone."""
 
 from __future__ import annotations
 

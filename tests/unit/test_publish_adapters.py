@@ -1,6 +1,4 @@
-"""publish.lora=adapter: an engine that gets A and B alone ends with the weights that it would have
-been sent, to the bit.
-"""
+"""publish.lora=adapter: an engine that gets A and B alone ends with the weights that it would have been sent, to the bit."""
 
 from __future__ import annotations
 

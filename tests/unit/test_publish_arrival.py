@@ -1,6 +1,4 @@
-"""Weights arrive as they were sent (I5): skipped, changed and stale ones are found without a
-tolerance, and named.
-"""
+"""Weights arrive as they were sent (I5): skipped, changed and stale ones are found without a tolerance, and named."""
 
 from __future__ import annotations
 

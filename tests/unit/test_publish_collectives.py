@@ -1,6 +1,4 @@
-"""Groups that are given up or never come about, with stand-ins for NCCL and HCCL that behave as
-their sources say.
-"""
+"""Groups that are given up or never come about, with stand-ins for NCCL and HCCL that behave as their sources say."""
 
 from __future__ import annotations
 

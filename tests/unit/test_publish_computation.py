@@ -1,6 +1,4 @@
-"""Trainers and engines compute with the same numbers beside the weights (I5): what differs by a
-percent is named in any type.
-"""
+"""Trainers and engines compute with the same numbers beside the weights (I5): what differs by a percent is named in any type."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Deadlines follow from each other: what stands behind another deadline comes after it, down to the
-device's own.
-"""
+"""Deadlines follow from each other: what stands behind another deadline comes after it, down to the device's own."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""An engine that dies in the middle of a publish: the others get the version, and it gets the next
-one when it is back.
-"""
+"""An engine that dies in the middle of a publish: the others get the version, and it gets the next one when it is back."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""publish.mode=delayed: which versions it is for, what a second buffer holds, and the memory that
-it takes.
-"""
+"""publish.mode=delayed: which versions it is for, what a second buffer holds, and the memory that it takes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Digests of weights: exact whatever the order of addition, blind to no change that a publish could
-make.
-"""
+"""Digests of weights: exact whatever the order of addition, blind to no change that a publish could make."""
 
 from __future__ import annotations
 

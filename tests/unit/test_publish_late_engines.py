@@ -1,6 +1,4 @@
-"""Late engines: weights are held while they are sent, never sent once they change; a failed
-delivery harms nobody but itself.
-"""
+"""Late engines: weights are held while they are sent, never sent once they change; a failed delivery harms nobody but itself."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""An engine's live modules hold what was sent, in whatever layout (I5); what a loader skips, scales
-or keeps is named.
-"""
+"""An engine's live modules hold what was sent, in whatever layout (I5); what a loader skips, scales or keeps is named."""
 
 from __future__ import annotations
 

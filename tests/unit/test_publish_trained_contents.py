@@ -1,6 +1,4 @@
-"""What trainers send is what they train, tensor by tensor (I5): a tensor that is sent from an old
-copy is named.
-"""
+"""What trainers send is what they train, tensor by tensor (I5): a tensor that is sent from an old copy is named."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Publishing: buckets cover the model exactly once, engines get HF's tensors bit for bit, and every
-failure has a deadline.
-"""
+"""Publishing: buckets cover the model exactly once, engines get HF's tensors bit for bit, and every failure has a deadline."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""publish.divergence: which versions are published, what is fresh whatever the divergence is, and
-what trainers keep.
-"""
+"""publish.divergence: which versions are published, what is fresh whatever the divergence is, and what trainers keep."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Every file is Python 3.10, the version that the Ascend trainer's stack needs: its grammar, and
-its standard library.
-"""
+"""Every file is Python 3.10, the version that the Ascend trainer's stack needs: its grammar, and its standard library."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Recipes: what their comments claim, that each fits every device and overlay it names, and
-proposals where it does not.
-"""
+"""Recipes: what their comments claim, that each fits every device and overlay it names, and proposals where it does not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Programs in responses, run in their cells: the tests of published layouts decide, and a program
-runs as a file does.
-"""
+"""Programs in responses, run in their cells: the tests of published layouts decide, and a program runs as a file does."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Reward functions that wait (`async def`) run for many groups at once, with the time limit and the
-failures of all others.
-"""
+"""Reward functions that wait (`async def`) run for many groups at once, with the time limit and the failures of all others."""
 
 from __future__ import annotations
 

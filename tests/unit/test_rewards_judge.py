@@ -1,6 +1,4 @@
-"""A judge's scores are rewards from 0 to 1; what it does not score is never a zero: the run ends,
-or the response is neutral.
-"""
+"""A judge's scores are rewards from 0 to 1; what it does not score is never a zero: the run ends, or the response is neutral."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rewards come from worker processes; whatever a reward function does costs rewards of its group,
-never the run.
-"""
+"""Rewards come from worker processes; whatever a reward function does costs rewards of its group, never the run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What is read before any program runs: the program of a response, the tests of a row, and how
-results are compared.
-"""
+"""What is read before any program runs: the program of a response, the tests of a row, and how results are compared."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Whatever a program does stays in its cell: as root, as root of a container, as a user, with and
-without what a kernel offers.
-"""
+"""Whatever a program does stays in its cell: as root, as root of a container, as a user, with and without what a kernel offers."""
 
 from __future__ import annotations
 

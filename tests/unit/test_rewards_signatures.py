@@ -1,6 +1,4 @@
-"""Reward functions that were written for verl or TRL run unchanged; a signature that nobody knows
-is refused in one line.
-"""
+"""Reward functions that were written for verl or TRL run unchanged; a signature that nobody knows is refused in one line."""
 
 from __future__ import annotations
 

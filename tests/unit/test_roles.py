@@ -1,6 +1,4 @@
-"""Roles that follow the work: nobody trains where an engine decodes, nothing that is sampled
-depends on it, and it never loses.
-"""
+"""Roles that follow the work: nobody trains where an engine decodes, nothing that is sampled depends on it, and it never loses."""
 
 from __future__ import annotations
 

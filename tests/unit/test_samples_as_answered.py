@@ -1,6 +1,4 @@
-"""What leaves the coordinator is what engines answered, and its rewards are those of its texts;
-nothing else gets past it.
-"""
+"""What leaves the coordinator is what engines answered, and its rewards are those of its texts; nothing else gets past it."""
 
 from __future__ import annotations
 

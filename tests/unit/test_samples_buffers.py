@@ -1,6 +1,4 @@
-"""The rollout buffer passes the same checks with its groups in the store and in shards on the
-nodes.
-"""
+"""The rollout buffer passes the same checks with its groups in the store and in shards on the nodes."""
 
 from __future__ import annotations
 

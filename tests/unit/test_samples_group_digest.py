@@ -1,6 +1,4 @@
-"""Digests of groups and weights for the chain: each changes with what it is of and with nothing
-else, on whatever rank or way.
-"""
+"""Digests of groups and weights for the chain: each changes with what it is of and with nothing else, on whatever rank or way."""
 
 from __future__ import annotations
 

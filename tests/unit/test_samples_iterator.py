@@ -1,6 +1,4 @@
-"""The iterator yields each group's microbatches once, in slot order, and stops at the first broken
-invariant.
-"""
+"""The iterator yields each group's microbatches once, in slot order, and stops at the first broken invariant."""
 
 from __future__ import annotations
 

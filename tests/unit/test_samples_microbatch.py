@@ -1,5 +1,4 @@
-"""Each target is predicted from a row that sees exactly its prompt and the tokens of its own
-response before it.
+"""Each target is predicted from a row that sees exactly its prompt and the tokens of its own response before it.
 
 So too when pieces of several groups share a microbatch.
 """

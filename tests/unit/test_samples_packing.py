@@ -1,6 +1,4 @@
-"""microbatch.max_tokens: which pieces share a microbatch, what decides it, and what a configuration
-makes of the key.
-"""
+"""microbatch.max_tokens: which pieces share a microbatch, what decides it, and what a configuration makes of the key."""
 
 from __future__ import annotations
 

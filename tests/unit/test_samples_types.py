@@ -1,6 +1,4 @@
-"""A group survives the wire bit for bit; anything but a well-formed group is a GroupFormatError and
-nothing else.
-"""
+"""A group survives the wire bit for bit; anything but a well-formed group is a GroupFormatError and nothing else."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`pa-npu selftest`: a part that fails in any way is named, the others go on, and the folder can be
-sent to others.
-"""
+"""`pa-npu selftest`: a part that fails in any way is named, the others go on, and the folder can be sent to others."""
 
 from __future__ import annotations
 

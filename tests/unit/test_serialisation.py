@@ -1,5 +1,4 @@
-"""No code of ours runs what comes from another process: no pickle, no eval, no object collectives,
-no unsafe YAML.
+"""No code of ours runs what comes from another process: no pickle, no eval, no object collectives, no unsafe YAML.
 
 What crosses processes is safetensors and JSON. This reads the source; each rule is shown to find
 what it looks for.

@@ -1,6 +1,4 @@
-"""The documents: the reference is the schema's, the site builds without a warning, links lead
-somewhere, commands are known.
-"""
+"""The documents: the reference is the schema's, the site builds without a warning, links lead somewhere, commands are known."""
 
 from __future__ import annotations
 

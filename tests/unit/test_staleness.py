@@ -1,6 +1,4 @@
-"""Tokens of older weights: keys that make sense together, and updates on them against the same
-updates by hand.
-"""
+"""Tokens of older weights: keys that make sense together, and updates on them against the same updates by hand."""
 
 from __future__ import annotations
 

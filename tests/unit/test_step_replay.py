@@ -1,6 +1,4 @@
-"""The replay of a step is AdamW in fp64: torch's own stays within its limits, and anything else
-does not.
-"""
+"""The replay of a step is AdamW in fp64: torch's own stays within its limits, and anything else does not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The chain of a run: lines follow one another through kills and resumes, hold no secrets, and tell
-where two runs part.
-"""
+"""The chain of a run: lines follow one another through kills and resumes, hold no secrets, and tell where two runs part."""
 
 from __future__ import annotations
 

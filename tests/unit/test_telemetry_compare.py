@@ -1,6 +1,4 @@
-"""compare_runs: curves, bands and differences are those of the records, and pictures are made and
-equal for equal numbers.
-"""
+"""compare_runs: curves, bands and differences are those of the records, and pictures are made and equal for equal numbers."""
 
 from __future__ import annotations
 

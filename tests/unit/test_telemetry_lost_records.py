@@ -1,6 +1,4 @@
-"""Records that cannot be written are one line and a count, never an end; no record holds what a
-terminal would obey.
-"""
+"""Records that cannot be written are one line and a count, never an end; no record holds what a terminal would obey."""
 
 from __future__ import annotations
 

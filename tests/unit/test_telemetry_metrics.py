@@ -1,6 +1,4 @@
-"""metrics.jsonl: one strict JSON object per iteration, also after a resume and with numbers that
-are not finite.
-"""
+"""metrics.jsonl: one strict JSON object per iteration, also after a resume and with numbers that are not finite."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`pa-npu report` and the final summary show the numbers of metrics.jsonl, and refuse what is no
-run in one line.
-"""
+"""`pa-npu report` and the final summary show the numbers of metrics.jsonl, and refuse what is no run in one line."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""How a run began and ended, as its directory says it: also of a launcher that had no time to say
-it.
-"""
+"""How a run began and ended, as its directory says it: also of a launcher that had no time to say it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Kept samples: what is read back is what was written, whatever it holds, and no file costs the run
-more than its rows.
-"""
+"""Kept samples: what is read back is what was written, whatever it holds, and no file costs the run more than its rows."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Secrets are shown nowhere: found by name where names are the user's, by form everywhere; all else
-stays.
-"""
+"""Secrets are shown nowhere: found by name where names are the user's, by form everywhere; all else stays."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The merged timeline is a valid Chrome trace with one clock, whatever threads, processes and kills
-wrote it.
-"""
+"""The merged timeline is a valid Chrome trace with one clock, whatever threads, processes and kills wrote it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Trackers: each gets every record once under one id, by the documented names, and whatever its
-library does costs only itself.
-"""
+"""Trackers: each gets every record once under one id, by the documented names, and whatever its library does costs only itself."""
 
 from __future__ import annotations
 

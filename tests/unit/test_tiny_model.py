@@ -1,6 +1,4 @@
-"""The tiny model maker: cached by its arguments, loadable by transformers in every family, and its
-teacher teaches the task.
-"""
+"""The tiny model maker: cached by its arguments, loadable by transformers in every family, and its teacher teaches the task."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""schedule.tokens_per_update: what an update takes, that every group is trained once and fresh, and
-how even updates become.
-"""
+"""schedule.tokens_per_update: what an update takes, that every group is trained once and fresh, and how even updates become."""
 
 from __future__ import annotations
 

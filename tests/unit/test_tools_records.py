@@ -1,6 +1,4 @@
-"""Tools that read what a run has recorded: valid JSON that is no record, and records with other
-kinds of values, are left out.
-"""
+"""Tools that read what a run has recorded: valid JSON that is no record, and records with other kinds of values, are left out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""I5 with a real model: a transformers engine beside the Megatron trainer, and each fault that a
-run must not survive.
+"""I5 with a real model: a transformers engine beside the Megatron trainer, and each fault that a run must not survive.
 
 The engine samples with its own weights and says its own log-probs, as engines do; what is between
 them and the trainer's is the rounding of two implementations, in fp32 and in bf16. 32 responses an

@@ -1,6 +1,4 @@
-"""A run that is asked to end early ends behind a publish, equally on all ranks, with a checkpoint
-and an export.
-"""
+"""A run that is asked to end early ends behind a publish, equally on all ranks, with a checkpoint and an export."""
 
 from __future__ import annotations
 

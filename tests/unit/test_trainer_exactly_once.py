@@ -1,6 +1,4 @@
-"""I2 on the trainers' side: what was trained is what was dispatched, response by response; every
-way to break it is noticed.
-"""
+"""I2 on the trainers' side: what was trained is what was dispatched, response by response; every way to break it is noticed."""
 
 from __future__ import annotations
 

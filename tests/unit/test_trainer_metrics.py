@@ -1,5 +1,4 @@
-"""Every number of the trainers in metrics.jsonl against its definition, computed by transformers
-and numpy in double precision.
+"""Every number of the trainers in metrics.jsonl against its definition, computed by transformers and numpy in double precision.
 
 Two updates of one iteration, so that the policy of the second has left the old policy, which is the
 one that sampled. The engines' log-probs are off by made-up differences, so that all that compares

@@ -1,6 +1,4 @@
-"""An update does not depend on which groups share a microbatch, whatever the loss and its
-aggregation (I3).
-"""
+"""An update does not depend on which groups share a microbatch, whatever the loss and its aggregation (I3)."""
 
 from __future__ import annotations
 

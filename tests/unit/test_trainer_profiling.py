@@ -1,6 +1,4 @@
-"""telemetry.profile_iterations: the loop leaves a trace of the chosen iterations on the chosen
-ranks, and of no other.
-"""
+"""telemetry.profile_iterations: the loop leaves a trace of the chosen iterations on the chosen ranks, and of no other."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Several updates per iteration against the same updates by hand: plain autograd, torch's AdamW,
-the clip written out.
-"""
+"""Several updates per iteration against the same updates by hand: plain autograd, torch's AdamW, the clip written out."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Settings of single engines: windows of their own, speeds until they are measured, devices in
-records.
-"""
+"""Settings of single engines: windows of their own, speeds until they are measured, devices in records."""
 
 from __future__ import annotations
 

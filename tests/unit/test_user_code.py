@@ -1,6 +1,4 @@
-"""A user's own loss, advantage and reward are tried before anything starts; what is wrong is one
-line with file and line.
-"""
+"""A user's own loss, advantage and reward are tried before anything starts; what is wrong is one line with file and line."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Advice: each rule speaks where its numbers call for it, names the key to change, and is silent
-otherwise.
-"""
+"""Advice: each rule speaks where its numbers call for it, names the key to change, and is silent otherwise."""
 
 from __future__ import annotations
 

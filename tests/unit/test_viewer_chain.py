@@ -1,6 +1,4 @@
-"""The page's data of a chain: its extent, a line that was changed, and since when another run
-differs.
-"""
+"""The page's data of a chain: its extent, a line that was changed, and since when another run differs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Evaluations question by question: what was gained and lost, and the answers of versions and runs
-to one question.
-"""
+"""Evaluations question by question: what was gained and lost, and the answers of versions and runs to one question."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The viewer without a browser: what it reads from a run directory, what it serves and to whom,
-what it exports.
-"""
+"""The viewer without a browser: what it reads from a run directory, what it serves and to whom, what it exports."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A folder of runs: one row each, opened and compared under an address of its own; nothing but the
-folder's runs is served.
-"""
+"""A folder of runs: one row each, opened and compared under an address of its own; nothing but the folder's runs is served."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The state of a run: finished, failed, stopped, running or silent, by what, and where it was
-started again.
-"""
+"""The state of a run: finished, failed, stopped, running or silent, by what, and where it was started again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Whatever stands in a run's files in place of what this program writes: the page's data is made,
-and is as the page reads it.
-"""
+"""Whatever stands in a run's files in place of what this program writes: the page's data is made, and is as the page reads it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A timeline of millions of events: its landmarks and any stretch of it, without keeping or parsing
-the rest.
-"""
+"""A timeline of millions of events: its landmarks and any stretch of it, without keeping or parsing the rest."""
 
 from __future__ import annotations
 

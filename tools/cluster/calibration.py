@@ -1,6 +1,4 @@
-"""Costs of one configuration, and of others by what published figures say of both; without a run,
-these figures alone.
-"""
+"""Costs of one configuration, and of others by what published figures say of both; without a run, these figures alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Figures that makers publish of devices, by names that people give: those that plans assume, and
-further ones.
-"""
+"""Figures that makers publish of devices, by names that people give: those that plans assume, and further ones."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Limits of the parts that a cluster has once, in seconds of an iteration: which would break first
-as devices are added.
+"""Limits of the parts that a cluster has once, in seconds of an iteration: which would break first as devices are added.
 
 Costs of a group, a response and a token are measured (docs/results/control_path.md), as is the
 choice of a schedule, on a core of a 2-core virtual machine; a server has faster ones. What a

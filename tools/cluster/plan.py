@@ -1,5 +1,4 @@
-"""The plan of a cluster: the best division of its devices, its bounds, and how far each figure is
-to be believed.
+"""The plan of a cluster: the best division of its devices, its bounds, and how far each figure is to be believed.
 
 bounds      the same devices without overlap in time (colocated), with perfect overlap, and shared
             perfectly

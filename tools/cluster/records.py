@@ -1,6 +1,4 @@
-"""Reads a run's records for a planner: its configuration, its iterations, and when each group was
-where.
-"""
+"""Reads a run's records for a planner: its configuration, its iterations, and when each group was where."""
 
 from __future__ import annotations
 

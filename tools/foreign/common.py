@@ -1,6 +1,4 @@
-"""What several systems say alike: datasets, trackers, adapters, devices, epochs; and what makes a
-translation whole.
-"""
+"""What several systems say alike: datasets, trackers, adapters, devices, epochs; and what makes a translation whole."""
 
 from __future__ import annotations
 

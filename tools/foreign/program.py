@@ -1,5 +1,4 @@
-"""Reads the keyword arguments of GRPOConfig(...), GRPOTrainer(...) and LoraConfig(...) from a
-program of TRL, without running it.
+"""Reads the keyword arguments of GRPOConfig(...), GRPOTrainer(...) and LoraConfig(...) from a program of TRL, without running it.
 
 Literals, arithmetic on them and names that are assigned one literal are followed; so are the
 model's and the dataset's path in from_pretrained(...) and load_dataset(...). RLOO and online DPO

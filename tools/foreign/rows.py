@@ -1,6 +1,4 @@
-"""How many rows the training files have, from which epochs become iterations; only of files that
-are here.
-"""
+"""How many rows the training files have, from which epochs become iterations; only of files that are here."""
 
 from __future__ import annotations
 

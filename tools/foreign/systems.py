@@ -1,6 +1,4 @@
-"""Which system a file is of, told by what only its files contain; for the line that refuses the
-others.
-"""
+"""Which system a file is of, told by what only its files contain; for the line that refuses the others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Configurations of TRL and verl as ours: every key of theirs is translated, without a counterpart
-that matters, or listed.
-"""
+"""Configurations of TRL and verl as ours: every key of theirs is translated, without a counterpart that matters, or listed."""
 
 from __future__ import annotations
 

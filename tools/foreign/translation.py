@@ -1,6 +1,4 @@
-"""One file of another system on its way to ours: what of it is left, and what has become of the
-rest.
-"""
+"""One file of another system on its way to ours: what of it is left, and what has become of the rest."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""TRL's GRPOConfig, RLOOConfig and OnlineDPOConfig, its ModelConfig and its trainers' arguments, as
-ours.
-"""
+"""TRL's GRPOConfig, RLOOConfig and OnlineDPOConfig, its ModelConfig and its trainers' arguments, as ours."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Stand-ins on a CPU for what TRL has for CUDA only: weights to vLLM over gloo instead of NCCL,
-attention over packed sequences.
+"""Stand-ins on a CPU for what TRL has for CUDA only: weights to vLLM over gloo instead of NCCL, attention over packed sequences.
 
 Everything else is TRL's and vLLM's own code. Weights go the same way (one packed broadcast into
 vLLM's layerwise reload), over the transport that this project's own publish takes on a CPU.

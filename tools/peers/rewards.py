@@ -1,6 +1,4 @@
-"""One reward for every system, cheap and different within a group: the share of vowels among a
-response's letters.
-"""
+"""One reward for every system, cheap and different within a group: the share of vowels among a response's letters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""One run of a TRL trainer on prompts of a file, in TRL's own environment; writes what TRL logs
-after each step, with the time.
+"""One run of a TRL trainer on prompts of a file, in TRL's own environment; writes what TRL logs after each step, with the time.
 
     python trl_trainer.py SPECIFICATION.json
 

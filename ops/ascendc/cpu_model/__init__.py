@@ -1,3 +1,1 @@
-"""A CPU model of the Ascend C API: compiles unmodified kernels with g++ and checks the rules of the
-hardware.
-"""
+"""A CPU model of the Ascend C API: compiles unmodified kernels with g++ and checks the rules of the hardware."""

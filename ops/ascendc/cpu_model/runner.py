@@ -1,6 +1,4 @@
-"""Compiles kernels with g++ against the CPU model, caches the libraries, and calls lse_merge on
-torch tensors.
-"""
+"""Compiles kernels with g++ against the CPU model, caches the libraries, and calls lse_merge on torch tensors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""VarlenKernel: what a platform provides for shared-prompt attention, and what several of them
-share.
-"""
+"""VarlenKernel: what a platform provides for shared-prompt attention, and what several of them share."""
 
 from __future__ import annotations
 

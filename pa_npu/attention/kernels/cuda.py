@@ -1,6 +1,4 @@
-"""CUDA kernel: torch's flash-attention varlen operators, called directly so that they take merged
-outputs.
-"""
+"""CUDA kernel: torch's flash-attention varlen operators, called directly so that they take merged outputs."""
 
 from __future__ import annotations
 

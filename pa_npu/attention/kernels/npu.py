@@ -1,6 +1,4 @@
-"""Ascend kernel: npu_fusion_attention and its gradient in TND layout, merged by the Ascend C
-operator or torch.
-"""
+"""Ascend kernel: npu_fusion_attention and its gradient in TND layout, merged by the Ascend C operator or torch."""
 
 from __future__ import annotations
 

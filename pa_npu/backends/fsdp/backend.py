@@ -1,5 +1,4 @@
-"""TrainBackend on FSDP2: every rank is a replica that reads groups of its own and holds a shard of
-each model.
+"""TrainBackend on FSDP2: every rank is a replica that reads groups of its own and holds a shard of each model.
 
 Gathering a layer is a collective, so all ranks go through the same number of microbatches: before
 each one they agree whether any of them has another, and who has none passes one token whose loss

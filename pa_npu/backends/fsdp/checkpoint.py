@@ -1,5 +1,4 @@
-"""Checkpoints of sharded models by torch's distributed checkpoint: planned by all ranks, written by
-each on its own.
+"""Checkpoints of sharded models by torch's distributed checkpoint: planned by all ranks, written by each on its own.
 
 Weights are saved in fp32 as they are trained, with AdamW's moments beside them under `model.`,
 `exp_avg.` and `exp_avg_sq.`, and a reference that is no longer the HF model under `reference.`;

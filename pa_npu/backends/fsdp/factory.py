@@ -1,6 +1,4 @@
-"""How a trainer rank gets its FsdpBackend: the group joined, models loaded, sharded; and a lone
-process a checkpoint's policy.
-"""
+"""How a trainer rank gets its FsdpBackend: the group joined, models loaded, sharded; and a lone process a checkpoint's policy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Adapters (LoRA) by peft in a sharded model: trained in fp32 beside frozen weights, several sets
-of them in one model.
+"""Adapters (LoRA) by peft in a sharded model: trained in fp32 beside frozen weights, several sets of them in one model.
 
     models = adapted(model, config)          "policy", "old", "reference", ...: one sharded model,
                                              each with its own set on

@@ -1,5 +1,4 @@
-"""Weights of a model with adapters as they leave it: with a set of them merged in, row by row, or
-the adapters alone.
+"""Weights of a model with adapters as they leave it: with a set of them merged in, row by row, or the adapters alone.
 
 No merged copy of the model exists anywhere. A row of a merged weight is W + factor * B A, added in
 fp32 and rounded once, to the type that is sent. W and B are cut into the same rows over the ranks,

@@ -1,5 +1,4 @@
-"""A causal language model of transformers, sharded by FSDP2, whose forward gives log-probs of
-packed responses.
+"""A causal language model of transformers, sharded by FSDP2, whose forward gives log-probs of packed responses.
 
     model = load_model(path, dtype=torch.float32)          on the host, as the files have it,
                                                            without dropout

@@ -1,6 +1,4 @@
-"""Gradients of sharded weights: their counted sum over shards (invariant I7), their norm over all
-ranks, and AdamW in fp32.
-"""
+"""Gradients of sharded weights: their counted sum over shards (invariant I7), their norm over all ranks, and AdamW in fp32."""
 
 from __future__ import annotations
 

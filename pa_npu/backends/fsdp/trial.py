@@ -1,5 +1,4 @@
-"""How a model of transformers may be packed, found before a run by a trial of its real
-configuration with few layers.
+"""How a model of transformers may be packed, found before a run by a trial of its real configuration with few layers.
 
 The model gets random weights large enough for its context to matter, fp32, and short sequences. Its
 windows shrink with them where the run's sequences are longer than they, but not so far that a

@@ -1,6 +1,4 @@
-"""The policy's weights from their shards, for a publish and an export: shards are rows, as FSDP2
-cuts along the first dimension.
-"""
+"""The policy's weights from their shards, for a publish and an export: shards are rows, as FSDP2 cuts along the first dimension."""
 
 from __future__ import annotations
 

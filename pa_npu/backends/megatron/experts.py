@@ -1,5 +1,4 @@
-"""The experts of a layer, and how tokens come to them and back over the ranks that share them
-(expert parallelism).
+"""The experts of a layer, and how tokens come to them and back over the ranks that share them (expert parallelism).
 
     tokens [n, h] --router--> k experts each --dispatch--> rows sorted by expert --gated layers-->
     rows --combine--> tokens [n, h]

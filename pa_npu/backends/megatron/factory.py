@@ -1,6 +1,4 @@
-"""How a trainer rank gets its MegatronBackend, and a lone process a checkpoint's policy: prepared,
-joined, built and loaded.
-"""
+"""How a trainer rank gets its MegatronBackend, and a lone process a checkpoint's policy: prepared, joined, built and loaded."""
 
 from __future__ import annotations
 

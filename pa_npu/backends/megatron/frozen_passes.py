@@ -1,6 +1,4 @@
-"""Passes of the frozen models alone over all of an update's microbatches, before the policy's
-(trainer.frozen_pass=separate).
-"""
+"""Passes of the frozen models alone over all of an update's microbatches, before the policy's (trainer.frozen_pass=separate)."""
 
 from __future__ import annotations
 

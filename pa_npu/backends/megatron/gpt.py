@@ -1,6 +1,4 @@
-"""One GPT of a pipeline stage: its TransformerConfig, Megatron's modules, our forward from tokens
-to log-probs.
-"""
+"""One GPT of a pipeline stage: its TransformerConfig, Megatron's modules, our forward from tokens to log-probs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The optimizer of a model stage: Megatron's mixed-precision (distributed) AdamW, and sums of the
-gradients that it gets (I7).
-"""
+"""The optimizer of a model stage: Megatron's mixed-precision (distributed) AdamW, and sums of the gradients that it gets (I7)."""
 
 from __future__ import annotations
 

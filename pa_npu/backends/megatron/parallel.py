@@ -1,5 +1,4 @@
-"""This rank's place among the trainer ranks: process group, Megatron's parallel state and RNG
-tracker, and who is who.
+"""This rank's place among the trainer ranks: process group, Megatron's parallel state and RNG tracker, and who is who.
 
 initialise_parallel(config, platform, store, rank, local_index=0) -> Place
                     (patches.table.prepare() must have run before this module is imported)

@@ -1,6 +1,4 @@
-"""Which experts tokens go to: a layer's router, replayed routes (algorithm.router_replay=rollout),
-an update's figures.
-"""
+"""Which experts tokens go to: a layer's router, replayed routes (algorithm.router_replay=rollout), an update's figures."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The tri-model pipeline stage: policy, old policy and reference pass through the pipeline
-together, in one forward.
+"""The tri-model pipeline stage: policy, old policy and reference pass through the pipeline together, in one forward.
 
     stage = build_stage(spec, config, platform, frozen=("old", "reference"))
     stage.policy                   the trained GPT (registered; what DDP, optimizer and checkpoints

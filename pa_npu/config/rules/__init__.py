@@ -1,6 +1,4 @@
-"""The rules between keys, in the order in which they are checked: the first that is broken is what
-the user reads.
-"""
+"""The rules between keys, in the order in which they are checked: the first that is broken is what the user reads."""
 
 from __future__ import annotations
 

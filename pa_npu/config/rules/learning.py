@@ -1,6 +1,4 @@
-"""Rules for learning: algorithm, tokens of older weights, how an iteration is divided among
-trainers, adapters.
-"""
+"""Rules for learning: algorithm, tokens of older weights, how an iteration is divided among trainers, adapters."""
 
 from __future__ import annotations
 

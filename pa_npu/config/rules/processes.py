@@ -1,6 +1,4 @@
-"""Rules for processes: engines and their lengths, where each stands (nodes, devices, ports), and
-deadlines in order.
-"""
+"""Rules for processes: engines and their lengths, where each stands (nodes, devices, ports), and deadlines in order."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Keys that are set though nothing reads them with the others as they are: a table of what each
-needs to be read.
+"""Keys that are set though nothing reads them with the others as they are: a table of what each needs to be read.
 
 A key with its default, or with the value of algorithm.name's preset, counts as not set: the
 resolved configuration that a run writes has every key. What depends on the device or on attached

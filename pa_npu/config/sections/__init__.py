@@ -1,5 +1,4 @@
-"""The keys of the configuration: one class per section, one sentence per key, with default and
-bounds.
+"""The keys of the configuration: one class per section, one sentence per key, with default and bounds.
 
 Unknown keys are refused. Rules between keys are in `pa_npu.config.rules`.
 """

@@ -1,6 +1,4 @@
-"""Keys of how samples are learned from: adapters, algorithm, optimizer, trainers, microbatches,
-attention.
-"""
+"""Keys of how samples are learned from: adapters, algorithm, optimizer, trainers, microbatches, attention."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Keys of operating a run: schedule, evaluations, publish, checkpoints, telemetry, and where its
-processes stand.
-"""
+"""Keys of operating a run: schedule, evaluations, publish, checkpoints, telemetry, and where its processes stand."""
 
 from __future__ import annotations
 

@@ -1,3 +1,1 @@
-"""The engine for debugging: Hugging Face's own model, one token of one response at a time, slow and
-exact.
-"""
+"""The engine for debugging: Hugging Face's own model, one token of one response at a time, slow and exact."""

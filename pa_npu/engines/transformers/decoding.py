@@ -1,5 +1,4 @@
-"""Responses, token by token, from a Hugging Face model: what is sampled depends on weights, prompt
-and seed, on nothing else.
+"""Responses, token by token, from a Hugging Face model: what is sampled depends on weights, prompt and seed, on nothing else.
 
 One thread owns the model. It gives every response in flight a token in turn, and does other work
 when asked to. Taking turns keeps the engine answering: a probe waits for one token of each response

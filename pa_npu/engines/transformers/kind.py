@@ -1,6 +1,4 @@
-"""Transformers engines as launcher and coordinator see them: the command that starts one, what it
-cannot do, and what it needs.
-"""
+"""Transformers engines as launcher and coordinator see them: the command that starts one, what it cannot do, and what it needs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The API key and the identity of a vLLM server
-(`--middleware pa_npu.engines.vllm.guard.EngineGuard`). Standard library only.
+"""The API key and the identity of a vLLM server (`--middleware pa_npu.engines.vllm.guard.EngineGuard`). Standard library only.
 
 It runs inside vLLM's API server, in the engine's own interpreter. vLLM's own key covers /v1 and a
 few more prefixes and lets OPTIONS pass; /collective_rpc, which calls any method of the workers, is

@@ -1,5 +1,4 @@
-"""vLLM engines as launcher and coordinator see them: the command that exact on-policy training
-needs, and checks before it.
+"""vLLM engines as launcher and coordinator see them: the command that exact on-policy training needs, and checks before it.
 
 Engines' own code runs in processes of theirs (worker, guard); what an installation needs is in
 versions.

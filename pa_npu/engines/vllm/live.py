@@ -1,5 +1,4 @@
-"""The memory that vLLM's modules compute with, and which HF tensors it is made of. Imports torch
-only.
+"""The memory that vLLM's modules compute with, and which HF tensors it is made of. Imports torch only.
 
 vLLM fuses projections (`packed_modules_mapping` of its model classes) and stacks experts. On CPU it
 packs matrices for their kernels and keeps them where no parameter shows them; there a matrix is

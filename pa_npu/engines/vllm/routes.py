@@ -1,5 +1,4 @@
-"""The experts that a mixture's routers choose inside a vLLM worker, kept by the slots of the KV
-cache. Imports torch only.
+"""The experts that a mixture's routers choose inside a vLLM worker, kept by the slots of the KV cache. Imports torch only.
 
 A token's routes lie where its key and value lie, so that they are those of the pass that computed
 them: a cached prefix has the routes of the request that it was computed for, a request that was

@@ -1,5 +1,4 @@
-"""A request's random stream from any place on, inside a vLLM worker, so that a response can be
-continued elsewhere.
+"""A request's random stream from any place on, inside a vLLM worker, so that a response can be continued elsewhere.
 
 vLLM makes a request's generator from its seed when the request enters the runner, and every sampled
 token draws from it. A request that continues a response carries the number of tokens already drawn

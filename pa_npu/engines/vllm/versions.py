@@ -1,5 +1,4 @@
-"""Versions of the supported engine, their needs and differences: one table, and the row of the
-engine that is installed.
+"""Versions of the supported engine, their needs and differences: one table, and the row of the engine that is installed.
 
 All of them have, read in the sources of vLLM 0.20, 0.23 and 0.32: --middleware, --logprobs-mode
 processed_logprobs, --generation-config, --worker-extension-cls, --[no-]enable-prefix-caching,

@@ -1,5 +1,4 @@
-"""A worker extension for collective_rpc: an engine's part in training, inside vLLM. Imports torch
-and vllm only.
+"""A worker extension for collective_rpc: an engine's part in training, inside vLLM. Imports torch and vllm only.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve ... --worker-extension-cls
     pa_npu.engines.vllm.worker.WorkerExtension

@@ -1,5 +1,4 @@
-"""The machines that engines and trainer ranks run on: which roles of a run there are, by node, and
-the addresses of engines.
+"""The machines that engines and trainer ranks run on: which roles of a run there are, by node, and the addresses of engines.
 
 The coordinator is not a cluster's business: it always runs beside the launcher, as the run's store
 does.

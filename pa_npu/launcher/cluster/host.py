@@ -1,5 +1,4 @@
-"""A node of a Ray cluster: its report before anything starts there, and its host actor, which runs
-the node's processes.
+"""A node of a Ray cluster: its report before anything starts there, and its host actor, which runs the node's processes.
 
     launcher ──Ray calls──> host actor ──process tree──> keeper ──> engine or trainer rank
 

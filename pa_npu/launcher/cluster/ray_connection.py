@@ -1,5 +1,4 @@
-"""Everything that is called of Ray: connecting, reserving nodes, host actors and calls to them. The
-launcher imports it here alone.
+"""Everything that is called of Ray: connecting, reserving nodes, host actors and calls to them. The launcher imports it here alone.
 
 Every wait has a deadline, and what Ray raises comes out as a UserError before the run, or as
 HostGone for an actor that is lost.

@@ -1,6 +1,4 @@
-"""Prints a run's lines: the launcher's own and the relayed progress lines; logs/launcher.log keeps
-both.
-"""
+"""Prints a run's lines: the launcher's own and the relayed progress lines; logs/launcher.log keeps both."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The processes of a run: started with a log file each, which is read here, polled, and stopped
-together, with nothing left behind.
+"""The processes of a run: started with a log file each, which is read here, polled, and stopped together, with nothing left behind.
 
 Every command runs under a keeper (`pa_npu.control.keeper`), which ends all its descendants whatever
 happens to the command, to the keeper or to this process.

@@ -1,6 +1,4 @@
-"""A run's processes, on whichever machine, and their readiness: supervisor and recovery start,
-watch, stop and wait for them.
-"""
+"""A run's processes, on whichever machine, and their readiness: supervisor and recovery start, watch, stop and wait for them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Starts again what has ended: an engine by itself, coordinator and trainers together from the
-newest checkpoint.
+"""Starts again what has ended: an engine by itself, coordinator and trainers together from the newest checkpoint.
 
 Engines outlive the coordinator and the trainers: they hold no state of the run but weights, which
 every attempt of it publishes anew. The coordinator notices by its own probe what hangs, and asks

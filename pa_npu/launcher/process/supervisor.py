@@ -1,5 +1,4 @@
-"""The supervisor: starts the commands of a run, waits for readiness, relays progress, ends when the
-run ends or fails.
+"""The supervisor: starts the commands of a run, waits for readiness, relays progress, ends when the run ends or fails.
 
 What ends before the run was ready for the first time fails it: something is wrong with the run or
 the machine. What ends later is started again as far as `Recovery` allows.

@@ -1,5 +1,4 @@
-"""The publish group between the trainers' and the engines' environment: buckets, giving up, and a
-group made after that.
+"""The publish group between the trainers' and the engines' environment: buckets, giving up, and a group made after that.
 
 The engine's end is `python -m pa_npu.launcher.selftest.collectives PORT KIND`, in the interpreter
 of engines, which need not have more than torch.

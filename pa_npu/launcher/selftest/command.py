@@ -1,6 +1,4 @@
-"""`pa-npu selftest`: shows whether a machine does what this package relies on, and leaves a folder
-to send, without secrets.
-"""
+"""`pa-npu selftest`: shows whether a machine does what this package relies on, and leaves a folder to send, without secrets."""
 
 from __future__ import annotations
 

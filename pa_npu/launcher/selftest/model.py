@@ -1,6 +1,4 @@
-"""The subject of the self-test: a random Qwen2 of half a million parameters, questions, and a
-reward that it learns in a minute.
-"""
+"""The subject of the self-test: a random Qwen2 of half a million parameters, questions, and a reward that it learns in a minute."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The parts of the self-test: a table, and how one runs in a process of its own, so that a crash or
-a hang ends that part alone.
-"""
+"""The parts of the self-test: a table, and how one runs in a process of its own, so that a crash or a hang ends that part alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Parts that start runs of a tiny model through the command line, as a user would, and read what
-the runs left.
-"""
+"""Parts that start runs of a tiny model through the command line, as a user would, and read what the runs left."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Chooses each iteration's schedule at its border, with what the run's own iterations have taught,
-and says how wrong it was.
+"""Chooses each iteration's schedule at its border, with what the run's own iterations have taught, and says how wrong it was.
 
     prepare           does the same before the border, while trainers still train, with what is
                       known by then

@@ -1,5 +1,4 @@
-"""Predicts how an iteration goes, group by group, with all engines as one pool; and finds turns by
-running it backwards.
+"""Predicts how an iteration goes, group by group, with all engines as one pool; and finds turns by running it backwards.
 
     flow        groups start when they may and a place is free; each decodes as many steps as its
                 longest response has

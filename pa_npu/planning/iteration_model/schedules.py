@@ -1,5 +1,4 @@
-"""The few schedules that a border chooses among, and the choice: the one whose predicted flow ends
-first.
+"""The few schedules that a border chooses among, and the choice: the one whose predicted flow ends first.
 
 windows       as many groups per engine as there is room for, half and a quarter of that. Groups go
               longest first where engines are the slower side, shortest first where trainers are,

@@ -1,6 +1,4 @@
-"""The subjects of the model of an iteration: its rules, engines, trainers and groups, and how it is
-expected to go and went.
-"""
+"""The subjects of the model of an iteration: its rules, engines, trainers and groups, and how it is expected to go and went."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Costs of a decode step and a prompt on an engine, of a group on a replica, and of a publish, by
-published figures of a device.
+"""Costs of a decode step and a prompt on an engine, of a group on a replica, and of a publish, by published figures of a device.
 
 These give the shape: what of a cost is reading weights, arithmetic, dispatch, communication, and so
 how it changes with the model, the layout and the device. A run gives the factor by which its own

@@ -1,5 +1,4 @@
-"""For a number of devices: how to divide them between engines and trainers, and what iterations
-then take.
+"""For a number of devices: how to divide them between engines and trainers, and what iterations then take.
 
 layouts     parallel sizes of a replica and of an engine with which both fit into a device's memory
 divisions   shares of the devices for trainers, by eighths, each with the layouts that look best by

@@ -1,5 +1,4 @@
-"""Sizes of a run on a given number of devices: all that fit into memory, by a quick estimate; the
-best of them by prediction.
+"""Sizes of a run on a given number of devices: all that fit into memory, by a quick estimate; the best of them by prediction.
 
 fitting     every combination of sizes with which engines and trainers fit, the fastest by a quick
             estimate first

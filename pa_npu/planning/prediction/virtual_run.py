@@ -1,5 +1,4 @@
-"""Some iterations of a configuration in virtual time, under the schedules that its coordinator
-would choose.
+"""Some iterations of a configuration in virtual time, under the schedules that its coordinator would choose.
 
 Prompts and lengths are drawn, a schedule is chosen and its flow predicted by the code of a run
 (iteration_model), with costs in place of what a run learns. A large cluster is represented by a

@@ -1,6 +1,4 @@
-"""Prompts and response lengths like those that a run has seen, or as they are assumed where there
-was none.
-"""
+"""Prompts and response lengths like those that a run has seen, or as they are assumed where there was none."""
 
 from __future__ import annotations
 

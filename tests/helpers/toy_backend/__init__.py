@@ -1,5 +1,4 @@
-"""A training backend on plain torch, written from the conformance suite:
-trainer.backend=tests.helpers.toy_backend:BACKEND.
+"""A training backend on plain torch, written from the conformance suite: trainer.backend=tests.helpers.toy_backend:BACKEND.
 
 One device per replica; replicas sum their gradients over gloo.
 """

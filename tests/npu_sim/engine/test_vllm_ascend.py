@@ -1,5 +1,4 @@
-"""vllm-ascend's own worker with our extension, over stub libraries: weights loaded and loaded
-again, log-probs, calls, waking.
+"""vllm-ascend's own worker with our extension, over stub libraries: weights loaded and loaded again, log-probs, calls, waking.
 
 Not here, since the stubs have no kernels of CANN's and no ATB: a forward pass, graphs, and the
 allocator of sleep mode, for which a stand-in keeps the memory.

@@ -1,6 +1,4 @@
-"""Import torch_npu over the stub libraries, before any test; collects nothing in an ordinary
-process.
-"""
+"""Import torch_npu over the stub libraries, before any test; collects nothing in an ordinary process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""shared_prompt_attention on npu tensors through torch_npu's schemas and autograd, against dense
-fp64.
-"""
+"""shared_prompt_attention on npu tensors through torch_npu's schemas and autograd, against dense fp64."""
 
 from __future__ import annotations
 

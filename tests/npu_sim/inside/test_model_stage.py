@@ -1,6 +1,4 @@
-"""The npu platform prepares Megatron, and a stage on npu tensors equals transformers on the CPU,
-gradients included.
-"""
+"""The npu platform prepares Megatron, and a stage on npu tensors equals transformers on the CPU, gradients included."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The real trainer on two and four ranks of npu tensors over cpu:gloo,npu:hccl, against one rank on
-the CPU.
+"""The real trainer on two and four ranks of npu tensors over cpu:gloo,npu:hccl, against one rank on the CPU.
 
 The ranks are started once for all tests; this process is the engine worker that they publish to.
 """

@@ -1,3 +1,1 @@
-"""Everything that this backend changes in torch, numpy and Megatron for the whole process: one
-list, `table.PATCHES`.
-"""
+"""Everything that this backend changes in torch, numpy and Megatron for the whole process: one list, `table.PATCHES`."""

@@ -1,5 +1,4 @@
-"""Redirects torch.cuda and device="cuda" to the CPU, so that code written for CUDA only
-(megatron-core) runs there.
+"""Redirects torch.cuda and device="cuda" to the CPU, so that code written for CUDA only (megatron-core) runs there.
 
 The counterpart of torch_npu's `transfer_to_npu`. It changes torch for the whole process: trainer
 ranks only.

@@ -1,5 +1,4 @@
-"""Reading Megatron's checkpoint files without running what they say: out of a pickle come tensors,
-numbers and known classes only.
+"""Reading Megatron's checkpoint files without running what they say: out of a pickle come tensors, numbers and known classes only.
 
 Megatron and torch.distributed.checkpoint unpickle `.metadata`, `common.pt` and every object in a
 shard, which would call whatever the file names. Within `known_classes_only` the index is read by an

@@ -1,6 +1,4 @@
-"""Changes to megatron-core that its own pins, new torch or numpy, or a device without CUDA make
-necessary; see `table`.
-"""
+"""Changes to megatron-core that its own pins, new torch or numpy, or a device without CUDA make necessary; see `table`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The list of process-wide changes to torch, numpy and Megatron, and `prepare`, which applies a
-device kind's in order.
+"""The list of process-wide changes to torch, numpy and Megatron, and `prepare`, which applies a device kind's in order.
 
 prepare("cpu")      before anything imports megatron.core; further calls do nothing
 PATCHES             each with what, why, where, and when it can go; `doctor` prints it

@@ -1,3 +1,1 @@
-"""Weights between Megatron's form and Hugging Face's: the map of names, loading, buckets for the
-wire, HF directories.
-"""
+"""Weights between Megatron's form and Hugging Face's: the map of names, loading, buckets for the wire, HF directories."""

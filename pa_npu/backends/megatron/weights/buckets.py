@@ -1,6 +1,4 @@
-"""One stage's HF tensors from the shards of tensor and expert parallelism, for a publish and an
-export as an HF directory.
-"""
+"""One stage's HF tensors from the shards of tensor and expert parallelism, for a publish and an export as an HF directory."""
 
 from __future__ import annotations
 
