@@ -45,7 +45,7 @@ install_packages() {
 }
 if [ "$what" = nightly ]; then
   install_packages chromium 'the tests of the viewer in a browser' chromium fonts-dejavu-core
-  install_packages bwrap "tests/unit/test_rewards_code.py with bubblewrap" bubblewrap
+  install_packages bwrap "tests/unit/rewards/test_code.py with bubblewrap" bubblewrap
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TORCH_DEVICE_BACKEND_AUTOLOAD=0 TOKENIZERS_PARALLELISM=false
 "$PYTHON" -m ruff check .

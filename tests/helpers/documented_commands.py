@@ -55,20 +55,20 @@ _LAUNCH_SCRIPT = (
 ELSEWHERE = {
     "bash launch/run_grpo_tiny.sh": _QUICK_START,
     "pa-npu view runs/grpo_tiny": _QUICK_START,
-    "pa-npu verify runs/grpo_tiny": "tests/unit/test_launcher_verify.py::test_a_run_as_it_was_written_holds",
+    "pa-npu verify runs/grpo_tiny": "tests/unit/launcher/test_verify.py::test_a_run_as_it_was_written_holds",
     "python examples/verify_a_run.py": "tests/integration/test_examples.py::"
     "test_the_example_of_verify_prints_what_the_document_shows",
-    "pa-npu verify RUN": "tests/unit/test_launcher_verify.py::test_a_run_as_it_was_written_holds",
+    "pa-npu verify RUN": "tests/unit/launcher/test_verify.py::test_a_run_as_it_was_written_holds",
     "pa-npu verify RUN --replay 4:8": "tests/integration/test_verify.py",
-    "pa-npu diff RUN1 RUN2": "tests/unit/test_launcher_verify.py::test_diff_names_the_token_that_differs_first",
-    "pa-npu evaluate --model DIR --data NAME=FILE": "tests/unit/test_launcher_evaluation.py::"
+    "pa-npu diff RUN1 RUN2": "tests/unit/launcher/test_verify.py::test_diff_names_the_token_that_differs_first",
+    "pa-npu evaluate --model DIR --data NAME=FILE": "tests/unit/launcher/test_evaluation.py::"
     "test_a_model_is_evaluated_and_compared_by_question",
     "pa-npu evaluate --model .cache/tiny/model --data sums=.cache/tiny/test.jsonl --device cpu "
     "model.dtype=fp32 rollout.kv_cache_gib=0.25 evaluate.samples=4": _QUICK_START,
     "bash launch/run_grpo_tiny.sh schedule.iterations=5 schedule.stream=false run.dir=runs/sync": _QUICK_START,
     "pa-npu run --config ... checkpoint.every=10 checkpoint.resume=auto": "tests/integration/test_recovery.py::"
     "test_engines_trainers_coordinator_reward_workers_and_launcher_that_are_killed_whenever_change_nothing",
-    "pa-npu export --checkpoint RUN/checkpoints/iteration_000010 --output DIR [--merged]": "tests/unit/test_backends_lora.py::"
+    "pa-npu export --checkpoint RUN/checkpoints/iteration_000010 --output DIR [--merged]": "tests/unit/backends/test_lora.py::"
     "test_exports_load_in_peft_and_transformers_and_give_the_trainers_logprobs",
     "pa-npu export --checkpoint RUN/checkpoints/iteration_000010 --output HF_DIR": "tests/integration/test_backends_hf_export.py::"
     "test_export_of_a_parallel_job_is_the_model",
@@ -85,7 +85,7 @@ ELSEWHERE = {
 _CI = "it is what runs this test"
 _DEVICES = "needs devices, or packages of a vendor, that continuous integration has not"
 _RECORDS = (
-    "needs the records of a run of that model; tests/unit/test_planning_prediction.py makes some up"
+    "needs the records of a run of that model; tests/unit/planning/test_prediction.py makes some up"
 )
 NOT_RUN = {
     "bash tests/run.sh": _CI,
@@ -102,19 +102,19 @@ NOT_RUN = {
     "python tools/plan_cluster.py --from runs/grpo_qwen2.5_7b --devices 64 --model "
     "models/Qwen2.5-32B --json": _RECORDS,
     "python tools/plan_cluster.py --config configs/grpo_qwen2.5_7b.yaml --devices 8..512 "
-    "--hardware a3": "most of a minute; tests/unit/test_planning_prediction.py has smaller ones",
+    "--hardware a3": "most of a minute; tests/unit/planning/test_prediction.py has smaller ones",
     "pa-npu plan --config configs/grpo_qwen2.5_7b.yaml --device npu rollout.engines=auto "
-    "trainer.devices=auto placement.colocate=auto placement.devices_per_node=8": "tests/unit/test_planning_automatic.py",
+    "trainer.devices=auto placement.colocate=auto placement.devices_per_node=8": "tests/unit/planning/test_automatic.py",
     "python tools/make_tiny_model.py --out .cache/tiny": "the quick start's script makes this "
     "model",
     "python tools/make_tiny_model.py --out .cache/tiny --seed 1": "the quick start's script makes "
     "this model",
     "python tools/bench_agreement.py --model .cache/tiny/model": "minutes; "
-    "tests/unit/test_trainer_agreement.py has the same faults",
+    "tests/unit/trainer/test_agreement.py has the same faults",
     "bash launch/run_grpo_tiny_tools.sh": "test_tool_environment has such a run, smaller",
     "bash launch/run_grpo_7b.sh --device npu [--config OVERLAY.yaml ...] [key=value ...]": "a synopsis",
     "docker build -f docker/cpu.Dockerfile -t pa_npu:cpu . && docker run --rm --shm-size 1g "
-    "pa_npu:cpu": "needs docker; its steps run in tests/unit/test_containers.py",
+    "pa_npu:cpu": "needs docker; its steps run in tests/unit/launcher/test_containers.py",
     "MINDSPEED_HOME=.../MindSpeed MEGATRON_LM_HOME=.../Megatron-LM python -m pytest tests/npu_sim": _CI,
 }
 PAGES_NOT_RUN = {

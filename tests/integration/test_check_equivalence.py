@@ -1,6 +1,6 @@
 """tools/check_equivalence.py, shortened: two iterations on one real engine; it passes equal runs and fails others.
 
-Nightly: test_exact_schedules.py compares runs, and tests/unit/test_check_equivalence.py has the
+Nightly: test_exact_schedules.py compares runs, and tests/unit/tools/test_check_equivalence.py has the
 verdicts.
 """
 

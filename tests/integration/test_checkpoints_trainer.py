@@ -19,7 +19,7 @@ from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
 from tests.helpers.trainer_rank import Job, run_job
 from tests.integration.test_trainer_parity import make_config
-from tests.unit.test_checkpoints_trainer import Run
+from tests.unit.checkpoints.test_trainer import Run
 
 from megatron.core.dist_checkpointing import load_plain_tensors  # isort: skip
 

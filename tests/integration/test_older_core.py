@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 OLDER = ROOT / ".venv-core-0.12"
 TIME_LIMIT_S = 900
-UNITS = ["test_backends_parity.py", "test_backends_experts.py", "test_checkpoints_trainer.py"]
+UNITS = ["backends/test_parity.py", "backends/test_experts.py", "checkpoints/test_trainer.py"]
 
 pytestmark = [
     pytest.mark.timeout(TIME_LIMIT_S + 60),
@@ -33,7 +33,7 @@ import torch
 from pa_npu.errors import UserError
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
-from tests.unit.test_checkpoints_trainer import Run, same
+from tests.unit.checkpoints.test_trainer import Run, same
 import megatron.core
 from pa_npu.backends.megatron.checkpoint import load_policy_only
 

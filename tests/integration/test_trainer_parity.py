@@ -136,7 +136,7 @@ def test_reducing_gradients_inside_the_last_backward_changes_no_bit(
 def test_two_updates_per_iteration_do_not_depend_on_the_parallel_layout(
     model: Path, tmp_path: Path
 ) -> None:
-    """Old policy and reference travel through the pipeline; tests/unit/test_trainer_updates.py has
+    """Old policy and reference travel through the pipeline; tests/unit/trainer/test_updates.py has
     one process against hand.
     """
     schedule, optimizer = (

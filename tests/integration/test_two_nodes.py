@@ -1,7 +1,7 @@
 """Two raylets on two loopback addresses as two nodes of a Ray cluster, with real engines and trainers.
 
 A run over both equals the run on one machine bit for bit, also when one of the raylets is killed in
-the middle. Nightly: in CI tests/unit/test_launcher_ray.py has such clusters with stand-in commands.
+the middle. Nightly: in CI tests/unit/launcher/test_ray.py has such clusters with stand-in commands.
 """
 
 from __future__ import annotations

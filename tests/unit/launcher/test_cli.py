@@ -1,0 +1,195 @@
+"""`pa-npu`: every sub-command of the table exists and is imported only when it is called; help and mistakes stay light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pa_npu import __version__
+from pa_npu.config.foreign_names import FOREIGN
+from pa_npu.config.keys import all_keys, keys_help
+from pa_npu.config.schema import Config
+from pa_npu.launcher.cli import _MODULES, SUBCOMMANDS, _parser, main
+
+ROOT = Path(__file__).resolve().parents[3]
+REQUIRED = {
+    "join": ["h:1"],
+    "export": ["--checkpoint", "c", "--output", "o"],
+    "report": ["r"],
+    "evaluate": ["--model", "m"],
+    "view": ["r"],
+    "verify": ["r"],
+    "diff": ["r", "s"],
+}
+HEAVY = ("torch", "transformers", "megatron", "vllm", "pydantic")
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_every_subcommand_has_its_functions_its_help_and_its_line(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: pa-npu ")
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0 and SUBCOMMANDS[name] in " ".join(capsys.readouterr().out.split())
+    assert callable(
+        _parser([name, *REQUIRED.get(name, ())]).parse_args([name, *REQUIRED.get(name, ())]).main
+    )
+
+
+def test_every_subcommand_of_a_module_is_in_the_table() -> None:
+    for module in {"subcommands", *_MODULES.values()}:
+        file = ROOT / "pa_npu" / "launcher" / f"{module.replace('.', '/')}.py"
+        functions = {
+            node.name
+            for node in ast.parse(file.read_text()).body
+            if isinstance(node, ast.FunctionDef)
+        }
+        named = {name.removesuffix("_options") for name in functions if name.endswith("_options")}
+        assert named - {"configuration"} <= SUBCOMMANDS.keys() and named & functions, file
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "code", ["import pa_npu", "from pa_npu.launcher.cli import main; main(['--version'])"]
+)
+def test_neither_the_package_nor_the_table_imports_anything_heavy(code: str) -> None:
+    ending = f"import sys; print('loaded', sorted(set({HEAVY}) & set(sys.modules)))"
+    code = f"try:\n    {code}\nexcept SystemExit:\n    pass\n{ending}"
+    assert run_python(code).splitlines()[-1] == "loaded []"
+    control = f"import pydantic; {ending}"
+    assert run_python(control).splitlines()[-1] == "loaded ['pydantic']"
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"pa-npu {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["report"], "the following arguments are required: RUN"),
+        (["frobnicate"], "invalid choice: 'frobnicate'"),
+        ([], "the following arguments are required"),
+        (
+            ["report", "runs/none", "--frobnicate"],
+            "error: command line: --frobnicate: unknown argument; see --help",
+        ),
+        (["plan", "--config", "none.yaml"], "none.yaml"),
+    ],
+)
+def test_a_mistake_ends_with_2_and_says_what(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(arguments)
+    except SystemExit as ended:  # argparse
+        code = int(ended.code or 0)
+    assert code == 2 and said in capsys.readouterr().err
+
+
+def test_plan_is_a_dry_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    keys = [
+        "--config",
+        "configs/grpo_qwen2.5_7b.yaml",
+        "--device",
+        "npu",
+        "--device-memory-gib",
+        "64",
+    ]
+    assert main(["plan", *keys]) == 0
+    planned = capsys.readouterr().out
+    assert main(["run", *keys, "--dry-run"]) == 0
+    assert (
+        planned == capsys.readouterr().out
+        and "trainer memory" in planned
+        and len(planned.splitlines()) < 60
+    )
+    assert "without a password" not in planned
+    assert main(["plan", *keys, "placement.host=0.0.0.0"]) == 0
+    assert (
+        "placement.host: 0.0.0.0 opens the run's store, without a password"
+        in capsys.readouterr().out
+    )
+    assert main(["plan", *keys, "--full"]) == 0
+    full = capsys.readouterr().out
+    assert full.splitlines()[0] == f"# {planned.splitlines()[0]}"
+    assert yaml.safe_load(full)["rollout"]["responses_per_prompt"] > 0, "a file that --config takes"
+
+
+def test_help_is_short_and_that_of_a_section_has_its_keys_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) < 60
+    for section in Config.model_fields:
+        assert f"  {section} " in short
+    assert main(["run", "--help", "rollout"]) == 0
+    of_a_section = capsys.readouterr().out
+    named = [
+        line.split()[0]
+        for line in of_a_section.splitlines()
+        if line.startswith("  ") and line[2] != " "
+    ]
+    assert named == [key.name for key in all_keys() if key.name.startswith("rollout.")]
+    assert main(["plan", "rollout", "--help"]) == 0 and capsys.readouterr().out == of_a_section
+    assert main(["run", "--help", "all"]) == 0 and capsys.readouterr().out == keys_help() + "\n"
+    assert main(["run", "--help", "rolout"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: command line: rolout: no section of the configuration"
+    )
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("rollout.n", "rollout.responses_per_prompt"),
+        ("optimizer.lr", "optimizer.learning_rate"),
+        ("actor_rollout_ref.actor.optim.lr", "optimizer.learning_rate"),
+        ("actor_rollout_ref.rollout.n", "rollout.responses_per_prompt"),
+        ("actor_rollout_ref.model.lora_rank", "lora.rank"),
+        ("num_generations", "rollout.responses_per_prompt"),
+        ("trainer.total_training_steps", "schedule.iterations"),
+        ("trainer.n_gpus_per_node", "placement.devices_per_node"),
+        ("beta", "algorithm.kl_coef"),
+        ("optimizer.beta", "optimizer.betas"),
+        ("algorithm.kl_coeff", "algorithm.kl_coef"),
+    ],
+)
+def test_the_names_of_other_systems_lead_to_the_key_itself(
+    theirs: str, ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "model.path=m", "data.train=t", f"{theirs}=1"]) == 2
+    assert f"{theirs}: unknown key; did you mean {ours}?" in capsys.readouterr().err
+
+
+def test_every_name_of_another_system_leads_to_a_key_that_exists_and_is_none_of_ours() -> None:
+    ours = {key.name for key in all_keys()}
+    assert set(FOREIGN.values()) <= ours and not FOREIGN.keys() & ours
+    assert not FOREIGN.keys() & {name.rpartition(".")[2] for name in ours}

@@ -1,0 +1,106 @@
+"""Benchmarks in tools/: formulas of their figures, and configurations that the package accepts."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from pa_npu.algorithm.registry import build_algorithm
+from pa_npu.config.load import load_config
+from pa_npu.telemetry.chain import read_chain
+from tests.helpers.chained_run import make_chained_run, step
+from tools import bench_chain, bench_scaling, bench_staleness
+from tools.bench_ablation import ALL_OFF, Switches, shapley
+from tools.bench_scaling import Row
+from tools.bench_swap import MODES
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_shares_of_an_ablation_add_up_and_what_two_bring_together_is_halved() -> None:
+    gains = [math.log(gain) for gain in (1.5, 1.1, 2.0)]
+
+    def together(switches: Switches) -> float:
+        alone = sum(gain for gain, on in zip(gains, switches, strict=True) if on)
+        return alone + (0.6 if switches[0] and switches[2] else 0.0)
+
+    shares = shapley(together)
+    assert sum(shares) == pytest.approx(together((True, True, True)) - together(ALL_OFF))
+    assert shares == pytest.approx(
+        [gain + extra for gain, extra in zip(gains, (0.3, 0.0, 0.3), strict=True)]
+    )
+
+
+def test_the_ideal_of_scaling_is_that_of_the_slower_side() -> None:
+    fast = Row("engines", 8, 4, 1.0, 1000.0, 0.1)
+    assert fast.generate_s == pytest.approx(2.56) and fast.train_s == pytest.approx(16 * 0.08)
+    assert fast.ideal_tokens_per_s == pytest.approx(64 * 1024 / 2.56)
+    slow = Row("replicas", 8, 1, 1.0, 1000.0, 0.1)
+    assert slow.ideal_tokens_per_s == pytest.approx(64 * 1024 / (64 * 0.08))
+
+
+@pytest.mark.nightly
+def test_a_small_job_reaches_what_its_engines_and_replicas_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator, its store and HTTP are real. Loose bounds: the machine may be busy."""
+    monkeypatch.setattr(bench_scaling, "GROUPS_PER_ENGINE", 4)
+    out = tmp_path / "rows.json"
+    assert (
+        bench_scaling.main(
+            ["--engines", "2", "--replicas", "", "--iterations", "2", "--json", str(out)]
+        )
+        == 0
+    )
+    (row,) = [Row(**row) for row in json.loads(out.read_text())]
+    assert (row.sweep, row.engines, row.replicas) == ("engines", 2, 1)
+    assert 0.2 < row.of_ideal <= 1.001 and 0 < row.coordinator < 1
+
+
+def test_every_case_of_staleness_is_a_configuration() -> None:
+    found = [
+        *bench_staleness.cases([0, 1, 4], list(bench_staleness.CORRECTIONS)),
+        *bench_staleness.cases([1], ["sampling"], budget=2000, prompts=24)[1:],
+    ]
+    ratios = {}
+    for case in found:
+        config = load_config([str(ROOT / "configs" / "grpo_tiny.yaml")], list(case.settings))
+        ratios[case.name] = (
+            config.schedule.max_staleness,
+            build_algorithm(config).ratio,
+            config.schedule.tokens_per_update,
+        )
+    assert len(ratios) == 15
+    assert ratios["k1-sampling"] == (1, "sampling", None) and ratios["k4-uncorrected"] == (
+        4,
+        "proximal",
+        None,
+    )
+    assert ratios["k1-sampling-budget"] == (1, "sampling", 2000)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_every_mode_of_swaps_is_a_configuration(name: str, tmp_path: Path) -> None:
+    keys = {"schedule": {"max_staleness": 1}, "publish": MODES[name]}
+    config = bench_scaling.configuration(tmp_path, tmp_path / "run", 8, 4, ignore_eos=False, **keys)
+    assert [config.delays(1), config.swaps_in_turn(1)] == [
+        name != "blocking",
+        name == "delayed, rolling",
+    ]
+
+
+def test_a_line_of_a_chain_is_timed_with_as_many_groups_and_responses_of_the_same_lengths(
+    tmp_path: Path,
+) -> None:
+    run = make_chained_run(tmp_path / "run", [step(0)], tmp_path / "model")
+    (link,) = read_chain(run)
+    responses = link.table()
+    groups = bench_chain.groups_like(responses)
+    assert len(groups) == link.groups
+    assert [length for group in groups for length in group.trained_lengths] == responses.rows[
+        "length"
+    ].tolist()
+    assert bench_chain.IterationCost(iteration_s=4.0, line_s=0.004, responses=12).share == 0.001
