@@ -2,8 +2,7 @@
 
 bash launch/install_cpu.sh && source .venv/bin/activate
 python tools/make_tiny_model.py --out .cache/tiny
-python examples/judged_rewards.py [--iterations 5] [--judge http://HOST:PORT/v1 --judge-model NAME]
-[--run-dir runs/judged]
+python examples/judged_rewards.py [--iterations 5] [--judge http://HOST:PORT/v1 --judge-model NAME] [--run-dir runs/judged]
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 bash launch/install_cpu.sh && source .venv/bin/activate
 python tools/make_tiny_model.py --out .cache/tiny
-python examples/own_algorithm.py [--iterations 5] [--backend vllm|transformers] [--run-dir
-runs/own_algorithm]
+python examples/own_algorithm.py [--iterations 5] [--backend vllm|transformers] [--run-dir runs/own_algorithm]
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class WithObservations(PolicyGradient):
     the prompt's.
 
     The policy's tokens lead: algorithm.loss, algorithm.advantage and algorithm.aggregation are
-    theirs,
-    and the normaliser counts them alone. Observations need no version and no log-prob of an engine.
+    theirs, and the normaliser counts them alone. Observations need no version and no log-prob of an
+    engine.
     """
 
     components = (

@@ -1,11 +1,9 @@
 """Shared-prompt attention in a training loop of your own: under a plain transformers model, with its speed-up printed.
 
-    python examples/shared_prompt_attention.py [--prompt 512] [--response 64] [--responses 8]
-    [--steps 3]
+    python examples/shared_prompt_attention.py [--prompt 512] [--response 64] [--responses 8] [--steps 3]
 
-A group has one prompt and several responses. A usual loop gives the model every response with a
-copy of the prompt; here the prompt is there once. Loss and gradients are the same, up to rounding;
-both are checked.
+A group has one prompt and several responses. A usual loop gives the model every response with a copy of the
+prompt; here the prompt is there once. Loss and gradients are the same, up to rounding; both are checked.
 Times are processor seconds of forward and backward.
 """
 

@@ -2,8 +2,7 @@
 
 bash launch/install_cpu.sh && source .venv/bin/activate
 python tools/make_tiny_model.py --out .cache/tiny
-python examples/train_from_python.py [--iterations 5] [--backend vllm|transformers] [--run-dir
-runs/from_python]
+python examples/train_from_python.py [--iterations 5] [--backend vllm|transformers] [--run-dir runs/from_python]
 """
 
 from __future__ import annotations

@@ -1,21 +1,18 @@
 #!/usr/bin/env python
 """Measures the contributions of periodic asynchrony, the tri-model pass and shared-prompt attention, each on and off.
 
-Real vLLM engines and real trainer ranks, prompts of 512 tokens, groups of 8 responses of 64, a KL
-term and two updates per iteration, so that policy, old policy and reference all exist. Off means:
-schedule.stream=false, trainer.frozen_pass=separate, attention.shared_prompt=false. For each of the
-other two's four settings one run has synchronous and periodic iterations in turn, so that both have
-the same prompts and the same machine. A further run has everything off throughout.
+Real vLLM engines and real trainer ranks, prompts of 512 tokens, groups of 8 responses of 64, a KL term and two updates per
+iteration, so that policy, old policy and reference all exist. Off means: schedule.stream=false, trainer.frozen_pass=separate,
+attention.shared_prompt=false. For each of the other two's four settings one run has synchronous and periodic iterations in turn, so
+that both have the same prompts and the same machine. A further run has everything off throughout.
 
-    python tools/bench_ablation.py [--iterations 10] [--groups 8] [--pipeline 1,2] [--json FILE]
-    [--markdown FILE]
+    python tools/bench_ablation.py [--iterations 10] [--groups 8] [--pipeline 1,2] [--json FILE] [--markdown FILE]
 
-Columns: iteration: median seconds. TPSPD: trained prompt and response tokens per second and device,
-of the median. x: over all off. idle: shares of the iteration. MiB: what an iteration needed at
-most, resident, means. weights: the largest difference of any weight after the last update, over
-that tensor's largest, from the run with everything off (schedule.order=prompt); a run's two rows
-have the same weights. The shares are Shapley values of the logarithm of TPSPD: what adding one
-brings, averaged over all orders of adding the three, over what all three bring.
+Columns: iteration: median seconds. TPSPD: trained prompt and response tokens per second and device, of the median. x: over all
+off. idle: shares of the iteration. MiB: what an iteration needed at most, resident, means. weights: the largest difference of any
+weight after the last update, over that tensor's largest, from the run with everything off (schedule.order=prompt); a run's two
+rows have the same weights. The shares are Shapley values of the logarithm of TPSPD: what adding one brings, averaged over all
+orders of adding the three, over what all three bring.
 
 With --pipeline 2 the trainer is two stages. They share a core where the machine has no third.
 """

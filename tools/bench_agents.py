@@ -4,16 +4,14 @@
     agents ──chat requests──> gateway, sessions, trees (this process) ──token ids──> stand-in engine
     agents ──the same conversations as token ids──────────────────────────────────> stand-in engine
 
-This process has a core of its own, agents and engine share the others. Every session is a
-conversation of --turns answers; --at-once of --sessions are open at a time.
+This process has a core of its own, agents and engine share the others. Every session is a conversation of --turns answers;
+--at-once of --sessions are open at a time.
 
-    python tools/bench_agents.py                          # 256 at once, direct and through the
-                                                          gateway
-    python tools/bench_agents.py --soak 10000             # and as many short sessions, with this
-                                                          process's memory on the way
+    python tools/bench_agents.py                          # 256 at once, direct and through the gateway
+    python tools/bench_agents.py --soak 10000             # and as many short sessions, with this process's memory on the way
 
-Columns: seconds of a request (mean, median and 95th percentile, as agents see it), requests per
-second, CPU milliseconds of this process per request. The overhead is the difference of the means.
+Columns: seconds of a request (mean, median and 95th percentile, as agents see it), requests per second, CPU milliseconds of this
+process per request. The overhead is the difference of the means.
 """
 
 from __future__ import annotations

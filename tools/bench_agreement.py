@@ -2,25 +2,21 @@
 """The smallest fault that I5 catches, and how near honest rounding comes to its limits, in fp32 and bf16.
 
     python tools/make_tiny_model.py --out .cache/tiny --seed 1
-    python tools/bench_agreement.py --model .cache/tiny/model [--dtypes fp32 bf16] [--pool 256]
-    [--tokens 24] [--draws 20000]
+    python tools/bench_agreement.py --model .cache/tiny/model [--dtypes fp32 bf16] [--pool 256] [--tokens 24] [--draws 20000]
         [--markdown FILE]
 
-A transformers engine samples a pool of responses with the model as it is, and with each fault at
-several sizes:
+A transformers engine samples a pool of responses with the model as it is, and with each fault at several sizes:
 
   temperature   the engine samples at 1 + x, the trainer computes at 1
   weights       all of the engine's weights times 1 + x
-  stale         the engine's weights lack one optimizer step of the learning rate x (a publish that
-                was skipped)
+  stale         the engine's weights lack one optimizer step of the learning rate x (a publish that was skipped)
 
-The Megatron trainer computes the log-probs of what was sampled, and its own rounding (the
-yardstick). Real are the log-probs of the pool; an iteration of R responses is R of them drawn with
-replacement, its yardstick 32 others, drawn anew every 32nd. Caught means in at least 95 of 100 such
-iterations, by the tokens of one iteration at the default keys. False stops: of --draws iterations
-without a fault, and of as many probes of 8 responses, at the default margin; and the largest share
-of a limit that any of them reached. Draws know no more responses than the pool has, of one policy:
-what stops a run only in a response, or with a policy, that is not in it is not counted.
+The Megatron trainer computes the log-probs of what was sampled, and its own rounding (the yardstick). Real are the log-probs of
+the pool; an iteration of R responses is R of them drawn with replacement, its yardstick 32 others, drawn anew every 32nd. Caught
+means in at least 95 of 100 such iterations, by the tokens of one iteration at the default keys. False stops: of --draws iterations
+without a fault, and of as many probes of 8 responses, at the default margin; and the largest share of a limit that any of them
+reached. Draws know no more responses than the pool has, of one policy: what stops a run only in a response, or with a
+policy, that is not in it is not counted.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
 """Time a training step with shared prompts against the same sequences packed separately.
 
-    python tools/bench_attention.py [--device auto|npu|cuda|cpu] [--shape small|7b] [--impl
-    auto,...]
+    python tools/bench_attention.py [--device auto|npu|cuda|cpu] [--shape small|7b] [--impl auto,...]
                                     [--case NAME] [--budget SECONDS] [--json FILE] [--markdown FILE]
 
-A step is forward and backward of a small decoder (RMSNorm, rotary, grouped-query attention, SwiGLU,
-LM head on the predicted rows only) with random weights. The baseline packs every sequence with its
-own copy of the prompt, without padding, and uses the same attention kernel. Implementations and
-baseline take turns in one process, in alternating order; times are medians. On a CPU they are
-seconds of processor time on one core, which neighbours disturb less.
+A step is forward and backward of a small decoder (RMSNorm, rotary, grouped-query attention, SwiGLU, LM head on the
+predicted rows only) with random weights. The baseline packs every sequence with its own copy of the prompt, without
+padding, and uses the same attention kernel. Implementations and baseline take turns in one process, in alternating
+order; times are medians. On a CPU they are seconds of processor time on one core, which neighbours disturb less.
 
-Columns: tokens and pairs, baseline over shared; ideal, the same ratio for all floating-point
-operations (FlopsModel); seconds of the baseline and of the implementation; speedup; percent of the
-ideal; peak memory of a step, baseline over shared; largest difference of a log-prob from the
-baseline's.
+Columns: tokens and pairs, baseline over shared; ideal, the same ratio for all floating-point operations (FlopsModel);
+seconds of the baseline and of the implementation; speedup; percent of the ideal; peak memory of a step, baseline over
+shared; largest difference of a log-prob from the baseline's.
 """
 
 from __future__ import annotations

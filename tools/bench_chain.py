@@ -2,28 +2,19 @@
 """Measures what a run's chain costs: the share of an iteration's CPU time.
 
     python tools/bench_chain.py --run configs/grpo_tiny.yaml [--iterations 12] [key=value ...]
-    python tools/bench_chain.py [--ranks 2] [--prompt 64] [--response 64] [--responses 8] [--groups
-    8] [--repetitions 9]
+    python tools/bench_chain.py [--ranks 2] [--prompt 64] [--response 64] [--responses 8] [--groups 8] [--repetitions 9]
 
-With --run the configuration is run as it is, without evaluations. The CPU time of all its processes
-is
-read at the end of each iteration, and divides the CPU time of making that iteration's line: the
-digests
+With --run the configuration is run as it is, without evaluations. The CPU time of all its processes is
+read at the end of each iteration, and divides the CPU time of making that iteration's line: the digests
 of as many groups with responses of the same lengths, and the line, made in this process with cold
 caches right after the line has appeared. The first iteration is left out.
 
-Without it, a random Qwen2 (hidden 256, 4 layers) is trained in fp32 on each backend by so many
-replicas,
-each a process of one thread. In every repetition an iteration is trained and then its line of the
-chain
-made: the digests of its groups and the line, which a coordinator makes, and the digest of the
-weights
-with the sum over ranks. The digest of weights is listed alone: the rank that publishes takes it
-anyway,
-for invariant I5, and others take theirs while engines load. Generation is not counted there, so
-that
-shares of whole iterations are smaller. Medians over the repetitions, of the rank where they are
-larger.
+Without it, a random Qwen2 (hidden 256, 4 layers) is trained in fp32 on each backend by so many replicas,
+each a process of one thread. In every repetition an iteration is trained and then its line of the chain
+made: the digests of its groups and the line, which a coordinator makes, and the digest of the weights
+with the sum over ranks. The digest of weights is listed alone: the rank that publishes takes it anyway,
+for invariant I5, and others take theirs while engines load. Generation is not counted there, so that
+shares of whole iterations are smaller. Medians over the repetitions, of the rank where they are larger.
 """
 
 from __future__ import annotations

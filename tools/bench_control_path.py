@@ -1,30 +1,24 @@
 #!/usr/bin/env python
 """How many responses and tokens per second one coordinator and the rollout buffer sustain on one core.
 
-The coordinator's real path runs in this process, pinned to one core: admission, HTTP client, JSON
-decoding and checks, a reward stub, advantages, the group's bytes, the put into the c10d store.
-Around it, on the other cores, run what it talks to: stand-in engines (tools/stand_in.py, faster
-than any row needs), the store's host, and a consumer that takes the groups out as trainers do.
+The coordinator's real path runs in this process, pinned to one core: admission, HTTP client, JSON decoding and checks, a
+reward stub, advantages, the group's bytes, the put into the c10d store. Around it, on the other cores, run what it talks
+to: stand-in engines (tools/stand_in.py, faster than any row needs), the store's host, and a consumer that takes the
+groups out as trainers do.
 
-    python tools/bench_control_path.py [--seconds 8] [--rows 8x128,16x512] [--engines 2] [--profile]
-    [--markdown FILE]
+    python tools/bench_control_path.py [--seconds 8] [--rows 8x128,16x512] [--engines 2] [--profile] [--markdown FILE]
 
 A row GxR has groups of G responses of R tokens each. Columns:
 
     responses/s, tokens/s   response tokens, by wall clock, with everything running
-    core                    share of its core that the coordinator used; below 100% something else
-                            was the limit
-    tokens/s of core        response tokens per second of the coordinator's CPU time: what a core of
-                            its own sustains
-    decode ... other        CPU microseconds of the coordinator per group, each part timed alone on
-                            the same group: JSON to checked arrays, advantages and Group, its bytes,
-                            the put; `other` is the rest of the total: HTTP (receiving and joining
-                            the body), the event loop, admission, bookkeeping
-    rewards                 what handing the group to the real reward workers and back would add
-                            (not in the total)
-    routes, bytes           what the routes of a mixture add to decoding, building and encoding (not
-                            in the total), in microseconds per group and in bytes of the group per
-                            response token; Qwen3-30B-A3B: 48 layers, 8 experts
+    core                    share of its core that the coordinator used; below 100% something else was the limit
+    tokens/s of core        response tokens per second of the coordinator's CPU time: what a core of its own sustains
+    decode ... other        CPU microseconds of the coordinator per group, each part timed alone on the same group: JSON to
+                            checked arrays, advantages and Group, its bytes, the put; `other` is the rest of the total: HTTP
+                            (receiving and joining the body), the event loop, admission, bookkeeping
+    rewards                 what handing the group to the real reward workers and back would add (not in the total)
+    routes, bytes           what the routes of a mixture add to decoding, building and encoding (not in the total), in microseconds
+                            per group and in bytes of the group per response token; Qwen3-30B-A3B: 48 layers, 8 experts
 """
 
 from __future__ import annotations

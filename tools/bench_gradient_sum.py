@@ -1,24 +1,19 @@
 #!/usr/bin/env python
 """Measures what invariant I7 costs: the share of a trainer's iteration that goes into checking its gradient and its step.
 
-    python tools/bench_gradient_sum.py [--backends megatron fsdp] [--ranks 2] [--prompt 64]
-    [--response 64] [--responses 8]
+    python tools/bench_gradient_sum.py [--backends megatron fsdp] [--ranks 2] [--prompt 64] [--response 64] [--responses 8]
                                        [--groups 8] [--pairs 9] [--dtype fp32] [--table]
 
-A random Qwen2 (hidden 256, 4 layers) is trained by so many replicas, each of them a process of one
-thread. All times are CPU times of the process: waiting for another rank, or for a core, is in none
-of them. Three figures, of the slowest rank:
+A random Qwen2 (hidden 256, 4 layers) is trained by so many replicas, each of them a process of one thread. All times are CPU
+times of the process: waiting for another rank, or for a core, is in none of them. Three figures, of the slowest rank:
 
-    inside    the time in the checks' own functions, as a share of the iteration; the median over
-              the pairs
-    least     the same of the shortest times of both over all pairs, which other work on the cores
-              disturbs least
-    paired    an iteration with the checks against one without them, which follows or precedes it,
-              in turn; this has everything that the checks make others do, and the noise of two
-              iterations; the median
+    inside    the time in the checks' own functions, as a share of the iteration; the median over the pairs
+    least     the same of the shortest times of both over all pairs, which other work on the cores disturbs least
+    paired    an iteration with the checks against one without them, which follows or precedes it, in turn; this has everything that
+              the checks make others do, and the noise of two iterations; the median
 
-On cores that other work uses too, caches are colder, and small calls suffer more from that than
-large products. --table lists where the time goes.
+On cores that other work uses too, caches are colder, and small calls suffer more from that than large products. --table lists where
+the time goes.
 """
 
 from __future__ import annotations

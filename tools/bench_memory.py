@@ -1,13 +1,11 @@
 #!/usr/bin/env python
 """Compare the estimate of a trainer's memory (pa_npu.planning.memory) with what the allocator measures over two iterations.
 
-One process, TP1, random Qwen2, by Megatron, by FSDP2 and by FSDP2 with adapters. Every case runs in
-a process of its own, with its allocations recorded by torch's profiler: the peak of forward and
-backward, with the optimizer's state in place. Megatron's reduction of gradients afterwards is left
-out: gloo copies the whole gradient buffer there, which NCCL and HCCL do not.
+One process, TP1, random Qwen2, by Megatron, by FSDP2 and by FSDP2 with adapters. Every case runs in a process of its own, with its
+allocations recorded by torch's profiler: the peak of forward and backward, with the optimizer's state in place. Megatron's
+reduction of gradients afterwards is left out: gloo copies the whole gradient buffer there, which NCCL and HCCL do not.
 
-    python tools/bench_memory.py [--hidden 512] [--layers 8] [--prompt 256] [--response 256]
-    [--chunk 1024]
+    python tools/bench_memory.py [--hidden 512] [--layers 8] [--prompt 256] [--response 256] [--chunk 1024]
 """
 
 from __future__ import annotations

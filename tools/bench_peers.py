@@ -1,22 +1,18 @@
 #!/usr/bin/env python
 """The same fixed work through TRL's trainers and through this system, in turn: tokens/s, ratio, age of tokens.
 
-Real engines and real trainers, a 1.8 M parameter Qwen2 in fp32, one core for generation and one for
-training (colocated: a process on each core that does both), the same prompts and reward, 16 groups
-of 8 responses an iteration, one update each.
+Real engines and real trainers, a 1.8 M parameter Qwen2 in fp32, one core for generation and one for training (colocated: a process
+on each core that does both), the same prompts and reward, 16 groups of 8 responses an iteration, one update each.
 
-    python tools/bench_peers.py [--shapes long,short,free] [--systems ...] [--rounds 2]
-    [--iterations 4]
+    python tools/bench_peers.py [--shapes long,short,free] [--systems ...] [--rounds 2] [--iterations 4]
                                 [--json FILE] [--markdown FILE] [--plot NAME]
 
-TRL and what it needs are installed once, without dependencies, into .cache/peers, an environment
-that sees this one's packages. Its engines have the arguments of this project's own. TRL sends
-weights over NCCL and AsyncGRPOTrainer computes attention with FlashAttention 3, which no CPU has:
-tools/peers/cpu_stand_ins.py has gloo and torch's attention in their place.
+TRL and what it needs are installed once, without dependencies, into .cache/peers, an environment that sees this one's packages. Its
+engines have the arguments of this project's own. TRL sends weights over NCCL and AsyncGRPOTrainer computes attention with
+FlashAttention 3, which no CPU has: tools/peers/cpu_stand_ins.py has gloo and torch's attention in their place.
 
-A round runs every system once; a run that fails or passes its deadline is a row that says why.
---json FILE keeps the runs, those of earlier invocations too, so that shapes can be measured one by
-one; without --shapes nothing new is run and all are printed.
+A round runs every system once; a run that fails or passes its deadline is a row that says why. --json FILE keeps the runs, those of
+earlier invocations too, so that shapes can be measured one by one; without --shapes nothing new is run and all are printed.
 """
 
 from __future__ import annotations

@@ -1,29 +1,24 @@
 #!/usr/bin/env python
 """Time a weight publish against one bare gloo broadcast of the same bytes to the same workers, alternating in one run.
 
-    python tools/bench_publish.py [--layers N] [--dtype bf16|fp32] [--tensor-parallel 1,2]
-    [--workers 1,2]
-                                  [--bucket-mib 16,64] [--repeats 5] [--family qwen3_moe] [--json
-                                  FILE] [--markdown FILE]
+    python tools/bench_publish.py [--layers N] [--dtype bf16|fp32] [--tensor-parallel 1,2] [--workers 1,2]
+                                  [--bucket-mib 16,64] [--repeats 5] [--family qwen3_moe] [--json FILE] [--markdown FILE]
     python tools/bench_publish.py --publishes 2000                       # one connection for all: time and memory stay flat
     python tools/bench_publish.py --model 7b|32b [--link-gbps 25] [--gather-gbps 50] [--iteration-s 120]     # arithmetic only
 
-Trainer ranks (TP) and engine workers are processes of this machine. A publish is everything between
-the trainers' call and the moment when all workers have had every HF tensor complete in memory:
-gather over TP, packing, broadcast, assembly. (What an engine's loader then does with a tensor is
-its own; the bare broadcast has no loader either.) The bare broadcast sends one ready buffer into
-another, so it is the upper bound for this transport and machine. With TP > 1 the shards of the
-other ranks must reach the leader first; the bare gather does just that, in one broadcast per rank.
-With --family qwen3_moe the TP ranks also share the experts of a mixture, 16 in each layer, which
-are as many bytes as the dense layer.
+Trainer ranks (TP) and engine workers are processes of this machine. A publish is everything between the trainers' call
+and the moment when all workers have had every HF tensor complete in memory: gather over TP, packing, broadcast,
+assembly. (What an engine's loader then does with a tensor is its own; the bare broadcast has no loader either.) The bare
+broadcast sends one ready buffer into another, so it is the upper bound for this transport and machine. With TP > 1 the
+shards of the other ranks must reach the leader first; the bare gather does just that, in one broadcast per rank. With --family
+qwen3_moe the TP ranks also share the experts of a mixture, 16 in each layer, which are as many bytes as the dense layer.
 
-Columns: MiB sent, buckets, GB/s (10^9 bytes) of the publish, of the bare broadcast, and of bare
-gather and broadcast one after another (medians); the publish over each of the two (the aim: at
-least 0.5 of the broadcast); the share of a publish that the leader spent waiting for the transport.
+Columns: MiB sent, buckets, GB/s (10^9 bytes) of the publish, of the bare broadcast, and of bare gather and broadcast one
+after another (medians); the publish over each of the two (the aim: at least 0.5 of the broadcast); the share of a
+publish that the leader spent waiting for the transport.
 
-With --model nothing is sent: it prints the seconds that pa_npu.planning.prediction.costs expects on
-links of the given speed (GB/s, 10^9 bytes: a port of 200 Gbit/s is 25), for several TP and bucket
-sizes, and their share of an iteration.
+With --model nothing is sent: it prints the seconds that pa_npu.planning.prediction.costs expects on links of the given speed (GB/s,
+10^9 bytes: a port of 200 Gbit/s is 25), for several TP and bucket sizes, and their share of an iteration.
 """
 
 from __future__ import annotations

@@ -1,22 +1,18 @@
 #!/usr/bin/env python
 """Throughput against the number of engines and of trainer replicas: one real coordinator between engines and trainers that sleep.
 
-Engines are stand-ins (tools/stand_in.py) of a set speed, many to a process; this program plays the
-trainers: replicas take their groups out of the rollout buffer as they come and sleep as long as
-training one is set to take. The coordinator, its HTTP, rewards and store are real, and on a core of
-their own where there are two, so that what is measured is what one coordinator carries.
+Engines are stand-ins (tools/stand_in.py) of a set speed, many to a process; this program plays the trainers: replicas take their
+groups out of the rollout buffer as they come and sleep as long as training one is set to take. The coordinator, its HTTP, rewards
+and store are real, and on a core of their own where there are two, so that what is measured is what one coordinator carries.
 
-    python tools/bench_scaling.py [--engines 1,2,4,8,16,32,64] [--replicas 4,8,16,32,64]
-    [--iterations 4] [--plot NAME]
+    python tools/bench_scaling.py [--engines 1,2,4,8,16,32,64] [--replicas 4,8,16,32,64] [--iterations 4] [--plot NAME]
                                   [--markdown FILE] [--json FILE]
 
-Two sweeps. Engines: work grows with them (8 groups of 8 responses of 128 tokens per engine and
-iteration), and as many replicas are there as keep up. Replicas: the most engines of the first
-sweep, whose work stays, while few replicas make the iteration longer.
+Two sweeps. Engines: work grows with them (8 groups of 8 responses of 128 tokens per engine and iteration), and as many replicas are
+there as keep up. Replicas: the most engines of the first sweep, whose work stays, while few replicas make the iteration longer.
 
-Columns: ideal: tokens per second of the slower side alone, without border. of ideal: the measured
-ones over it. coordinator: share of a core that its process used. Medians of the iterations after
-the first. The plot needs matplotlib: pip install 'pa_npu[plots]'.
+Columns: ideal: tokens per second of the slower side alone, without border. of ideal: the measured ones over it. coordinator: share
+of a core that its process used. Medians of the iterations after the first. The plot needs matplotlib: pip install 'pa_npu[plots]'.
 """
 
 from __future__ import annotations

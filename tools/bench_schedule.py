@@ -1,48 +1,36 @@
 #!/usr/bin/env python
 """How close periodic asynchrony comes to its bound with rollout.window=auto: sync against periodic, alternating inside each run.
 
-Real vLLM engines and one real trainer rank, each pinned to a core. With Tg the seconds of
-generation and Tt those of training per iteration, a synchronous iteration takes Tg + Tt and a
-perfectly overlapped one max(Tg, Tt). Rows vary
+Real vLLM engines and one real trainer rank, each pinned to a core. With Tg the seconds of generation and Tt those of training per
+iteration, a synchronous iteration takes Tg + Tt and a perfectly overlapped one max(Tg, Tt). Rows vary
 
-  lengths   equal: every response has the same length (ignore_eos). heavy: lognormal, exp(0.6 a +
-            0.4 b) times the median, a of the prompt and b of the response, cut at four times the
-            mean; every prompt comes again, so that its length can be learned.
+  lengths   equal: every response has the same length (ignore_eos). heavy: lognormal, exp(0.6 a + 0.4 b) times the median, a of the
+            prompt and b of the response, cut at four times the mean; every prompt comes again, so that its length can be learned.
   groups    of 8 responses in an iteration.
   engines   one, or two, which share a core where the machine has no third.
-  Tg : Tt   balanced, engine-bound (2 : 1) and trainer-bound (1 : 2). Tt is set through the prompt
-            length, which costs the trainer (separate sequences) and hardly the engine (prefix
-            cache). fixed-16 has prompts of 128 instead.
+  Tg : Tt   balanced, engine-bound (2 : 1) and trainer-bound (1 : 2). Tt is set through the prompt length, which costs the trainer
+            (separate sequences) and hardly the engine (prefix cache). fixed-16 has prompts of 128 instead.
 
-With --paced devices take as long as asked and hardly a core (tools/paced/): one for each engine and
-for the trainer, on a machine of any size. Tt is set through the trainer's speed then, and all
-prompts have 128 tokens.
+With --paced devices take as long as asked and hardly a core (tools/paced/): one for each engine and for the trainer, on a
+machine of any size. Tt is set through the trainer's speed then, and all prompts have 128 tokens.
 
-A run alternates iteration by iteration (schedule.compare_iterations): even ones are synchronous,
-odd ones periodic, each with the schedule that the controller chooses for its kind. Tg and Tt are
-medians of the synchronous ones, which have the window that generates fastest; where cores are as
-few as engines and trainers, training takes longer beside generation, which is given too. The table
-has, over max(Tg, Tt): periodic iterations without border; with --constant the best of further runs
-with constant windows; the optimum, the best of a family of schedules simulated with the speeds that
-the run learned and with all lengths known; these speeds; and how far the model's predictions were
-off.
+A run alternates iteration by iteration (schedule.compare_iterations): even ones are synchronous, odd ones periodic, each with the
+schedule that the controller chooses for its kind. Tg and Tt are medians of the synchronous ones, which have the window that
+generates fastest; where cores are as few as engines and trainers, training takes longer beside generation, which is given too. The
+table has, over max(Tg, Tt): periodic iterations without border; with --constant the best of further runs
+with constant windows; the optimum, the best of a family of schedules simulated with the speeds that the run learned and with all
+lengths known; these speeds; and how far the model's predictions were off.
 
-    python tools/bench_schedule.py [--iterations 16] [--rows equal-16,...] [--constant 16,32,64]
-    [--json FILE] [--markdown FILE]
-    python tools/bench_schedule.py --simulate             # what any schedule can reach, by the
-                                                          engine's speed; no engines, a minute
-    python tools/bench_schedule.py --colocated            # each row also with placement.colocate:
-                                                          in turns, and with roles
+    python tools/bench_schedule.py [--iterations 16] [--rows equal-16,...] [--constant 16,32,64] [--json FILE] [--markdown FILE]
+    python tools/bench_schedule.py --simulate             # what any schedule can reach, by the engine's speed; no engines, a minute
+    python tools/bench_schedule.py --colocated            # each row also with placement.colocate: in turns, and with roles
     python tools/bench_schedule.py --paced 45,0.75,0.2 --devices 4 --replica 1,2    # turns, roles and every split of them
     python tools/bench_schedule.py --paced 18,0.045,0.01 --devices 4 --virtual    # the same in virtual time
     python tools/bench_schedule.py --max-num-seqs 32      # engines whose memory holds 32 sequences
-    python tools/bench_schedule.py --paced 12,0.5,0.12    # devices of this speed: ms a step, a
-                                                          sequence, a token of a prompt
+    python tools/bench_schedule.py --paced 12,0.5,0.12    # devices of this speed: ms a step, a sequence, a token of a prompt
     python tools/bench_schedule.py --engine-args=--block-size,128    # rollout.extra_args
-    python tools/bench_schedule.py --shared-prompt        # P=512, R=64, G=8 with
-                                                          attention.shared_prompt on and off
-    python tools/bench_schedule.py --staleness 0,1,2      # schedule.max_staleness at 1, 2, 4 and 16
-                                                          waves, Tg = Tt, equal lengths
+    python tools/bench_schedule.py --shared-prompt        # P=512, R=64, G=8 with attention.shared_prompt on and off
+    python tools/bench_schedule.py --staleness 0,1,2      # schedule.max_staleness at 1, 2, 4 and 16 waves, Tg = Tt, equal lengths
 """
 
 from __future__ import annotations

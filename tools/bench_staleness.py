@@ -1,30 +1,24 @@
 #!/usr/bin/env python
 """Measures the cost of off-policyness: final accuracy over seeds for schedule.max_staleness x correction, at equal samples.
 
-Every run is the quick start's (configs/grpo_tiny.yaml) but for the keys below; runs that are
-complete in --work are not made again.
+Every run is the quick start's (configs/grpo_tiny.yaml) but for the keys below; runs that are complete in --work are not made again.
 
-  sampling     ratios against the policy that sampled (what max_staleness does unless told
-               otherwise)
+  sampling     ratios against the policy that sampled (what max_staleness does unless told otherwise)
   decoupled    ratios against the proximal policy, truncated weights of tokens (AReaL with TIS)
   icepop       the same with tokens masked below 0.5 and above 5
   aged         decoupled, and tokens weigh 1 / (1 + age)
   uncorrected  ratios against the proximal policy, no weights: as if every token were new
-  dpo          online DPO on best and worst of each group, which has no ratio to correct; with k = 0
-               too
+  dpo          online DPO on best and worst of each group, which has no ratio to correct; with k = 0 too
 
-    python tools/bench_staleness.py [--staleness 0,1,2,4] [--seeds 1,2,3] [--iterations 20]
-    [--budget TOKENS]
+    python tools/bench_staleness.py [--staleness 0,1,2,4] [--seeds 1,2,3] [--iterations 20] [--budget TOKENS]
                                     [--markdown FILE] [--plot NAME] [key=value ...]
 
---budget adds every case with k >= 1 once more with schedule.tokens_per_update, and half as many
-prompts again to take them from.
+--budget adds every case with k >= 1 once more with schedule.tokens_per_update, and half as many prompts again to take them from.
 
-The table has mean and range over seeds of the last evaluation, means over the last quarter of the
-iterations of what the records say of age and weights, and the coefficient of variation over all
-updates but the first and the last of their trained tokens and of their gradient norms, as a mean
-over seeds. The plot, of held-out accuracy with its range over seeds, needs matplotlib: pip install
-'pa_npu[plots]'.
+The table has mean and range over seeds of the last evaluation, means over the last quarter of the iterations of what the records
+say of age and weights, and the coefficient of variation over all updates but the first and the last of their trained tokens and of
+their gradient norms, as a mean over seeds. The plot, of held-out accuracy with its range over seeds, needs matplotlib:
+pip install 'pa_npu[plots]'.
 """
 
 from __future__ import annotations

@@ -1,29 +1,22 @@
 #!/usr/bin/env python
 """Time one iteration's forward, backward and step against plain HF transformers + torch AdamW, same model, same tokens.
 
-One process, TP1. Rows alternate inside one invocation, so that noise hits all of them alike;
-medians are printed:
-  HF           transformers model on right-padded batches of a group's responses, torch.optim.AdamW,
-               same loss
-  separate     this trainer with attention.shared_prompt=false (each response with its own copy of
-               the prompt)
+One process, TP1. Rows alternate inside one invocation, so that noise hits all of them alike; medians are printed:
+  HF           transformers model on right-padded batches of a group's responses, torch.optim.AdamW, same loss
+  separate     this trainer with attention.shared_prompt=false (each response with its own copy of the prompt)
   shared       this trainer with attention.shared_prompt=true
   fsdp separate, fsdp shared    the same with trainer.backend=fsdp
-Before timing, loss and gradient norm of all rows are compared. Afterwards a profile names where the
-time goes.
+Before timing, loss and gradient norm of all rows are compared. Afterwards a profile names where the time goes.
 
-    python tools/bench_trainer.py [--model DIR | --family qwen3_moe] [--prompt 64] [--response 64]
-    [--responses 8] [--groups 4]
+    python tools/bench_trainer.py [--model DIR | --family qwen3_moe] [--prompt 64] [--response 64] [--responses 8] [--groups 4]
                                   [--repetitions 7]
 
-With --trees groups are sessions of agents, and the rows are this trainer's on their trees and on
-every branch as a sequence of its own, for sessions that tried a turn again, asked sub-agents, or
-compacted their context:
+With --trees groups are sessions of agents, and the rows are this trainer's on their trees and on every branch as a sequence of its
+own, for sessions that tried a turn again, asked sub-agents, or compacted their context:
 
     python tools/bench_trainer.py --trees --prompt 512 --response 64 --responses 4 --groups 1
 
---prompt is then the system prompt of a group, --response a turn (half as much is shown before
-each), --responses the sessions.
+--prompt is then the system prompt of a group, --response a turn (half as much is shown before each), --responses the sessions.
 """
 
 from __future__ import annotations

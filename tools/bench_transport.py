@@ -1,24 +1,19 @@
 #!/usr/bin/env python
 """The way of groups and weights here (c10d store, collectives) beside Ray actors and Ray's object store, which move the same bytes.
 
-    python tools/bench_transport.py [--rows 8x128,8x512,16x2048] [--groups 400] [--weights 512]
-    [--repetitions 3] [--markdown FILE]
+    python tools/bench_transport.py [--rows 8x128,8x512,16x2048] [--groups 400] [--weights 512] [--repetitions 3] [--markdown FILE]
 
-A row GxR has groups of G responses of R tokens. A producer makes each group's bytes known, a
-consumer in a process of its own takes them and parses the group, both in turn and at most --ahead
-of one another, as coordinator and trainer do:
+A row GxR has groups of G responses of R tokens. A producer makes each group's bytes known, a consumer in a process of its own takes
+them and parses the group, both in turn and at most --ahead of one another, as coordinator and trainer do:
 
     store        RolloutBuffer on the c10d store of a third process: what runs use
-    actor        an actor that keeps bytes by key: the producer puts them, the consumer asks for
-                 them
-    references   the producer puts bytes into the object store, an actor keeps references, the
-                 consumer gets the object
+    actor        an actor that keeps bytes by key: the producer puts them, the consumer asks for them
+    references   the producer puts bytes into the object store, an actor keeps references, the consumer gets the object
 
-groups/s: with all of them under way. ms: from the put until the consumer has parsed it, one group
-at a time. CPU us: of the producer, per group. Each put waits until its place has the group.
-Weights: from one process into tensors of another, in buckets of 64 MiB, by gloo's broadcast and by
-the object store (a put, a get without a copy, the copy into the tensor). Medians of repetitions, in
-turn. Needs ray (pip install 'pa_npu[ray]').
+groups/s: with all of them under way. ms: from the put until the consumer has parsed it, one group at a time. CPU us: of the
+producer, per group. Each put waits until its place has the group. Weights: from one process into tensors of another, in buckets of
+64 MiB, by gloo's broadcast and by the object store (a put, a get without a copy, the copy into the tensor). Medians of repetitions,
+in turn. Needs ray (pip install 'pa_npu[ray]').
 """
 
 from __future__ import annotations

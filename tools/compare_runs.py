@@ -1,11 +1,10 @@
 """Compare runs: curves of reward, accuracy, KL, entropy, length, log-prob difference and TPSPD, with bands over seeds.
 
-    python tools/compare_runs.py RUN RUN ... [--out DIR] [--metrics reward_mean,tpspd] [--axes
-    iteration,seconds]
+    python tools/compare_runs.py RUN RUN ... [--out DIR] [--metrics reward_mean,tpspd] [--axes iteration,seconds]
 
-RUN is a run directory. Runs that differ only in run.seed form a group; the first group is what the
-others are compared with. The table goes to the terminal; with --out also DIR/comparison.png, .svg
-and a self-contained .html (needs matplotlib: pip install 'pa_npu[plots]').
+RUN is a run directory. Runs that differ only in run.seed form a group; the first group is what the others are compared with.
+The table goes to the terminal; with --out also DIR/comparison.png, .svg and a self-contained .html (needs matplotlib: pip
+install 'pa_npu[plots]').
 """
 
 from __future__ import annotations

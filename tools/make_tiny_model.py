@@ -2,8 +2,7 @@
 """Make a tiny language model and matching questions for the quick start, tests and benchmarks.
 
     python tools/make_tiny_model.py --out .cache/tiny --seed 1
-    python tools/make_tiny_model.py --out .cache/bench --family llama --hidden 256 --layers 4
-    --random
+    python tools/make_tiny_model.py --out .cache/bench --family llama --hidden 256 --layers 4 --random
 
 writes
 
@@ -11,21 +10,19 @@ writes
     OUT/train.jsonl    questions in GSM8K's layout:
                        {"question": "What is 47+38?", "answer": "7+8=15\\n4+3+1=8\\n#### 85"}
     OUT/test.jsonl     held-out questions, disjoint from the training ones
-    OUT/tiny_model.json  the arguments and what came out; a second call with the same arguments does
-                         nothing
+    OUT/tiny_model.json  the arguments and what came out; a second call with the same arguments does nothing
 
-The supervised phase has two parts. First the model learns to add two-digit numbers step by step.
-Then its teacher slips: more often than not it adds one too much to the ones. So greedy decoding
-gives a wrong answer, sampling often finds the right one, and reinforcement learning has a habit to
-find that pays. With --random there is no training (tests and benchmarks).
+The supervised phase has two parts. First the model learns to add two-digit numbers step by step. Then its teacher
+slips: more often than not it adds one too much to the ones. So greedy decoding gives a wrong answer, sampling often
+finds the right one, and reinforcement learning has a habit to find that pays. With --random there is no training
+(tests and benchmarks).
 
---task calculator makes questions that it cannot answer by itself, "What is 47*83?". Its teacher
-asks a calculator in some of its answers ("<<47*83>>", and reads "=3901") and guesses in the others,
-so greedy decoding guesses, sampling sometimes asks, and reinforcement learning with
-environment.name=tools has a tool to find that pays. --task agent is the same in the form of chat:
-the call is a tool call, and its answer comes in a message of its own (environment.name=agents).
---task edit makes files to repair by tool calls (tools/tiny_edits.py, examples/edit_files_agent.py):
-the teacher can write them, and mostly leaves the mistake in.
+--task calculator makes questions that it cannot answer by itself, "What is 47*83?". Its teacher asks a calculator in
+some of its answers ("<<47*83>>", and reads "=3901") and guesses in the others, so greedy decoding guesses, sampling
+sometimes asks, and reinforcement learning with environment.name=tools has a tool to find that pays. --task agent is the
+same in the form of chat: the call is a tool call, and its answer comes in a message of its own (environment.name=agents).
+--task edit makes files to repair by tool calls (tools/tiny_edits.py, examples/edit_files_agent.py): the teacher can write them,
+and mostly leaves the mistake in.
 """
 
 from __future__ import annotations

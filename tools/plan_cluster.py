@@ -1,8 +1,7 @@
 """Says what a cluster would take: how to divide its devices, what iterations then take, and what breaks first (docs/plan.md).
 
-python tools/plan_cluster.py --from RUN [--devices 8..4096] [--model DIR] [--hardware NAME] [--json]
-[key=value ...] python tools/plan_cluster.py --config YAML --devices 8..4096 [--hardware NAME]
-[--json] [key=value ...]
+python tools/plan_cluster.py --from RUN [--devices 8..4096] [--model DIR] [--hardware NAME] [--json] [key=value ...]
+python tools/plan_cluster.py --config YAML --devices 8..4096 [--hardware NAME] [--json] [key=value ...]
 """
 
 from __future__ import annotations

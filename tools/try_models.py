@@ -1,12 +1,11 @@
 #!/usr/bin/env python
 """Train tiny random models of many architectures for two iterations with trainer.backend=fsdp, and write docs/models.md's table.
 
-    python tools/try_models.py                      all, by vLLM where it serves them, else by the
-                                                    transformers engine
+    python tools/try_models.py                      all, by vLLM where it serves them, else by the transformers engine
     python tools/try_models.py mistral --engine transformers --work .cache/models
 
-A row has what `pa-npu run` says: how the model is packed, the engine, and the difference of
-engine's and trainer's log-probs after each publish, the second of which is of trained weights.
+A row has what `pa-npu run` says: how the model is packed, the engine, and the difference of engine's and trainer's log-probs after
+each publish, the second of which is of trained weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Write docs/configuration.md, the reference of all configuration keys, from the schema.
 
-python tools/write_reference.py [--check]      --check writes nothing and ends with 1 where the file
-                                               is not current
+python tools/write_reference.py [--check]      --check writes nothing and ends with 1 where the file is not current
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Builds the Ascend C operators where CANN, torch and torch_npu are found, and says why not where they are not.
 
-python -m ops.ascendc.build     into the package that this interpreter imports; ends with 1 where
-                                that cannot be done
+python -m ops.ascendc.build     into the package that this interpreter imports; ends with 1 where that cannot be done
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """An environment with code of the user's, tried on one prompt before a run: what is wrong with it is one line.
 
-python -m pa_npu.coordinator.environment_trial      {"config", "prompt"} as JSON on stdin; see
-                                                    pa_npu.control.worker_process
+python -m pa_npu.coordinator.environment_trial      {"config", "prompt"} as JSON on stdin; see pa_npu.control.worker_process
 
 The policy's part is made up: every turn it writes the reference answer.
 """

@@ -1,8 +1,7 @@
 """`pa-npu verify RUN [--replay A:B]`: whether a run is what its chain says, by files or by repetition.
 
 pa-npu verify runs/mine                   compare the chain with the run's files
-pa-npu verify runs/mine --replay 4:8      and repeat iterations 4 to 7 from the checkpoint of
-                                          version 4
+pa-npu verify runs/mine --replay 4:8      and repeat iterations 4 to 7 from the checkpoint of version 4
 
 Exit codes: 0 all holds; 1 something does not, which is named; 2 bad input; 3 undecided, because the
 replay had reason to differ by rounding and a response came out with other tokens.

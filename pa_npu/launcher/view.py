@@ -1,10 +1,8 @@
 """`pa-npu view RUN [RUN ...]`: a page over a run, or over a folder of runs, served until Ctrl-C or written as one HTML file.
 
 pa-npu view runs/grpo_tiny                          serve it, live, at http://127.0.0.1:PORT/
-pa-npu view runs/b runs/a                           show b, with a's curves, answers and differing
-                                                    keys beside its own
-pa-npu view runs                                    a table of all runs in the folder, to sort, open
-                                                    and compare
+pa-npu view runs/b runs/a                           show b, with a's curves, answers and differing keys beside its own
+pa-npu view runs                                    a table of all runs in the folder, to sort, open and compare
 pa-npu view runs/grpo_tiny --export page.html       one file that needs no server
 """
 

@@ -1,21 +1,17 @@
 """Runs a response's program inside a cell: as a script, or with assertions and calls after it. Imports the standard library alone.
 
-    python -I code_harness.py PROGRAM KIND PACKAGES      KIND: script or tests; PACKAGES:
-                                                         directories to import from
-    stdin   a script's own; else {"mark", "tests": [{"given", "name", "whole_keys", "cases",
-            "by_pytest"}, ...]}
+    python -I code_harness.py PROGRAM KIND PACKAGES      KIND: script or tests; PACKAGES: directories to import from
+    stdin   a script's own; else {"mark", "tests": [{"given", "name", "whole_keys", "cases", "by_pytest"}, ...]}
 
-A script runs as a file does: it is `__main__`, found in sys.modules, and its source is where
-`__file__` says. For assertions and calls the program is imported as the module `solution`, so that
-what it guards by `__name__ == "__main__"` is left out, and its standard streams are empty. Classes
-of unittest that an assertion defines are run behind it, and pytest runs a text of its own as a
-file. Calls find what APPS and LiveCodeBench import before a program: solutions of theirs write
-`List[int]` without an import.
+A script runs as a file does: it is `__main__`, found in sys.modules, and its source is where `__file__` says. For assertions and
+calls the program is imported as the module `solution`, so that what it guards by `__name__ == "__main__"` is left out, and its
+standard streams are empty. Classes of unittest that an assertion defines are run behind it, and pytest runs a text of its own as a
+file. Calls find what APPS and LiveCodeBench import before a program: solutions of theirs write `List[int]`
+without an import.
 
-Assertions and calls answer in one line each on standard output, begun with a mark that the program
-is not told: MARK {"passed": true} or MARK {"result": value}. A program that searches its own
-process can find the mark, and so fake these; tests by standard input and output it cannot, since
-what is wanted is not in its process.
+Assertions and calls answer in one line each on standard output, begun with a mark that the program is not told:
+MARK {"passed": true} or MARK {"result": value}. A program that searches its own process can find the mark, and so fake these; tests
+by standard input and output it cannot, since what is wanted is not in its process.
 """
 
 import builtins

@@ -1,16 +1,14 @@
 """The cell of one program: namespaces, limits and an empty directory, then the program. Imports the standard library alone.
 
-    python -I sandbox_child.py LIMITS REPORT      limits as JSON; a descriptor. The program's
-                                                  standard streams are this process's
+    python -I sandbox_child.py LIMITS REPORT      limits as JSON; a descriptor. The program's standard streams are this process's
 
-    this process: makes namespaces, forks, sums up what the cell holds, ends with the program's
-    status; kills what is left of it
+    this process: makes namespaces, forks, sums up what the cell holds, ends with the program's status; kills what is left of it
       └─ first process of a new PID namespace: makes the root, and reaps; with it everything of the program ends (or a jail's)
            └─ the program, as a user that nobody is, without capabilities, behind its filters and limits
 
-Three levels: "namespaces" (all of that), "files" (Landlock and the filter of system calls alone
-keep it from network and files), "limits" (neither). One JSON line is written to REPORT before the
-program begins: {"level", "by", "refused": reason | null}, or {"failed": reason}.
+Three levels: "namespaces" (all of that), "files" (Landlock and the filter of system calls alone keep it from network and files),
+"limits" (neither). One JSON line is written to REPORT before the program begins: {"level", "by", "refused": reason | null}, or
+{"failed": reason}.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One trainer rank that saves, loads and fails: `resume`, `faults` and `damage`, for tests/integration/test_checkpoints_trainer.py.
 
-python -m tests.helpers.checkpoint_rank JOB.json      started by trainer_rank.run_job, like that
-                                                      module
+python -m tests.helpers.checkpoint_rank JOB.json      started by trainer_rank.run_job, like that module
 """
 
 from __future__ import annotations

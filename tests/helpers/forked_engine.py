@@ -1,7 +1,6 @@
 """A transformers engine in a process that need not import: it can be killed, and a publish goes on without it.
 
-python -m tests.helpers.forked_engine JOB.json      {"model": directory, "url": file to write its
-                                                    URL to, "key": its API key}
+python -m tests.helpers.forked_engine JOB.json      {"model": directory, "url": file to write its URL to, "key": its API key}
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """One rank of a small world that runs iterations on fixed microbatches under several parallel layouts, one after another.
 
-    python -m tests.helpers.model_rank JOB.json      with RANK, WORLD_SIZE, MASTER_ADDR and
-                                                     MASTER_PORT set
+    python -m tests.helpers.model_rank JOB.json      with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 
-JOB.json: {"model": directory, "reference": directory, "layouts": {name: {section: {key: value}}},
-"out": file}; rank 0 writes {name: result} to "out". `run_layout` runs one layout in the calling
-process. With "passes": {name: sections} and "old": directory, tri-model and separate passes are
-compared under these layouts too (helpers/passes.py).
+JOB.json: {"model": directory, "reference": directory, "layouts": {name: {section: {key: value}}}, "out": file}; rank 0 writes
+{name: result} to "out". `run_layout` runs one layout in the calling process. With "passes": {name: sections} and "old":
+directory, tri-model and separate passes are compared under these layouts too (helpers/passes.py).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The recipes' sizes, which are the planner's, and the arithmetic in their comments: what each says `--dry-run` prints.
 
-    python -m tests.helpers.recipes     writes both into configs/ after a recipe or an estimate has
-                                        changed, some minutes
+    python -m tests.helpers.recipes     writes both into configs/ after a recipe or an estimate has changed, some minutes
 
-A recipe's comment has the line of MARK, then arguments, each followed by the lines that --dry-run
-prints with them.
+A recipe's comment has the line of MARK, then arguments, each followed by the lines that --dry-run prints with them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One trainer rank on prepared groups, without engines: the real assembly, buffer, schedule, step and checkpoints.
 
-    python -m tests.helpers.trainer_rank JOB.json      with RANK, LOCAL_RANK, WORLD_SIZE and
-                                                       PA_NPU_STORE set
+    python -m tests.helpers.trainer_rank JOB.json      with RANK, LOCAL_RANK, WORLD_SIZE and PA_NPU_STORE set
 
 JOB.json is written by run_job. Rank 0 puts the groups and writes the reports.
 """
