@@ -3,14 +3,11 @@
     python examples/verify_a_run.py
 
 trains four iterations of a tiny model. After the first one, its reward function flips the lowest
-bit of
-one reward, as a failing memory cell would. The run itself passes every check of its own, because
-nothing says what that reward should have been; repeating the iterations from a checkpoint does. The
-script then changes a number in the run's records, which is found without a repetition. It needs two
-CPU
-cores and some minutes, and the quick start's model: python tools/make_tiny_model.py --out
-.cache/tiny
-
+bit of one reward, as a failing memory cell would. The run itself passes every check of its own,
+because nothing says what that reward should have been; repeating the iterations from a checkpoint
+does. The script then changes a number in the run's records, which is found without a repetition. It
+needs two CPU cores and some minutes, and the quick start's model: python tools/make_tiny_model.py
+--out .cache/tiny
 Exits with 0 if both were found.
 """
 

@@ -56,8 +56,7 @@ class Rounding:
 
 ROUNDING = {"fp32": Rounding(1e-4, 1e-3, 0.05), "bf16": Rounding(5e-2, 1e-1, 0.5)}
 """By model.dtype. Adam divides a gradient by its own size, so that elements whose true gradient is
-0,
-such as biases of keys, move by their rounding: hence the large share for weights."""
+0, such as biases of keys, move by their rounding: hence the large share for weights."""
 
 
 @dataclass(frozen=True)

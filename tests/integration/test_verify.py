@@ -1,8 +1,7 @@
 """`pa-npu verify --replay` on real runs: iterations that are repeated have the run's bits, and one flipped bit is found and named.
 
 Nightly on both backends and engines, in fp32 and bf16, with adapters, roles and staleness, each
-after
-a kill; across a resume; and on another number of replicas.
+after a kill; across a resume; and on another number of replicas.
 """
 
 from __future__ import annotations
