@@ -264,14 +264,17 @@ def export_options(parser: argparse.ArgumentParser) -> None:
 def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """The policy of a checkpoint as an HF directory, in one process without a device."""
     refuse(rest)
+    from pa_npu.checkpoints.directories import read_meta
     from pa_npu.launcher.quiet import quiet_libraries
 
-    output = Path(options.output)
-    print(f"exporting {options.checkpoint}", file=sys.stderr, flush=True)
-    with _called({"checkpoint.load": "--checkpoint", "model.path": "--model"}), quiet_libraries():
-        from pa_npu.backends.registry import export_checkpoint
+    checkpoint, output = Path(options.checkpoint), Path(options.output)
+    with _called({"checkpoint.load": "--checkpoint", "model.path": "--model"}):
+        read_meta(checkpoint)  # before anything is said: loading libraries takes seconds
+        print(f"exporting {options.checkpoint}", file=sys.stderr, flush=True)
+        with quiet_libraries():
+            from pa_npu.backends.registry import export_checkpoint
 
-        export_checkpoint(Path(options.checkpoint), output, options.model, options.merged)
+            export_checkpoint(checkpoint, output, options.model, options.merged)
     sizes = [file.stat().st_size for file in output.iterdir() if file.is_file()]
     print(f"wrote {options.output}: {counted(len(sizes), 'file')}, {sum(sizes) / 1e9:.3g} GB")
     return 0

@@ -814,8 +814,8 @@ def test_agents_are_refused_where_other_numbers_of_samples_would_end_the_run() -
     tree = {"model": {"path": "m"}, "data": {"train": "t"}, "environment": {"name": "agents"}}
     for section, keys in (
         ("trainer", {"pipeline_parallel": 2, "devices": 2}),
-        ("algorithm", {"loss": "dpo"}),
-        ("algorithm", {"kl_in": "reward", "kl_coef": 0.1}),
+        ("algorithm", {"loss": "dpo", "advantage": "centred", "kl_coef": 0.1}),
+        ("algorithm", {"kl_in": "reward", "advantage": "centred", "kl_coef": 0.1}),
     ):
         with pytest.raises(
             ValueError,

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from pa_npu.backends import registry
+from pa_npu.checkpoints import directories
 from pa_npu.errors import DataError
 from pa_npu.launcher.cli import main
 from pa_npu.launcher.quiet import quiet_libraries
@@ -73,7 +74,8 @@ def test_an_export_says_what_it_writes_and_nothing_else(
 
     noisy: Callable[[str], SimpleNamespace] = lambda _: SimpleNamespace(export_checkpoint=export)  # noqa: E731
     monkeypatch.setattr(registry, "backend_module", noisy)
-    monkeypatch.setattr(registry, "read_meta", lambda _: SimpleNamespace(config={}))
+    for module in (registry, directories):
+        monkeypatch.setattr(module, "read_meta", lambda _: SimpleNamespace(config={}))
     assert main(["export", "--checkpoint", str(checkpoint), "--output", str(output)]) == 0
     written = capfd.readouterr()
     assert written.out == f"wrote {output}: 1 file, 0.002 GB\n"
