@@ -63,7 +63,8 @@ CHANGES: dict[str, Change] = {
             "optimizer": "offload",
             "attention": "shared_prompt implementation",
             "evaluate": "sets samples temperature top_p max_response_tokens overlap metric",
-            "schedule": "iterations stream compare_iterations dispatch evaluate_every",
+            "schedule": "iterations stream compare_iterations dispatch evaluate_every "
+            "finite_difference_every",
             "placement": "colocate",
             "publish": "mode probe_tokens probe_tolerance noise_margin only_logged",
         },

@@ -221,7 +221,7 @@ class TooLong(SingleTurn):
         from dataclasses import replace
         import numpy as np
         samples = await super().rollout(prompt, num_samples, generate)
-        names = ("tokens", "trained", "logprobs", "versions")
+        names = ("tokens", "component", "logprobs", "versions")
         return [replace(s, **{n: np.concatenate([getattr(s, n)] + [getattr(s, n)[-1:]] * 99) for n in names}) for s in samples]
 
 class Unmade:
