@@ -31,14 +31,42 @@ def derived_lines(
 
     own_memory: devices have memory of their own; otherwise (cpu) all share the host's.
     """
-    rollout, amount = config.rollout, work(config)
-    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+    lines = _work_lines(config)
+    if spec is None:
+        return [*lines, "memory                not known: the model cannot be read here"]
+    trainers = trainer_memory(config, spec)
+    engines, engine_lines = _engine_lines(config, spec, device_bytes, own_memory)
+    lines += _model_lines(config, spec)
+    lines.append(f"trainer memory        {trainers.line()}")
+    lines += engine_lines
+    if config.placement.colocate and own_memory and device_bytes is not None:
+        lines.append(_shared_memory_line(config, spec, device_bytes, trainers))
+    if trainers.on_host:
+        per_node = trainers.on_host * min(config.trainer.devices, config.devices_per_node)
+        lines.append(
+            f"host memory           {format_bytes(trainers.on_host)} of optimizer a rank but for "
+            f"the step, {format_bytes(per_node)} a node"
+        )
+    if config.placement.colocate:
+        way = "in the group of the other engines"
+        if own_memory:
+            way = "through host memory, in a gloo group of their own"
+        lines.append(f"shared weights        {way}")
+    lines.append(predicted_line(config, spec))
+    if device_bytes is not None:
+        lines.append(_device_line(config, trainers, engines, device_bytes, own_memory))
+    return lines
+
+
+def _work_lines(config: Config) -> list[str]:
+    """Devices, and what an iteration has to do on them."""
+    amount = work(config)
     mode = "periodic" if config.schedule.stream else "synchronous"
     lines = [
         f"devices               {_devices(config)}{_nodes(config)}",
         f"trainer ranks         {_ranks(config)}",
         f"groups per iteration  {config.schedule.prompts_per_iteration} (x "
-        f"{counted(rollout.responses_per_prompt, 'response')} = "
+        f"{counted(config.rollout.responses_per_prompt, 'response')} = "
         f"{counted(amount.sequences, 'sequence')}), {config.groups_per_replica} per replica",
         f"microbatches          {_microbatches(config, amount)}",
         f"tokens per iteration  at most {amount.prompt_tokens + amount.response_tokens} = "
@@ -47,72 +75,68 @@ def derived_lines(
         f"iterations            {config.schedule.iterations}, {mode}, order "
         f"{config.schedule.order}",
     ]
-    lines += [f"engines that differ   {_settings(entry)}" for entry in rollout.engine_settings]
-    if spec is None:
-        return [*lines, "memory                not known: the model cannot be read here"]
-    engine_bytes, colocated = device_bytes if own_memory else None, config.placement.colocate
-    trainers = trainer_memory(config, spec)
-    active = (
-        f", of which a token goes through {spec.num_active_parameters / 1e6:.1f} M"
-        if spec.experts
-        else ""
-    )
-    lines.append(
+    for entry in config.rollout.engine_settings:
+        lines.append(f"engines that differ   {_settings(entry)}")
+    return lines
+
+
+def _model_lines(config: Config, spec: ModelSpec) -> list[str]:
+    """The model, and the routes of a mixture that travel with its tokens."""
+    active = ""
+    if spec.experts:
+        active = f", of which a token goes through {spec.num_active_parameters / 1e6:.1f} M"
+    lines = [
         f"model                 {spec.family}, {spec.num_parameters / 1e6:.1f} M parameters{active}"
-    )
-    if (routes := routes_of(config, spec)) is not None:
+    ]
+    routes = routes_of(config, spec)
+    if routes is not None:
+        amount = work(config)
         of_token = routes.column.type.itemsize * math.prod(routes.column.shape)
-        tokens = amount.response_tokens + amount.prompt_tokens // rollout.responses_per_prompt
+        prompts = amount.prompt_tokens // config.rollout.responses_per_prompt
+        tokens = amount.response_tokens + prompts
         lines.append(
             f"routes                {of_token} bytes per token, a shared prompt's once: at most "
             f"{format_bytes(of_token * tokens)} per iteration to the trainers"
         )
-    lines.append(f"trainer memory        {trainers.line()}")
+    return lines
+
+
+def _engine_lines(
+    config: Config, spec: ModelSpec, device_bytes: int | None, own_memory: bool
+) -> tuple[Memory, list[str]]:
+    """Returns an engine's memory, and the lines about it and its KV cache."""
     if own_memory and device_bytes is None:
         engines = Memory("engine", engine_memory(config, spec, 0).parts[:1])
-        lines.append(
+        return engines, [
             f"engine memory         {engines.line()} + KV cache, up to "
             f"{config.memory_fraction:.0%} of the device"
-        )
-    else:
-        engines = engine_memory(config, spec, engine_bytes, shared=colocated)
-        capacity = cache_tokens(config, spec, engine_bytes, shared=colocated)
-        lines.append(f"engine memory         {engines.line()}")
-        lines.append(
-            f"KV cache              {capacity} tokens, "
-            f"{counted(capacity // longest, 'longest sequence')}; wanted {wanted_tokens(config)} "
-            f"for {wanted_sequences(config)} in flight"
-        )
-    if colocated and own_memory and device_bytes is not None:
-        shared = engine_memory(config, spec, device_bytes, shared=True)
-        both = (beside_engine(config, spec) + shared.total) / device_bytes
-        how = "both resident"
-        if config.engines_sleep:
-            kept = f"{format_bytes(trainers.at_rest)} that its trainer keeps as the device decodes"
-            how = f"of which {kept}; it sleeps while that trains"
-        lines.append(
-            f"shared engine memory  {shared.line()}; with its trainer {both:.0%} of the device, "
-            f"{how}"
-        )
-    if trainers.on_host:
-        per_node = format_bytes(
-            trainers.on_host * min(config.trainer.devices, config.devices_per_node)
-        )
-        lines.append(
-            f"host memory           {format_bytes(trainers.on_host)} of optimizer a rank but for "
-            f"the step, {per_node} a node"
-        )
-    if colocated:
-        way = (
-            "through host memory, in a gloo group of their own"
-            if own_memory
-            else "in the group of the other engines"
-        )
-        lines.append(f"shared weights        {way}")
-    lines.append(predicted_line(config, spec))
-    if device_bytes is not None:
-        lines.append(_device_line(config, trainers, engines, device_bytes, own_memory))
-    return lines
+        ]
+    engine_bytes = device_bytes if own_memory else None
+    colocated = config.placement.colocate
+    engines = engine_memory(config, spec, engine_bytes, shared=colocated)
+    capacity = cache_tokens(config, spec, engine_bytes, shared=colocated)
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return engines, [
+        f"engine memory         {engines.line()}",
+        f"KV cache              {capacity} tokens, "
+        f"{counted(capacity // longest, 'longest sequence')}; wanted {wanted_tokens(config)} "
+        f"for {wanted_sequences(config)} in flight",
+    ]
+
+
+def _shared_memory_line(
+    config: Config, spec: ModelSpec, device_bytes: int, trainers: Memory
+) -> str:
+    """What an engine takes of a device that it shares with a trainer."""
+    shared = engine_memory(config, spec, device_bytes, shared=True)
+    both = (beside_engine(config, spec) + shared.total) / device_bytes
+    how = "both resident"
+    if config.engines_sleep:
+        kept = f"{format_bytes(trainers.at_rest)} that its trainer keeps as the device decodes"
+        how = f"of which {kept}; it sleeps while that trains"
+    return (
+        f"shared engine memory  {shared.line()}; with its trainer {both:.0%} of the device, {how}"
+    )
 
 
 def _ranks(config: Config) -> str:

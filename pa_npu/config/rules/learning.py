@@ -182,35 +182,66 @@ def broken_shards(c: ConfigTree) -> Iterator[str]:
 
 def broken_training(c: ConfigTree) -> Iterator[str]:
     """One line per rule that is broken: keys, values, rule, remedy."""
+    if c.trainer.backend == "fsdp":
+        yield from _broken_fsdp(c)
+    yield from _broken_backend_features(c)
+    yield from _broken_division(c)
     t, s = c.trainer, c.schedule
-    if t.backend == "fsdp":
-        for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
-            if getattr(t, name) > 1:
-                yield (
-                    f"trainer.{name}: {getattr(t, name)} with trainer.backend=fsdp, which shards "
-                    "every weight over all trainer devices instead; remove the key, or set "
-                    "trainer.backend=megatron"
-                )
-        if c.algorithm.router_aux_coef:
+    if c.microbatch.max_tokens is not None and t.pipeline_parallel > 1:
+        yield (
+            f"microbatch.max_tokens: {c.microbatch.max_tokens}: packing does not know the number "
+            f"of microbatches in advance, which trainer.pipeline_parallel = {t.pipeline_parallel} "
+            "needs; remove the key or set pipeline_parallel to 1"
+        )
+    profiled = c.telemetry.profile_iterations
+    if any(not 0 <= value < s.iterations for value in profiled):
+        yield (
+            f"telemetry.profile_iterations: {list(profiled)}: the run has 0 to "
+            f"{s.iterations - 1}; leave out the others"
+        )
+    if c.optimizer.min_learning_rate > c.optimizer.learning_rate:
+        yield (
+            f"optimizer.min_learning_rate: {c.optimizer.min_learning_rate} exceeds "
+            f"optimizer.learning_rate = {c.optimizer.learning_rate}; lower it"
+        )
+    yield from _broken_adapters(c)
+
+
+def _broken_fsdp(c: ConfigTree) -> Iterator[str]:
+    """Yields what trainer.backend=fsdp does not have, or cannot divide."""
+    t = c.trainer
+    for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel"):
+        if getattr(t, name) > 1:
             yield (
-                f"algorithm.router_aux_coef: {c.algorithm.router_aux_coef} with "
-                "trainer.backend=fsdp, whose layers are those of transformers and have no such "
-                "loss; set it to 0, or trainer.backend=megatron"
+                f"trainer.{name}: {getattr(t, name)} with trainer.backend=fsdp, which shards "
+                "every weight over all trainer devices instead; remove the key, or set "
+                "trainer.backend=megatron"
             )
-        for name, value, other in (
-            ("recompute", "selective", "full"),
-            ("frozen_pass", "separate", "together"),
-        ):
-            if getattr(t, name) == value:
-                yield (
-                    f"trainer.{name}: {value} with trainer.backend=fsdp, which has none; set it "
-                    f"to {other}"
-                )
-        if t.devices % (t.shards or 1):
+    if c.algorithm.router_aux_coef:
+        yield (
+            f"algorithm.router_aux_coef: {c.algorithm.router_aux_coef} with "
+            "trainer.backend=fsdp, whose layers are those of transformers and have no such "
+            "loss; set it to 0, or trainer.backend=megatron"
+        )
+    for name, value, other in (
+        ("recompute", "selective", "full"),
+        ("frozen_pass", "separate", "together"),
+    ):
+        if getattr(t, name) == value:
             yield (
-                f"trainer.shards: {t.shards} does not divide trainer.devices = {t.devices}; set "
-                "it to a divisor"
+                f"trainer.{name}: {value} with trainer.backend=fsdp, which has none; set it "
+                f"to {other}"
             )
+    if t.devices % (t.shards or 1):
+        yield (
+            f"trainer.shards: {t.shards} does not divide trainer.devices = {t.devices}; set "
+            "it to a divisor"
+        )
+
+
+def _broken_backend_features(c: ConfigTree) -> Iterator[str]:
+    """Yields features that only one of the training backends has."""
+    t = c.trainer
     if c.algorithm.router_replay != "none" and t.backend != "megatron":
         yield (
             f"algorithm.router_replay: {c.algorithm.router_replay} with "
@@ -228,6 +259,11 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
                 f"{own}, which shares no prompts; set attention.shared_prompt=false, or the "
                 "implementation to auto"
             )
+
+
+def _broken_division(c: ConfigTree) -> Iterator[str]:
+    """Yields numbers of ranks, groups and responses that do not divide each other."""
+    t, s = c.trainer, c.schedule
     if c.mesh.expert != t.expert_parallel:
         yield (
             f"trainer.expert_parallel: {t.expert_parallel} does not divide the {c.mesh.stage_size} "
@@ -250,24 +286,6 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
             f"microbatch.responses: {c.microbatch.responses} does not divide "
             f"rollout.responses_per_prompt = {c.rollout.responses_per_prompt}; set it to a divisor"
         )
-    if c.microbatch.max_tokens is not None and t.pipeline_parallel > 1:
-        yield (
-            f"microbatch.max_tokens: {c.microbatch.max_tokens}: packing does not know the number "
-            f"of microbatches in advance, which trainer.pipeline_parallel = {t.pipeline_parallel} "
-            "needs; remove the key or set pipeline_parallel to 1"
-        )
-    profiled = c.telemetry.profile_iterations
-    if any(not 0 <= value < s.iterations for value in profiled):
-        yield (
-            f"telemetry.profile_iterations: {list(profiled)}: the run has 0 to "
-            f"{s.iterations - 1}; leave out the others"
-        )
-    if c.optimizer.min_learning_rate > c.optimizer.learning_rate:
-        yield (
-            f"optimizer.min_learning_rate: {c.optimizer.min_learning_rate} exceeds "
-            f"optimizer.learning_rate = {c.optimizer.learning_rate}; lower it"
-        )
-    yield from _broken_adapters(c)
 
 
 def _broken_adapters(c: ConfigTree) -> Iterator[str]:
