@@ -14,6 +14,7 @@ import argparse
 import gc
 import logging
 import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
@@ -52,7 +53,7 @@ from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.engines.http_server import KEY_FILE, KEY_VARIABLE
 from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
-from pa_npu.engines.protocol import Sampling
+from pa_npu.engines.protocol import RolloutEngine, Sampling
 from pa_npu.engines.registry import engine_kind
 from pa_npu.environments.protocol import Environment
 from pa_npu.environments.registry import make_environment, opened
@@ -103,23 +104,14 @@ async def run(config: Config) -> None:
         environment = make_environment(config, tokenizer)
         channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
         roster = Roster(StoreChannel(connect(*store, limit_s), ROSTER_PREFIX), key or "")
-        pool = await stack.enter_async_context(
-            EnginePool(
-                (),
-                config.rollout.probe_timeout_s,
-                lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
-            )
+        pool, fleet = await open_engines(
+            stack,
+            config=config,
+            tokenizer=tokenizer,
+            roster=roster,
+            make_engine=lambda url: kind.client(url, spec.vocab_size, key),
+            needs_routes=sampling.routes is not None,
         )
-        replays = sampling.routes is not None
-        fleet = Fleet(
-            config.rollout,
-            pool,
-            roster,
-            lambda url: kind.client(url, spec.vocab_size, key),
-            replays,
-            limit_s,
-        )
-        await stack.enter_async_context(fleet)
         rewards = await stack.enter_async_context(
             RewardPool(config.reward, config.run.dir, config.rollout.max_response_tokens)
         )
@@ -165,10 +157,7 @@ async def run(config: Config) -> None:
         publish = CoordinatorPublish(config, fleet, pool, channel, connection, sampling)
         evaluator = None
         if held_out:
-            # agents have one gateway for training and evaluations
-            shared = isinstance(environment, AgentEnvironment)
-            tested = evaluated(environment) if shared else make_environment(config, tokenizer)
-            await stack.enter_async_context(opened(tested, limit_s))
+            tested = await open_evaluated(stack, config, environment, tokenizer)
             evaluator = Evaluator(config, held_out, pool, tested, rewards, sampling)
         evaluations = RunEvaluations(config, evaluator, records, timeline)
         updates = make_updates(config, freshness, channel, buffer, train)
@@ -176,14 +165,14 @@ async def run(config: Config) -> None:
             config, channel, producer, timeline, freshness, updates, train, first
         )
         border = BorderCrossing(
-            config,
-            channel,
-            fleet,
-            pool,
-            publish,
-            timeline,
-            evaluations,
-            service,
+            config=config,
+            channel=channel,
+            fleet=fleet,
+            pool=pool,
+            publish=publish,
+            timeline=timeline,
+            evaluations=evaluations,
+            service=service,
             written=ahead.written,
         )
         iteration_end = IterationEnd(config, channel, controller, records, chain)
@@ -193,6 +182,42 @@ async def run(config: Config) -> None:
         # what is here stays to the run's end, and every full collection would look at it again
         gc.freeze()
         await coordinator.run(first)
+
+
+async def open_engines(
+    stack: AsyncExitStack,
+    *,
+    config: Config,
+    tokenizer: Any,
+    roster: Roster,
+    make_engine: Callable[[str], RolloutEngine],
+    needs_routes: bool,
+) -> tuple[EnginePool, Fleet]:
+    """Opens the pool of engines and its membership on `stack`; see Fleet for the arguments."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    pool = await stack.enter_async_context(EnginePool((), config.rollout.probe_timeout_s, decode))
+    fleet = Fleet(
+        config.rollout, pool, roster, make_engine, needs_routes, config.run.startup_timeout_s
+    )
+    await stack.enter_async_context(fleet)
+    return pool, fleet
+
+
+async def open_evaluated(
+    stack: AsyncExitStack, config: Config, environment: Environment, tokenizer: Any
+) -> Environment:
+    """Opens the environment of evaluations on `stack`: one of its own, but for agents, which have
+    one gateway for training and evaluations.
+    """
+    if isinstance(environment, AgentEnvironment):
+        tested = evaluated(environment)
+    else:
+        tested = make_environment(config, tokenizer)
+    await stack.enter_async_context(opened(tested, config.run.startup_timeout_s))
+    return tested
 
 
 async def connect_to_trainers(
