@@ -15,11 +15,8 @@ counts. The answer is, first that applies:
 4. for a reference in words: the words behind "answer is", all of an <answer>, or the last line.
 5. for a reference that is a formula: also what math-verify finds in the response.
 
-A number is compared exactly (numbers.py), also with a decimal comma in languages that write one
-(decimal_commas.py). The right side of an equation counts, and a relation, several answers or the
-task left undone (`12+34` for 46) equal no number. Words and dates are compared as such (words.py),
-anything else as text, then by math-verify (https://github.com/huggingface/Math-Verify) in a process
-of its own (comparer.py).
+It is compared with the reference as equal_answers.py says, a number also with a decimal comma in the
+languages that write one (decimal_commas.py).
 """
 
 from __future__ import annotations
@@ -30,6 +27,15 @@ from typing import Literal
 from pa_npu.data.records import ANSWER_MARK, LETTERS
 from pa_npu.rewards.comparer import equal_expressions
 from pa_npu.rewards.decimal_commas import with_points
+from pa_npu.rewards.equal_answers import (
+    BOUND,
+    CHOICE,
+    OTHER_AFTER,
+    SEVERAL,
+    SEVERAL_ELSEWHERE,
+    equal_answers,
+    with_base,
+)
 from pa_npu.rewards.numbers import (
     DIGITS,
     TEXT,
@@ -37,8 +43,6 @@ from pa_npu.rewards.numbers import (
     is_in_words,
     plain_text,
     read_number,
-    same_number,
-    with_digits,
 )
 from pa_npu.rewards.phrases import (
     SENTENCE_END,
@@ -48,12 +52,11 @@ from pa_npu.rewards.phrases import (
     last_phrase,
 )
 from pa_npu.rewards.thoughts import without_thought
-from pa_npu.rewards.words import equal_words, is_text
+from pa_npu.rewards.words import is_text
 
 # how many \boxed from the end are tried, which bounds the time for a response full of open ones
 _MOST_BOXES = 4
 _SEARCHED_CHARACTERS = 10_000  # at the end of a response, for an answer without a mark
-_COMPARED_CHARACTERS = 2000  # of an answer or reference that math-verify gets
 
 _TAGGED = re.compile(
     r"<(?:final_)?answer>((?:(?!<(?:final_)?answer>).)*?)</(?:final_)?answer>",
@@ -70,7 +73,6 @@ _ANSWER_MARK = re.compile(rf"{ANSWER_MARK}#*")
 _CLOSED_HEADING = re.compile(r"(?<=\S)[ \t]+#+[ \t]*$", re.MULTILINE)  # #### 46 ####
 _MAX_MARKS = 20  # of #### that are looked at
 _BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$.,;]+)|\\boxed(\d+)")
-_LABEL = re.compile(r"\(?([A-Z])\)\s*(?=\S)")  # (B) 5: a choice with its value
 _WORDS = (
     "plus|minus|negative|times|divided by|over|squared|cubed|factorial|mod|percent|per "
     "cent|dozen|hundred|thousand|million|"
@@ -90,30 +92,17 @@ _EXPRESSION = re.compile(
     rf"(?:{_ATOM})(?:(?:[ \t]|[,;](?=[ \d\\])|(?:and|or)(?![A-Za-z]))*(?:{_ATOM}))*"
 )
 _VALUE = re.compile(r"[\d½¼-¾⅐-⅞]")
-_BOUND = r"at (?:the )?(?:very )?(?:least|most)"
-_SEVERAL_ELSEWHERE = (  # "or" and "and" of other languages, between several answers
-    r"\b(?:oder|ou|o|или|або|lub|of|eller|veya|und|et|en|och|og|ve|dan|và|oraz|и)\b|或者?|または|혹은|[和与跟、と및와과]"
-)
 _OTHER_BEFORE = re.compile(
     r"(?:\b(?:not|never|nor|cannot be|than|half|twice|double|triple|out of|\d of)|n't|(?:root|square|cube|log|logarithm|power"
     r"|factorial|reciprocal|opposite|inverse|half|third|quarter|percent|%|\w+th|sine|cosine|tangent) of"
-    rf"|\b(?:{_BOUND}|under|over|above|below|beyond|exceed(?:s|ed|ing)?|up to|within|as (?:many|much|few|little) as)"
+    rf"|\b(?:{BOUND}|under|over|above|below|beyond|exceed(?:s|ed|ing)?|up to|within|as (?:many|much|few|little) as)"
     r"|\b(?:no longer|anything but|far from|instead of|except(?: for)?|without|neither)"
     r"|(?:not|n't|never) (?:be|equal|equal to|exactly))(?: the| a| an)?[\s*$]*$"
     r"|(?:不是|并非|不等于|以外|分之|ではなく|아니라|(?:至少|至多|最多|大于|小于|超过|不到|不足)(?:是|为|等于)?"
     r"|\b(?:nicht|kein|mindestens|höchstens|weniger als|mehr als|über|unter|keineswegs|pas|au moins|au plus|plus de|moins de"
     r"|no es|al menos|como (?:mucho|máximo|mínimo)|más de|menos de|não é|pelo menos|no máximo|mais de|non è|almeno|più di|meno di"
     r"|не|не менее|не более|более|менее|больше|меньше|минимум|максимум)"
-    rf"|\d[\s*$]*(?:{_SEVERAL_ELSEWHERE}))[\s*$]*$",
-    re.IGNORECASE,
-)
-_OTHER_AFTER = re.compile(
-    r"[\s*$]*(?:(?:more|less|fewer|greater) than\b|or (?:more|less|fewer|greater|higher|lower|above|below|over|under)\b"
-    rf"|and (?:above|below|up)\b|{_BOUND}\b|(?:halves|thirds|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand)ths)\b"
-    r"|(?:is|was)(?:n't| (?:not|wrong|incorrect|false|unlikely|impossible|invalid)\b| too (?:large|small|big|high|low|many|few)\b)"
-    rf"|(?:{_SEVERAL_ELSEWHERE})[\s*$]*[-\d]|以上|以下|以内|左右|oder (?:mehr|weniger)|ou (?:plus|moins)|o (?:más|menos)"
-    r"|или (?:более|менее|больше|меньше)"
-    r"|can(?:not|'t| not) be\b|do(?:es)?(?:n't| not) (?:work|fit|hold|satisfy)\b)",
+    rf"|\d[\s*$]*(?:{SEVERAL_ELSEWHERE}))[\s*$]*$",
     re.IGNORECASE,
 )
 _DENIED = re.compile(
@@ -137,27 +126,7 @@ _NOUN = re.compile(r"\s+(?!(?:of|in|and|or|from|to|at|on|by)\b)[A-Za-z]")
 _OPERATOR = re.compile(r"[/^×·÷]|(?:times|divided by|over|mod)(?![a-z])")
 _ASIDE = re.compile(r"(?<=\S)\s+\((?=[^()]{0,200}[A-Za-z]{3})[^()]{1,200}\)(?=[.!*\s]*$)")
 _REMARK = re.compile(r"(?<=[\w%}$])\s+\((?!\s*[-+]?\d+\s*\)\s*[=^*/])")
-_ARITHMETIC = re.compile(
-    r"(?:[\d\s.,+\-*/^(){}$×·÷]|\\(?:times|cdot|div)(?![a-z])|(?:plus|minus|times|divided "
-    r"by|over)(?![a-z]))*"
-)
-_INEQUALITY = re.compile(
-    r"[<>≤≥≠∈]|!=|\\(?:not|neq?|geq?|leq?|gt|lt|in|geqslant|leqslant|pm|mp)(?![a-z])|:=|±",
-    re.IGNORECASE,
-)
-_SEVERAL = re.compile(
-    # 3 e 7, in Italian
-    r",(?!\d{3}(?!\d))|;|\\\\|(?<![A-Za-z])(?:or|and)(?![A-Za-z])|(?<=\d) (?:e|y|i|o|u) (?=[-\d])"
-)
 _NEXT_STATEMENT = re.compile(r"(?:,|;|\band\b)\s+(?=[\d\s.,+\-*/()$×·÷]+=[^=]+$)")
-_EQUALS = re.compile(r"=|≈|≡|\\(?:approx|equiv)(?![a-z])")
-_BASE_WORD = re.compile(
-    r"(?<=[\dA-F])[\s$]*(?:(?:in |\()?base[ -]?\$?"
-    r"(?P<base>\d{1,2}|two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\b\)?|in (?P<name>binary|octal|hexadecimal)\b)"
-)
-_BASES = {"binary": "2", "octal": "8", "hexadecimal": "16"}
-_VARIABLE = re.compile(r"\s*\\?[A-Za-z]+(?:_\{?\w+\}?)?\s*")
-_CHOICE = re.compile(r"\(?[A-J]\)?")
 _MARKED_LETTER = re.compile(
     r"(?:####|\b(?:answer|choice|option)\b(?:\s+is)?\s*:?)[\s*_:]*\(?([A-Za-z])(?![A-Za-z0-9'])(?!\s+[a-z])",
     re.IGNORECASE,
@@ -192,13 +161,6 @@ def _tagged(text: str) -> str | None:
     return opened[1] if opened else None
 
 
-def _with_base(text: str) -> str:
-    """The text with `101 in base 2` as `101_{2}`."""
-    return _BASE_WORD.sub(
-        lambda found: f"_{{{with_digits(found['base'] or _BASES[found['name']])}}}", text
-    )
-
-
 def extract_answer(response: str, reference: str, prompt: str = "") -> str | None:
     """Returns the final answer of a response as text, None without one.
 
@@ -206,7 +168,7 @@ def extract_answer(response: str, reference: str, prompt: str = "") -> str | Non
     """
     text = without_thought(prompt, response)
     tagged = _tagged(text)
-    text = _with_base(text if tagged is None else tagged)
+    text = with_base(text if tagged is None else tagged)
     kind = _kind(reference)
     marked = _marked(text, kind, reference)
     if marked is not None:
@@ -303,7 +265,7 @@ def _in_words(text: str, reference: str) -> str | None:
 def _is_several(reference: str) -> bool:
     """Whether a reference lists several values, `2, -3`."""
     return (
-        bool(_SEVERAL.search(reference))
+        bool(SEVERAL.search(reference))
         and read_number(reference) is None
         and not is_text(reference)
     )
@@ -314,7 +276,7 @@ def _several_boxes(text: str) -> str | None:
     last one's otherwise.
     """
     last = last_boxed(text)
-    if last is None or _SEVERAL.search(last):
+    if last is None or SEVERAL.search(last):
         return last
     boxes = list(_SIMPLE_BOX.finditer(text))
     contents: list[str] = []
@@ -440,7 +402,7 @@ def _is_other(text: str, found: re.Match[str]) -> bool:
     if _OPERATOR.match(found[0]):  # the rest of an expression in words
         return True
     before = text[max(0, found.start() - 200) : found.start()]
-    return bool(_OTHER_AFTER.match(text, found.end()) or _DENIED.search(before))
+    return bool(OTHER_AFTER.match(text, found.end()) or _DENIED.search(before))
 
 
 def _last_expression(text: str) -> str | None:
@@ -521,95 +483,12 @@ def _is_correct(response: str, reference: str, prompt: str) -> bool:
     if answer is not None and equal_answers(answer, reference):
         return True
     kind = _kind(reference)
-    if kind == "number" or in_base(_with_base(reference)):
+    if kind == "number" or in_base(with_base(reference)):
         return False
     text = final_text(response, prompt)
-    if _CHOICE.fullmatch(reference):
+    if CHOICE.fullmatch(reference):
         return chosen_letter(text, LETTERS) == reference.strip("() ")
     if kind == "words" or last_boxed(response) is not None:
         return False
     # No mark and a formula: math-verify searches the response for expressions by itself.
     return equal_expressions(text[-_SEARCHED_CHARACTERS:], reference)
-
-
-def equal_answers(answer: str, reference: str) -> bool:
-    """Whether two final answers mean the same."""
-    phrase = last_phrase(plain_text(answer[:_COMPARED_CHARACTERS]))
-    if phrase is not None and (stated_answer := plain_text(answer)[phrase[1] :].strip()):
-        answer = stated_answer
-    label = _LABEL.match(plain_text(answer[:_COMPARED_CHARACTERS]))
-    if label and not _LABEL.match(plain_text(reference)):
-        if _normalised(reference) == label[1].lower():
-            return True
-        if _CHOICE.fullmatch(reference):
-            return False
-        answer = plain_text(answer)[label.end() :]
-    bases = [
-        in_base(_with_base(plain_text(_EQUALS.split(text)[-1]))) for text in (answer, reference)
-    ]
-    if any(bases):
-        return bases[0] == bases[1]
-    expected = read_number(reference)
-    if expected is None:
-        return _equal_to_no_number(answer, reference)
-    stated = _stated_value(answer)
-    if stated is None:
-        return False
-    value = read_number(stated)
-    if value is not None:
-        return same_number(value, expected)
-    # The task left undone ("12+34" for 46) is no answer, though math-verify would work it out; nor
-    # are several.
-    if (
-        _ARITHMETIC.fullmatch(stated)
-        or _SEVERAL.search(stated)
-        or _OTHER_AFTER.search(plain_text(stated))
-    ):
-        return False
-    return equal_expressions(f"\\boxed{{{stated}}}", reference)
-
-
-def _equal_to_no_number(answer: str, reference: str) -> bool:
-    """Whether an answer equals a reference in words or a formula."""
-    if _normalised(answer) == _normalised(reference):
-        return True
-    if is_text(reference):
-        return equal_words(answer, reference)
-    if _CHOICE.fullmatch(reference):
-        return equal_words(answer.strip("() "), reference.strip("() "))
-    brackets = [_bracket(text) for text in (answer, reference)]
-    if all(brackets) and brackets[0] != brackets[1]:
-        return False  # {1, 2} is no pair
-    return equal_expressions(f"\\boxed{{{answer}}}", reference)
-
-
-def _bracket(text: str) -> str:
-    """What a list of values stands in: "set" for braces, "tuple" for parentheses; empty for
-    anything else.
-    """
-    plain = plain_text(text).strip("$ ")
-    if plain.startswith("\\{") and plain.endswith("\\}"):
-        return "set"
-    return "tuple" if re.fullmatch(r"\([^()\[\]]*,[^()\[\]]*\)", plain) else ""
-
-
-def _stated_value(answer: str) -> str | None:
-    """The side of an equation that says the value; the answer itself where it is none; None where
-    it says no one value.
-    """
-    if len(answer) > _COMPARED_CHARACTERS or _INEQUALITY.search(answer):
-        return None
-    first, *others = _EQUALS.split(answer)
-    if not others:
-        return answer
-    *middle, last = others
-    if any(_SEVERAL.search(part) for part in middle):
-        return None  # x = 5, y = 6
-    if not middle and _VARIABLE.fullmatch(last) and read_number(first) is not None:
-        return first  # 5 = x
-    return last
-
-
-def _normalised(text: str) -> str:
-    plain = re.sub(r"\s+", "", plain_text(text[:_COMPARED_CHARACTERS]).strip("$")).lower()
-    return plain[1:-1] if re.fullmatch(r"\([a-z]\)", plain) else plain  # (B), a choice

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from pa_npu.data.limits import TimeLimitReached, time_limit
 from pa_npu.rewards import answers, comparer
-from pa_npu.rewards.answers import equal_answers, extract_answer, is_correct, last_boxed
+from pa_npu.rewards.answers import extract_answer, is_correct, last_boxed
+from pa_npu.rewards.equal_answers import equal_answers
 from pa_npu.rewards.numbers import read_number
 from pa_npu.rewards.thoughts import without_thought
 from tests.helpers.answer_table import ANSWERS, Row, table
