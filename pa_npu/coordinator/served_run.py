@@ -49,6 +49,8 @@ from pa_npu.samples.seeds import group_seed
 _SEED_ITERATION = 2**61
 _MOST_GROUPS, _MOST_TASKS = 1024, 64
 _ABOUT = "about"  # identity and texts
+_FOLLOWING = ("trained", "written")
+"""Columns that follow from others (`Group.trained`, `Group.written`), for trainers outside."""
 
 
 class TakeGroups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,13 +72,13 @@ class _Kept:
     def column(self, name: str) -> Any:
         if name == _ABOUT:
             return self.about
-        if name in PER_TOKEN or name in PER_SAMPLE:
+        if name in (*PER_TOKEN, *_FOLLOWING, *PER_SAMPLE):
             return getattr(self.group, name).tolist()
         for column, values in self.group.columns.items():
             if column.name == name:
                 return values.tolist()
         own = ", ".join(column.name for column in self.group.columns)
-        known = ", ".join((_ABOUT, *PER_TOKEN, *PER_SAMPLE)) + (f", {own}" if own else "")
+        known = ", ".join((_ABOUT, *PER_TOKEN, *_FOLLOWING, *PER_SAMPLE)) + (f", {own}" if own else "")
         raise Refused(f"columns: {name!r:.40} is unknown; there are {known}", param="columns")
 
 

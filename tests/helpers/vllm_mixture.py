@@ -42,7 +42,7 @@ def reload(worker: Any, directory: str, repair: bool, without: str = "nothing") 
     extension.pack_again = pack_again if repair else lambda model: None
     weights = load_file(Path(directory) / "model.safetensors")
     worker = getattr(worker, "worker", worker)  # vLLM hands over what wraps it
-    worker._pa_receiver = SimpleNamespace(is_tied=False, whole=iter)
+    worker._pa_receiver = SimpleNamespace(is_tied=False, merges=False, whole=iter)
     try:
         worker._pa_load(
             0, [(name, weight) for name, weight in weights.items() if without not in name], tuple
@@ -69,7 +69,7 @@ def differing(
 
     weights = load_file(Path(directory) / "model.safetensors")
     worker = getattr(worker, "worker", worker)
-    worker._pa_receiver = SimpleNamespace(is_tied=False, whole=iter)
+    worker._pa_receiver = SimpleNamespace(is_tied=False, merges=False, whole=iter)
     load = extension.WorkerExtension._pa_take
 
     def change(self: Any, version: int, received: Any, kept: bool) -> list[str]:

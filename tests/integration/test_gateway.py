@@ -57,7 +57,9 @@ def test_other_programs_sample_from_the_current_version_and_take_groups_as_colum
     columns = [
         "about",
         "tokens",
+        "component",
         "trained",
+        "written",
         "logprobs",
         "versions",
         "lengths",
