@@ -78,7 +78,9 @@ class _Kept:
             if column.name == name:
                 return values.tolist()
         own = ", ".join(column.name for column in self.group.columns)
-        known = ", ".join((_ABOUT, *PER_TOKEN, *_FOLLOWING, *PER_SAMPLE)) + (f", {own}" if own else "")
+        known = ", ".join((_ABOUT, *PER_TOKEN, *_FOLLOWING, *PER_SAMPLE)) + (
+            f", {own}" if own else ""
+        )
         raise Refused(f"columns: {name!r:.40} is unknown; there are {known}", param="columns")
 
 
