@@ -69,9 +69,19 @@ class Member:
 
 
 DeliverLate = Callable[[Member, int], Awaitable[bool]]
-"""Give an engine the weights of a version while its iteration runs; false where the trainers have
-gone on already.
+"""Gives an engine the weights of a version while its iteration runs; returns False where the trainers
+have gone on already.
 """
+
+
+@dataclass(frozen=True)
+class _Running:
+    """The iteration that runs: the version that serves in it, and what gives that version to an
+    engine that comes late.
+    """
+
+    version: int
+    deliver_late: DeliverLate
 
 
 class Fleet:
@@ -97,13 +107,12 @@ class Fleet:
         self._make_engine = make_engine
         self._needs_routes = needs_routes
         self._members: dict[int, Member] = {}
-        self._version: int | None = None  # of the iteration that runs
+        self._running: _Running | None = None  # None between two iterations
         self._border = asyncio.Lock()
         self._counted: list[Member] = []  # on which a publish, or a late delivery, counts
         self._changed = asyncio.Event()
         self._failure: PaNpuError | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self.deliver_late: DeliverLate | None = None
         self._train: set[int] = set()  # places of engines whose devices train
 
     async def __aenter__(self) -> Fleet:
@@ -186,7 +195,7 @@ class Fleet:
         """
         await self._look_for_joiners()
         async with self._border:
-            self._version = None
+            self._running = None
             for member in self._members.values():
                 if member.state == "serving":
                     await cancel(member.tasks)
@@ -210,12 +219,14 @@ class Fleet:
         if new:
             await asyncio.wait(new, timeout=_GREETING_S)
 
-    def serve(self, members: Sequence[Member], version: int) -> None:
-        """These members hold `version`, whose iteration begins."""
+    def serve(self, members: Sequence[Member], version: int, deliver_late: DeliverLate) -> None:
+        """These members hold `version`, whose iteration begins; engines that come late get it from
+        `deliver_late`.
+        """
         for member in members:
             if member.state in ("ready", "serving"):
                 self._serves(member, version)
-        self._version = version
+        self._running = _Running(version, deliver_late)
 
     async def sleep(self, places: Collection[int]) -> None:
         """The devices of these engines, which have nothing in flight, train until `wake`: engines
@@ -421,28 +432,28 @@ class Fleet:
             # trainers are through
             missed = self._border.locked()
             wanted = (is_replacement or missed) and member.index not in self._train
-            if not wanted or self.deliver_late is None:
-                return
-            await self._deliver(member)
+            if wanted:
+                await self._deliver(member)
         except (EngineError, DeadlineExceeded) as error:
             await self.lost(member.engine, str(error))
 
     async def _deliver(self, member: Member) -> None:
-        """The version of the iteration that runs, to a member that is ready, inside the iteration."""
+        """Gives a member that is ready the version of the iteration that runs."""
         try:
             async with self._border:
-                if self.deliver_late is None or self._version is None or member.state != "ready":
+                running = self._running
+                if running is None or member.state != "ready":
                     return
                 self._counted = [member]
                 try:
-                    delivered = await self.deliver_late(member, self._version)
+                    delivered = await running.deliver_late(member, running.version)
                 finally:
                     self._counted = []
                 if delivered:
                     logger.info(
-                        "engine %s serves, with weight version %d", member.name, self._version
+                        "engine %s serves, with weight version %d", member.name, running.version
                     )
-                    self._serves(member, self._version)
+                    self._serves(member, running.version)
         except (EngineError, DeadlineExceeded) as error:
             await self.lost(member.engine, str(error))
 
