@@ -38,6 +38,7 @@ from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.tasks import run_until_terminated
 from pa_npu.coordinator.chain import RunChain
+from pa_npu.coordinator.delivery import Delivery
 from pa_npu.coordinator.evaluate import (
     BackgroundEvaluations,
     Evaluations,
@@ -49,10 +50,11 @@ from pa_npu.coordinator.loop import Coordinator, IterationEnd
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.publication import EngineGuest, publication_kind
 from pa_npu.coordinator.record import RunRecords
-from pa_npu.coordinator.roles import Roles
+from pa_npu.coordinator.roles import Roles, RolesDelivery
 from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.coordinator.token_budget import BudgetedUpdates
 from pa_npu.coordinator.updates import EveryGroup, InformativeGroups, Updates
+from pa_npu.coordinator.variants import Variant
 from pa_npu.data.prompts import Prompt, load_prompts, load_training
 from pa_npu.data.stream import TrainingStream
 from pa_npu.dispatch.assignment import GroupWork
@@ -139,8 +141,14 @@ async def run(config: Config) -> None:
             where = (config.placement.address, config.agent.port or 0, Path(config.run.dir))
             await stack.enter_async_context(gateway.serving(*where))
         await stack.enter_async_context(opened(environment, limit_s))
+        features: list[Variant] = []
+        streamed: Callable[..., Delivery] = Delivery
+        if service is not None:
+            features.append(service)
         if (roles := make_roles(config, pool, timeline, controller)) is not None:
             stack.callback(roles.close)
+            features.append(roles)
+            streamed = partial(RolesDelivery, roles=roles)
         producer = Producer(
             config=config,
             pool=pool,
@@ -152,8 +160,8 @@ async def run(config: Config) -> None:
             timeline=timeline,
             work=work,
             store_thread=store_thread,
-            variants=[] if service is None else [service],
-            roles=roles,
+            variants=features,
+            streamed=streamed,
         )
         await fleet.wait_all_ready()
         if config.engines_sleep:
