@@ -113,7 +113,6 @@ class Fleet:
         self._changed = asyncio.Event()
         self._failure: PaNpuError | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._train: set[int] = set()  # places of engines whose devices train
 
     async def __aenter__(self) -> Fleet:
         self._pool.on_lost = self.lost
@@ -242,9 +241,8 @@ class Fleet:
         places = {
             place for place in places if place in self._members and self._members[place].shared
         }
-        for place in places - self._train:
+        for place in self._pool.devices.lend(places):
             self._roster.lend_device(place, to_trainer=True)
-        self._train |= places
         deadline = time.monotonic() + self._startup_timeout_s
         while True:
             members = [member for place, member in sorted(self._members.items()) if place in places]
@@ -264,14 +262,13 @@ class Fleet:
 
     @property
     def lends(self) -> bool:
-        """Whether devices train on which engines sleep, or would."""
-        return bool(self._train)
+        """Whether a trainer has a device alone, on which an engine sleeps or would sleep."""
+        return self._pool.devices.any_lent
 
     def take_devices(self) -> None:
         """No device trains any more: engines may start there."""
-        for place in self._train:
+        for place in self._pool.devices.take_back():
             self._roster.lend_device(place, to_trainer=False)
-        self._train.clear()
 
     async def wake(self, member: Member) -> None:
         """It takes its memory again where it gave it back, asked by an earlier coordinator perhaps.
@@ -431,7 +428,8 @@ class Fleet:
             # where engines have been asked to load it already, which can be long before the
             # trainers are through
             missed = self._border.locked()
-            wanted = (is_replacement or missed) and member.index not in self._train
+            can_start = not self._pool.devices.is_lent(member.index)
+            wanted = (is_replacement or missed) and can_start
             if wanted:
                 await self._deliver(member)
         except (EngineError, DeadlineExceeded) as error:
