@@ -74,7 +74,7 @@ _EVERYWHERE = frozenset({"train", "training", "test", "data", "rows", "prompts"}
 
 
 class Dataset(Section):
-    """A dataset with options of its own, where a path alone does not say enough."""
+    """A dataset with options of its own."""
 
     path: FilePath = Field(
         ..., min_length=1, description="File or directory, in the formats of data.train."
@@ -118,7 +118,9 @@ class TrainingDataset(Dataset):
 
     @property
     def called(self) -> str:
-        """name, resolved; a file that is called as files are everywhere is known by its directory."""
+        """Returns `name`; without one, the name of the file, or of its directory if the file has a
+        name that says nothing, such as train.jsonl.
+        """
         if self.name is not None:
             return self.name
         path = Path(self.path)
@@ -186,15 +188,15 @@ class DataConfig(Section):
 
     @property
     def datasets(self) -> tuple[TrainingDataset, ...]:
-        """The training datasets, one or several."""
+        """Returns the training datasets, of which there is at least one."""
         return (TrainingDataset(path=self.train),) if isinstance(self.train, str) else self.train
 
     @property
     def shares(self) -> list[float]:
-        """The share of the prompts that each training dataset gives."""
+        """Returns the share of the prompts that come from each training dataset; they sum to 1."""
         total = sum(dataset.weight for dataset in self.datasets)
         return [dataset.weight / total for dataset in self.datasets]
 
     def key_of(self, number: int) -> str:
-        """The key that names a training dataset."""
+        """Returns the key under which training dataset `number` was written."""
         return "data.train" if isinstance(self.train, str) else f"data.train.{number}"

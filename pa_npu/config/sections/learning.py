@@ -1,4 +1,4 @@
-"""Keys of how samples are learned from: adapters, algorithm, optimizer, trainers, microbatches, attention."""
+"""Keys of training: adapters, algorithm, optimizer, trainers, microbatches, attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REWARDS = ("math", "format", "overlong", "judge", "code")
 
 
 class LoraConfig(Section):
-    """A small trained product beside each chosen weight, which itself stays as it is."""
+    """LoRA: a trained low-rank product is added to each chosen weight, which stays frozen."""
 
     rank: int = Field(
         0,
@@ -156,12 +156,12 @@ class AlgorithmConfig(Section):
 
     @property
     def is_users_own(self) -> bool:
-        """Whether `name` names a class of the user's own."""
+        """True if `name` is module:Class, a class of the user's."""
         return self.name is not None and ":" in self.name
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss needs the reference's log-probs."""
+        """True if the loss needs log-probs of the reference model."""
         return self.kl_coef > 0
 
 

@@ -1,4 +1,4 @@
-"""Keys of operating a run: schedule, evaluations, publish, checkpoints, telemetry, and where its processes stand."""
+"""Keys of operation: schedule, evaluation, publish, checkpoints, telemetry, placement."""
 
 from __future__ import annotations
 
@@ -296,5 +296,5 @@ class PlacementConfig(Section):
 
     @property
     def address(self) -> str:
-        """placement.host, resolved; on a cluster the launcher has put it there."""
+        """Returns placement.host, or loopback. On a cluster the launcher has filled it in."""
         return self.host or LOOPBACK

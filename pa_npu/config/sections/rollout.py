@@ -1,4 +1,4 @@
-"""Keys of how samples come about: engines, environments, agents, rewards."""
+"""Keys of sampling: engines, environments, agents, rewards."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pydantic import Field
 from pa_npu.config.sections import FilePath, Section, Several
 
 SLOWEST_TOKEN_S = 0.25
-"""An engine that takes longer per token of a response than this, on top of its deadline, is not
-worth waiting for.
+"""Time per token of a response that is added to rollout.request_timeout_s. A slower engine is
+replaced.
 """
 
 
@@ -46,7 +46,7 @@ class EngineSettings(Section):
 
     @property
     def device_kind(self) -> str | None:
-        """npu, cuda or cpu, where `device` begins with one of them."""
+        """Returns npu, cuda or cpu if `device` begins with one of them, otherwise None."""
         words = (self.device or "").lower().split()
         return words[0] if words and words[0] in ("npu", "cuda", "cpu") else None
 
@@ -171,9 +171,11 @@ class RolloutConfig(Section):
     )
 
     def settings_of(self, index: int) -> EngineSettings:
-        """Returns the settings of engine `index`; the usual ones if no entry names it."""
-        found = (entry for entry in self.engine_settings if index in entry.engines)
-        return next(found, None) or EngineSettings(engines=(index,))
+        """Returns the settings of engine `index`, or the defaults if no entry names it."""
+        for entry in self.engine_settings:
+            if index in entry.engines:
+                return entry
+        return EngineSettings(engines=(index,))
 
 
 class EnvironmentConfig(Section):
@@ -204,8 +206,8 @@ class EnvironmentConfig(Section):
 
 
 MAX_REWARD = 1e15
-"""Largest magnitude of a reward, a weight and their sum: squares of it still fit into float32, in
-which trainers compute.
+"""Largest magnitude of a reward, a weight or a sum of rewards. Its square still fits into float32,
+in which trainers compute.
 """
 
 
@@ -234,14 +236,13 @@ class RewardFunction(Section):
 
 
 JUDGE_KEY_VARIABLE = "JUDGE_API_KEY"
-"""Holds the key of the judge's server; without it requests have none."""
+"""Environment variable with the key of the judge's server. Without it requests carry no key."""
 JUDGE_ATTEMPTS = 4
-"""Requests for one score, at growing intervals: a server that restarts within a minute costs
-nothing.
+"""Number of requests for one score, at growing intervals, so that a server may restart within a
+minute.
 """
 LONGEST_JUDGE_PAUSE_S = 30.0
-"""Between two requests for one score, however often they failed and whatever the server asked for.
-"""
+"""Longest pause between two requests for one score, also if the server asks for a longer one."""
 
 
 class JudgeConfig(Section):
@@ -296,22 +297,22 @@ class JudgeConfig(Section):
 
 
 STARVED_FACTOR = 10
-"""A function of a user's ends at so many times reward.timeout_s of wall clock, however busy the
-machine is.
+"""A reward function of the user's is ended after this multiple of reward.timeout_s of wall-clock
+time, however busy the machine is.
 """
 RESPONSE_CPU_S = 5.0
-"""Processor time of `math` or `format` for a response, beside that of comparisons; usual are
-milliseconds.
+"""Limit of the processor time of `math` or `format` per response, comparisons excluded. Usually
+they take milliseconds.
 """
 COMPARED_CPU_S = 2.0
-"""Processor time of one comparison by math-verify; what is equal is found within 0.3 s on one core
-of 2020.
+"""Limit of the processor time of one comparison by math-verify. Equal answers took at most 0.3 s on
+a core of 2020.
 """
 MAX_COMPARISONS = 4
-"""Comparisons by math-verify that `math` makes for a response, at most."""
+"""Maximum number of comparisons by math-verify that `math` makes for a response."""
 MOST_TESTS = 32
-"""Tests of a row that are run, the first ones: each may take reward.code.timeout_s, and the
-trainers wait for all.
+"""Maximum number of tests of a row that are run, from the first on. Each may take
+reward.code.timeout_s, and trainers wait for all of them.
 """
 
 
@@ -373,8 +374,8 @@ class RewardConfig(Section):
 
     @property
     def programs(self) -> int:
-        """Programs of `code` at once: more than workers, since they also wait for their start and
-        for a time limit.
+        """Returns how many programs of `code` run at once. There are more than workers, because
+        programs also wait for their start and for time limits.
         """
         return 2 * self.workers
 
