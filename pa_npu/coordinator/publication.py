@@ -35,7 +35,7 @@ from pa_npu.engines.membership import Fleet, Member
 from pa_npu.engines.pool import EnginePool
 from pa_npu.publish.coordinator_side import CoordinatorPublish, EnginesHold
 from pa_npu.publish.messages import READY
-from pa_npu.publish.probes import ProbePlan
+from pa_npu.publish.probes import ProbePlan, decides_publishes
 from pa_npu.telemetry.timeline import Timeline, now, on_clock
 
 OnCrossed = Callable[[BorderOutcome], Awaitable[None]]
@@ -331,7 +331,7 @@ class RollingPublication(DelayedPublication):
 
 def publication_kind(publish: PublishConfig) -> type[BlockingPublication]:
     """Returns the policy that the run's keys ask for."""
-    if publish.divergence is not None:
+    if decides_publishes(publish):
         return SkippingPublication
     kinds: dict[str, type[BlockingPublication]] = {
         "blocking": BlockingPublication,
