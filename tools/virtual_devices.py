@@ -23,8 +23,8 @@ from unittest import mock
 import numpy as np
 
 from pa_npu.config.schema import Config
+from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.main import make_roles
-from pa_npu.coordinator.producer import Producer
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
@@ -226,7 +226,9 @@ def run(
                 work,
                 Inline(),
             )
-            producer: Any = Producer(*parts, roles=make_roles(config, pool, timeline, controller))
+            producer: Any = producer_on_engines(
+                *parts, roles=make_roles(config, pool, timeline, controller)
+            )
             for iteration in range(iterations):
                 by_seed.clear()
                 for engine in engines:

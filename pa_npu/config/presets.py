@@ -18,20 +18,29 @@ PresetName = Literal[
     "cispo",
     "critic-free-ppo",
     "online-dpo",
+    "sft",
 ]
 
 
 @dataclass(frozen=True)
 class Preset:
-    """source: the paper. algorithm: keys of the section of that name. schedule, reward: likewise."""
+    """source: the paper. algorithm: keys of the section of that name. schedule, reward, rollout:
+    likewise.
+    """
 
     source: str
     algorithm: Mapping[str, Any]
     schedule: Mapping[str, Any] = field(default_factory=dict)
     reward: Mapping[str, Any] = field(default_factory=dict)
+    rollout: Mapping[str, Any] = field(default_factory=dict)
 
     def sections(self) -> dict[str, Mapping[str, Any]]:
-        return {"algorithm": self.algorithm, "schedule": self.schedule, "reward": self.reward}
+        return {
+            "algorithm": self.algorithm,
+            "schedule": self.schedule,
+            "reward": self.reward,
+            "rollout": self.rollout,
+        }
 
     def keys(self) -> dict[str, Any]:
         """Dotted names and values."""
@@ -114,6 +123,13 @@ PRESETS: dict[PresetName, Preset] = {
         "Online DPO on the best and the worst response of each group, arXiv 2410.18252, with its "
         "beta",
         {"loss": "dpo", "advantage": "centred", "kl_coef": 0.1},
+    ),
+    "sft": Preset(
+        "Supervised stage: cross-entropy on the marked tokens of rows, mean over all of them, as "
+        "in InstructGPT, arXiv 2203.02155, section 3.5",
+        {"loss": "cross-entropy", "aggregation": "token-mean"},
+        schedule={"order": "prompt"},
+        rollout={"engines": 0},
     ),
 }
 

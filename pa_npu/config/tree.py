@@ -109,6 +109,13 @@ class ConfigTree(Section):
         )
 
     @property
+    def has_engines(self) -> bool:
+        """Whether anything writes tokens for the run: without engines none is started, planned,
+        published to or waited for, and samples are rows of data.
+        """
+        return self.rollout.engines > 0
+
+    @property
     def mesh(self) -> Mesh:
         """How trainer ranks are laid out."""
         trainer = self.trainer
@@ -132,6 +139,11 @@ class ConfigTree(Section):
     def pad_multiple(self) -> int:
         """Packed lengths are multiples of this."""
         return self.trainer.tensor_parallel
+
+    @property
+    def max_row_tokens(self) -> int:
+        """The longest sequence, prompt and response together; the longest row of data."""
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
 
     @property
     def groups_per_replica(self) -> int:
@@ -168,7 +180,8 @@ class ConfigTree(Section):
         experts too.
         """
         replays = self.algorithm.router_replay != "none"
-        return bool(self.publish.probe_tokens) and self.schedule.max_staleness == 0 and not replays
+        on_policy = self.schedule.max_staleness == 0 and not replays
+        return self.has_engines and bool(self.publish.probe_tokens) and on_policy
 
     @property
     def has_adapters(self) -> bool:
@@ -224,6 +237,14 @@ class ConfigTree(Section):
         """Whether an evaluation of `version` is due by schedule.evaluate_every."""
         every = self.schedule.evaluate_every
         return bool(self.evaluation_sets and every) and version % every == 0
+
+    def evaluates_loss(self, version: int) -> bool:
+        """Whether trainers compute the loss of held-out rows under `version`: by
+        schedule.evaluate_every, and always under the first and the last version.
+        """
+        if self.has_engines or not self.evaluation_sets:
+            return False
+        return version in (0, self.schedule.iterations) or self.evaluates(version)
 
     def saves(self, version: int) -> bool:
         """Whether a checkpoint of `version` is due by checkpoint.every."""

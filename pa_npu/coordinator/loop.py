@@ -31,7 +31,9 @@ from pa_npu.coordinator.border import BorderCrossing
 from pa_npu.coordinator.chain import RunChain
 from pa_npu.coordinator.delivery import Produced
 from pa_npu.coordinator.evaluate import RunEvaluations
+from pa_npu.coordinator.held_out_loss import HeldOutLosses
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
+from pa_npu.coordinator.no_publication import NoPublication
 from pa_npu.coordinator.record import Border, RunRecords, Window, iteration_record
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.subjects import IterationTimes, Prediction
@@ -42,9 +44,9 @@ class Coordinator:
     """The iteration protocol over parts that are already running."""
 
     config: Config
-    border: BorderCrossing
+    border: BorderCrossing | NoPublication
     ahead: IterationsAhead
-    evaluations: RunEvaluations
+    evaluations: RunEvaluations | HeldOutLosses
     iteration_end: IterationEnd
 
     async def run(self, first: int) -> None:
@@ -137,12 +139,12 @@ _LAST_RECORD_S = 2.0
 @dataclass(eq=False, repr=False)
 class IterationEnd:
     """Ends a trained iteration beside the next one: the schedule learns from it, and its record is
-    written, one at a time.
+    written, one at a time. controller: None where nothing is generated, and so nothing scheduled.
     """
 
     config: Config
     channel: StoreChannel
-    controller: ScheduleController
+    controller: ScheduleController | None
     records: RunRecords
     chain: RunChain
     _recording: asyncio.Task[None] | None = field(default=None, init=False)
@@ -154,7 +156,7 @@ class IterationEnd:
         report = REPORT.get(self.channel, iteration=version - 1)
         iteration_s = end.held.done_s - start.border.held.done_s
         prediction = Prediction("", None, None)
-        if start.produced is not None:
+        if start.produced is not None and self.controller is not None:
             evaluation_s = start.evaluation["seconds"] if start.evaluation else 0.0
             prediction = self.controller.end_iteration(
                 IterationTimes(

@@ -70,9 +70,10 @@ def doctor(config: Config | None, device: str | None = None) -> int:
     )
     problems = [problem for one in _DEPENDENCIES if (problem := _report(one, found.get(one.name)))]
     backend = config.rollout.backend if config else DEFAULT_BACKEND
-    engine, engine_problem = engine_kind(backend).describe(config)
-    print(f"  {backend:<14} {engine}")
-    problems += [engine_problem] if engine_problem else []
+    if config is None or config.has_engines:
+        engine, engine_problem = engine_kind(backend).describe(config)
+        print(f"  {backend:<14} {engine}")
+        problems += [engine_problem] if engine_problem else []
     print("\nversions against the supported matrix (trainers)")
     for kind in platforms.KINDS:
         if platforms.missing(kind) is None:

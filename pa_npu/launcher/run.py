@@ -109,9 +109,9 @@ def _run(
         Console(run_dir / "logs" / "launcher.log") as console,
     ):
         nodes = config.placement.nnodes
+        engines = f"{counted(config.rollout.engines, 'engine')} and " if config.has_engines else ""
         console.say(
-            f"pa_npu {__version__}: {counted(config.rollout.engines, 'engine')} and "
-            f"{counted(config.trainer.devices, 'trainer rank')} "
+            f"pa_npu {__version__}: {engines}{counted(config.trainer.devices, 'trainer rank')} "
             f"on {platform.name}{f', {nodes} nodes' if nodes > 1 else ''}; run directory {run_dir}"
         )
         for line in (*findings.counts, *placement_lines(findings.placements)):
@@ -156,7 +156,8 @@ def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
     urls = [cluster.engine_url(engine) for engine in engines] or list(config.rollout.attach)
     record_engines(timeline, urls)
     roster = announce(config, plan.store, urls, plan.key)
-    console.say(f"engines can join with: pa-npu join {plan.store.address}")
+    if config.has_engines:
+        console.say(f"engines can join with: pa-npu join {plan.store.address}")
     recovery = Recovery(
         config=config,
         tree=cluster.processes,

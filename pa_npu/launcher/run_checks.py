@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 
 from pa_npu import platform as platforms
 from pa_npu.agents.parser_trial import check_tool_parser
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.algorithm.trial import check_algorithm
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
@@ -63,6 +64,7 @@ from pa_npu.telemetry.tracker_libraries import TRACKERS
 
 if TYPE_CHECKING:
     from pa_npu.data.prompts import Prompt, PromptSet
+    from pa_npu.data.row_sets import RowSet
 
 T = TypeVar("T")
 
@@ -168,15 +170,22 @@ def check_surroundings(
     check_memory(config, findings)
     path, trusted = config.model.path, config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trusted) if Path(path).is_dir() else None
-    sample = None if tokenizer is None else _check_data(config, findings, tokenizer, local)
-    findings.counts += check_rewards(config, sample, ask_judge=not forgive)
-    check_engine_keys(config, findings.spec)
     backend_module(config.trainer.backend)
-    if tokenizer is not None:
-        check_tool_parser(config)
-        check_environment(config, sample)
-    interpreter_check = engine_kind(config.rollout.backend).check
-    local(lambda: check_attached(config) if config.rollout.attach else interpreter_check(config))
+    if build_algorithm(config).samples_from == "rows":
+        if tokenizer is not None:
+            _check_rows(config, findings, tokenizer, local)
+    else:
+        sample = None if tokenizer is None else _check_data(config, findings, tokenizer, local)
+        findings.counts += check_rewards(config, sample, ask_judge=not forgive)
+        if tokenizer is not None:
+            check_tool_parser(config)
+            check_environment(config, sample)
+    if config.has_engines:
+        check_engine_keys(config, findings.spec)
+        interpreter_check = engine_kind(config.rollout.backend).check
+        local(
+            lambda: check_attached(config) if config.rollout.attach else interpreter_check(config)
+        )
     engines = findings.placement.engines if findings.placement else ()
     local(lambda: check_ports(config, engines))
     local(lambda: check_trackers(config))
@@ -235,6 +244,39 @@ def _check_data(
         sample = loaded[0].prompts[0]
         findings.counts += first_prompt_lines(sample, tokenizer)
     return sample
+
+
+def _check_rows(
+    config: Config, findings: Findings, tokenizer: Any, local: Callable[..., Any]
+) -> None:
+    """Check all datasets and held-out sets whose rows are trained as they are, count them, and show
+    what of the first row is trained.
+
+    local: runs a check of which this machine may lack the files.
+    """
+    from pa_npu.data.row_sets import first_row_lines, load_held_out_rows
+
+    if findings.spec is not None:
+        check_tokenizer(findings.spec, tokenizer)
+    files = [dataset.path for dataset in config.data.datasets]
+    loaded = local(lambda: check_training_rows(tokenizer, config), *files)
+    for number in range(len(config.data.datasets)):
+        summary = loaded[number].summary if loaded else "not here"
+        findings.counts.append(f"{config.data.key_of(number)}: {summary}")
+    held_out = config.evaluation_sets
+    sets = local(
+        lambda: load_held_out_rows(config, tokenizer), *(one.path for one in held_out.values())
+    )
+    for name in held_out:
+        summary = sets[name].summary if sets else "not here"
+        findings.counts.append(f"{config.key_of_set(name)}: {summary}")
+    if loaded:
+        findings.counts += first_row_lines(loaded[0].rows[0], tokenizer, trained_marks())
+
+
+def trained_marks() -> tuple[str, str]:
+    """What is put before and behind trained tokens on the console."""
+    return ("[[", "]]")
 
 
 def settle_places(config: Config, findings: Findings) -> Config:
@@ -387,6 +429,23 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
                 f"{counted(len(prompts.prompts), 'prompt')} for schedule.prompts_per_iteration = "
                 f"{config.schedule.prompts_per_iteration}{part}, so that an iteration would hold "
                 "some twice; lower it or give more prompts"
+            )
+    return loaded
+
+
+def check_training_rows(tokenizer: Any, config: Config) -> list[RowSet]:
+    """Read data.train as a coordinator without engines will."""
+    from pa_npu.data.row_sets import load_training_rows
+
+    loaded = load_training_rows(config, tokenizer)
+    of_iteration = config.schedule.prompts_per_iteration * config.rollout.responses_per_prompt
+    for number, (rows, share) in enumerate(zip(loaded, config.data.shares, strict=True)):
+        if len(rows.rows) < math.ceil(share * of_iteration):
+            raise DataError(
+                f"{config.data.key_of(number)}: {rows.path} has {counted(len(rows.rows), 'row')} "
+                f"for the {math.ceil(share * of_iteration)} of an iteration "
+                "(schedule.prompts_per_iteration x rollout.responses_per_prompt), so that it would "
+                "hold some twice; lower one of these or give more rows"
             )
     return loaded
 

@@ -75,7 +75,8 @@ class Agreement:
 
     def __init__(self, config: Config, learner: Learner) -> None:
         self._config = config
-        self._margin, self._rate = config.publish.noise_margin, FALSE_STOP_RATE
+        self._margin = config.publish.noise_margin if config.has_engines else None
+        self._rate = FALSE_STOP_RATE
         self._learner = learner
         self._probes = config.mesh.data if config.probe_rides else 1
         self._yardstick: DifferenceSums | None = None

@@ -32,6 +32,7 @@ from pa_npu.telemetry.sample_store import TrainerLogprobs, kept_groups
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.border import Border
+from pa_npu.trainer.held_out import HeldOutRows
 from pa_npu.trainer.learner import Learner
 from pa_npu.trainer.loop import IterationChecks
 from pa_npu.weight_transfer.transport import HOST_BACKEND
@@ -52,6 +53,7 @@ class RankParts:
     publisher: Publisher | None
     late_engines: LateEngines | None
     kept: TrainerLogprobs | None
+    held_out: HeldOutRows
 
     def close(self) -> None:
         self.checks.agreement.close()
@@ -83,10 +85,12 @@ def assemble_rank(
     channel = StoreChannel(store, attempt_prefix())
     if rank == 0:
         TRAINERS_RUN_ON.put(channel, trainers_run_on(config, spec, platform, backend))
-    num_bytes = bucket_bytes(platform, backend)
-    # on all ranks: both make groups
-    weights = backend.published_weights(num_bytes)
-    late_weights = backend.published_weights(num_bytes, trainer_models(config).published_source)
+    weights, late_weights = None, None
+    if config.has_engines:
+        num_bytes = bucket_bytes(platform, backend)
+        # on all ranks: both make groups
+        weights = backend.published_weights(num_bytes)
+        late_weights = backend.published_weights(num_bytes, trainer_models(config).published_source)
     learner = Learner(config, backend, platform, timeline)
     publisher, late = None, None
     if weights is not None and late_weights is not None:
@@ -115,6 +119,7 @@ def assemble_rank(
         publisher,
         late,
         kept,
+        HeldOutRows(config, learner, channel, timeline),
     )
 
 

@@ -39,6 +39,7 @@ from pa_npu.control.messages import (
     ProbeReport,
 )
 from pa_npu.publish.messages import Probe
+from pa_npu.publish.no_engines import TrainersKeepWeights
 from pa_npu.publish.trainer_side import TrainerPublish
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
@@ -73,6 +74,11 @@ class Border:
         self._swaps_to: int | None = None
         # replicas that take no part in a publish hold copies of the first one's weights
         publisher = learner.publisher
+        self._publish: TrainerPublish | TrainersKeepWeights
+        if not config.has_engines:
+            trained = learner.backend.digest if place.sends else no_digest
+            self._publish = TrainersKeepWeights(channel, learner.skip_publish, trained, rank)
+            return
         self._publish = TrainerPublish(
             channel,
             learner.publish,

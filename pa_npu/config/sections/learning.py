@@ -46,7 +46,7 @@ class AlgorithmConfig(Section):
     loss: str = Field(
         "clip",
         description="Policy loss: clip, gspo, cispo, reinforce, dpo, or module:function of your "
-        "own.",
+        "own; or cross-entropy, on rows of data.",
     )
     advantage: str = Field(
         "group-std",
