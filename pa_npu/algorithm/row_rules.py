@@ -31,6 +31,11 @@ _UNREAD = (
         "engines write",
     ),
 )
+_OF_ROWS = Condition(
+    "schedule.epochs",
+    never_read,
+    "it is for rows of data, set schedule.iterations where engines write the samples",
+)
 
 
 def broken_source(algorithm: Algorithm) -> Iterator[str]:
@@ -46,6 +51,7 @@ def broken_source(algorithm: Algorithm) -> Iterator[str]:
                 f"rollout.engines: 0, but with {named} engines write the samples; set it to 1 or "
                 "more, or take an algorithm that trains rows of data"
             )
+        yield from unread_keys(config, (_OF_ROWS,))
         return
     if engines:
         yield (

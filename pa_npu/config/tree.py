@@ -5,6 +5,7 @@ Its rules are checked by Config.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from pa_npu.config.mesh import Mesh
@@ -148,6 +149,12 @@ class ConfigTree(Section):
     @property
     def groups_per_replica(self) -> int:
         return self.mesh.per_replica(self.schedule.prompts_per_iteration)
+
+    @property
+    def warmup_iterations(self) -> int:
+        """Iterations of linear warm-up, resolved."""
+        share = math.ceil(self.optimizer.warmup_share * self.schedule.iterations)
+        return share or self.optimizer.warmup_iterations
 
     def updates(self, iterations: int) -> int:
         """Optimizer steps of so many iterations."""

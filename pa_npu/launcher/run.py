@@ -31,6 +31,7 @@ from pa_npu.checkpoints.directories import content_problem
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect, host_store
+from pa_npu.control.messages import TRAINERS_RUN_ON
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.engines.http_server import KEY_VARIABLE
@@ -221,6 +222,8 @@ class Plan:
         if self.early_end is not None:
             self.early_end.attempt_begins(channel)
         announced = partial(trainers_announced, channel, config.trainer.pipeline_parallel)
+        if not config.has_engines:
+            announced = partial(TRAINERS_RUN_ON.exists, channel)
         coordinator = coordinator_command(config, self.platform, store, self.key)
         commands: list[Startable] = [coordinator, *self.cluster.trainers(number)]
         return Attempt(commands, [Awaited("trainers", announced, limit_s, "trainer-0")])

@@ -79,6 +79,7 @@ class Findings:
     placement: of this machine, where the run is on it alone; placements: of all nodes.
     device_bytes: memory of a device, None where unknown. own_memory: whether devices have any; else
     (cpu) it is the host's.
+    num_rows: of data.train, where samples are rows; None where they were not read.
     """
 
     spec: ModelSpec | None = None
@@ -87,6 +88,7 @@ class Findings:
     placements: list[Placement] = field(default_factory=list)
     device_bytes: int | None = None
     own_memory: bool = True
+    num_rows: int | None = None
     counts: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -174,6 +176,7 @@ def check_surroundings(
     if build_algorithm(config).samples_from == "rows":
         if tokenizer is not None:
             _check_rows(config, findings, tokenizer, local)
+            config = with_epochs(config, findings)
     else:
         sample = None if tokenizer is None else _check_data(config, findings, tokenizer, local)
         findings.counts += check_rewards(config, sample, ask_judge=not forgive)
@@ -271,17 +274,30 @@ def _check_rows(
         summary = sets[name].summary if sets else "not here"
         findings.counts.append(f"{config.key_of_set(name)}: {summary}")
     if loaded:
-        findings.counts += first_row_lines(loaded[0].rows[0], tokenizer, trained_marks())
+        findings.num_rows = sum(len(rows.rows) for rows in loaded)
+        findings.counts += first_row_lines(loaded[0].rows[0], tokenizer)
 
 
-def trained_marks() -> tuple[str, str]:
-    """What is put before and behind trained tokens on the console."""
-    return ("[[", "]]")
+def with_epochs(config: Config, findings: Findings) -> Config:
+    """The configuration with the iterations that schedule.epochs makes, once rows are counted."""
+    schedule, num_rows = config.schedule, findings.num_rows
+    if schedule.epochs is None or num_rows is None:
+        return config
+    rows = schedule.prompts_per_iteration * config.rollout.responses_per_prompt
+    iterations = max(1, math.ceil(schedule.epochs * num_rows / rows))
+    changed = schedule.model_copy(update={"iterations": iterations})
+    return config.model_copy(update={"schedule": changed})
 
 
 def settle_places(config: Config, findings: Findings) -> Config:
     """The configuration as the training backend needs it for this model, and sizes of engines that
     were not given; what they became is among the counts."""
+    config = with_epochs(config, findings)
+    if config.schedule.epochs is not None and findings.num_rows is not None:
+        findings.counts.append(
+            f"schedule.iterations: {config.schedule.iterations}, which are "
+            f"{config.schedule.epochs:g} epochs of {counted(findings.num_rows, 'row')}"
+        )
     if findings.spec is None:
         return config
     config, found = backend_module(config.trainer.backend).fit(config, findings.spec)
@@ -387,6 +403,10 @@ def check_memory(config: Config, findings: Findings) -> None:
 
 def check_engines(config: Config, platform: Platform) -> Placement:
     """The checks that engines without a run need; returns their places."""
+    if not config.has_engines:
+        raise ConfigError(
+            "rollout.engines: 0, so that there are none to start; set it to 1 or more"
+        )
     if config.rollout.attach:
         raise ConfigError(
             "rollout.attach: these engines are to be started, not attached; remove the key"

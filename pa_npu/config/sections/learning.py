@@ -159,6 +159,12 @@ class OptimizerConfig(Section):
         0.0, ge=0, description="Learning rate at the end of the decay."
     )
     warmup_iterations: int = Field(0, ge=0, description="Iterations of linear warm-up.")
+    warmup_share: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="The same as a share of schedule.iterations, in place of warmup_iterations.",
+    )
     decay: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Shape of the decay after warm-up."
     )

@@ -16,6 +16,13 @@ class ScheduleConfig(Section):
     iterations: int = Field(
         10, ge=1, description="Iterations of the run (weight versions published)."
     )
+    epochs: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        description="Where samples are rows of data: go through data.train so many times; "
+        "iterations follows from it, in place of what it is set to.",
+    )
     updates_per_iteration: int = Field(
         1,
         ge=1,
