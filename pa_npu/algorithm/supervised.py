@@ -97,7 +97,8 @@ class Supervised(Algorithm):
             Condition(
                 "algorithm.advantage algorithm.clip_low algorithm.clip_high algorithm.dual_clip "
                 "algorithm.delta algorithm.kl_coef algorithm.kl_in algorithm.kl_estimator "
-                "algorithm.ratio algorithm.importance_sampling algorithm.importance_cap algorithm.importance_floor algorithm.age_exponent "
+                "algorithm.ratio algorithm.importance_sampling algorithm.importance_cap "
+                "algorithm.importance_floor algorithm.age_exponent "
                 "algorithm.entropy_coef",
                 never_read,
                 f"algorithm.loss={self.keys.loss} is cross-entropy on what rows show",
