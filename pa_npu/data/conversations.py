@@ -287,8 +287,10 @@ class Renderer:
             return None  # one that refuses a conversation without its end
         if not after.startswith(before) or not text.startswith(after):
             return None
-        end = len(before) + len(after[len(before) :].rstrip())
-        return len(before), end
+        answer = after[len(before) :].rstrip()
+        # what a template puts behind the end of the whole conversation, nobody has to write
+        head, end_token, _ = answer.partition(self._end_token or "\0")
+        return len(before), len(before) + len(head) + len(end_token)
 
     def _that_differs(self, row: Conversation, text: str, number: int) -> tuple[int, int] | None:
         """Bounds of what another content in the place of the message changes."""
