@@ -28,7 +28,7 @@ from pa_npu.config.words import counted
 from pa_npu.data.conversations import Renderer, TrainedText, Written
 from pa_npu.data.prompts import dataset_options
 from pa_npu.data.row_layouts import read_conversations
-from pa_npu.errors import DataError, printable
+from pa_npu.errors import HIGHLIGHT, DataError, printable
 
 _SHOWN_TOKENS = 400
 _ENCODED_TOGETHER = 512
@@ -188,22 +188,28 @@ def load_held_out_rows(config: Config, tokenizer: Any) -> dict[str, RowSet]:
     }
 
 
-def first_row_lines(row: Row, tokenizer: Any, mark: tuple[str, str] = ("[[", "]]")) -> list[str]:
-    """Shows which tokens of a row are trained: its text, with `mark` around them."""
+MARKS = ("[[", "]]")
+"""Stand around trained tokens where a row is shown."""
+
+
+def first_row_lines(row: Row, tokenizer: Any) -> list[str]:
+    """Shows which tokens of a row are trained: its text, with MARKS around them, and HIGHLIGHT for
+    terminals.
+    """
     pieces: list[str] = []
-    is_open = False
+    begin, end_mark = HIGHLIGHT[0] + MARKS[0], MARKS[1] + HIGHLIGHT[1]
     shown = min(len(row.tokens), _SHOWN_TOKENS)
     for start, end in _stretches(row.weight[:shown] != 0):
         text = str(tokenizer.decode(row.tokens[start:end].tolist()))
-        is_open = bool(row.weight[start])
-        pieces.append(f"{mark[0]}{text}{mark[1]}" if is_open else text)
-    lines = [printable(line) for line in "".join(pieces).split("\n")]
+        text = "\n".join(printable(line) for line in text.split("\n"))
+        pieces.append(f"{begin}{text}{end_mark}" if row.weight[start] else text)
+    lines = "".join(pieces).split("\n")
     more = []
     if shown < len(row.tokens):
         more = [f"  ... {counted(len(row.tokens) - shown, 'more token')}"]
     return [
         f"first row, {counted(len(row.tokens), 'token')}, of which {row.num_trained} are trained, "
-        f"between {mark[0]} and {mark[1]}:",
+        f"between {MARKS[0]} and {MARKS[1]}:",
         *(f"  {line}" for line in lines),
         *more,
     ]

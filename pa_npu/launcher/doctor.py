@@ -14,7 +14,7 @@ from pa_npu.backends.registry import DEFAULT_BACKEND as DEFAULT_TRAINER
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.engines.registry import DEFAULT_BACKEND, distributions, engine_kind
-from pa_npu.errors import PaNpuError, UserError
+from pa_npu.errors import PaNpuError, UserError, plain
 from pa_npu.launcher.placement import available_cores, port_problem
 from pa_npu.launcher.run_checks import prepare
 from pa_npu.launcher.trainer_versions import installed_versions, nearest_stack, trainer_problems
@@ -161,5 +161,5 @@ def _configuration(config: Config) -> list[str]:
         return [str(error)]
     print("\nconfiguration")
     for line in (*findings.counts, *findings.notes):
-        print(f"  {line}")
+        print(f"  {line if sys.stdout.isatty() else plain(line)}")
     return []

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pa_npu.config.sections.inputs import DataConfig, TrainingDataset
 from pa_npu.data.row_sets import Row, RowSet, first_row_lines, load_rows
-from pa_npu.errors import DataError
+from pa_npu.errors import HIGHLIGHT, DataError, plain
 
 SPECIAL = (
     "<|im_start|>",
@@ -313,9 +313,12 @@ def test_rows_that_are_too_long_are_cut_or_skipped_and_counted(tmp_path: Path) -
 
 def test_the_first_row_shows_what_is_trained(tmp_path: Path) -> None:
     (row,) = load(tmp_path, {"messages": TURNS}).rows
-    lines = first_row_lines(row, tokenizer())
+    coloured = first_row_lines(row, tokenizer())
+    lines = [plain(line) for line in coloured]
     assert f"{len(row.tokens)} tokens, of which {row.num_trained} are trained" in lines[0]
-    assert "  [[cd<|im_end|>]]" in lines and "  ab<|im_end|>" in [line for line in lines]
+    assert "  [[cd<|im_end|>]]" in lines and "  ab<|im_end|>" in lines
+    begin, end = HIGHLIGHT
+    assert f"  {begin}[[cd<|im_end|>]]{end}" in coloured, "on a terminal"
 
 
 def test_the_identity_of_a_row_has_its_weights() -> None:
