@@ -12,21 +12,24 @@ class Milestones:
     """The versions of a run at which something is due.
 
     last: the version that the run ends with. save_every, evaluate_every: in versions; 0: never.
+    has_held_out: whether there is anything to evaluate on.
     """
 
     last: int
     save_every: int = 0
     evaluate_every: int = 0
+    has_held_out: bool = False
 
     @classmethod
     def from_sections(
         cls, *, schedule: ScheduleConfig, checkpoint: CheckpointConfig, has_held_out: bool
     ) -> Milestones:
-        """Returns the milestones of a run. has_held_out: whether there is anything to evaluate on."""
+        """Returns the milestones of a run."""
         return cls(
             last=schedule.iterations,
             save_every=checkpoint.every,
-            evaluate_every=schedule.evaluate_every if has_held_out else 0,
+            evaluate_every=schedule.evaluate_every,
+            has_held_out=has_held_out,
         )
 
     def is_saved(self, version: int) -> bool:
@@ -35,4 +38,9 @@ class Milestones:
 
     def is_evaluated(self, version: int) -> bool:
         """Whether an evaluation of `version` is due by schedule.evaluate_every."""
-        return self.evaluate_every > 0 and version % self.evaluate_every == 0
+        return self.has_held_out and self.evaluate_every > 0 and version % self.evaluate_every == 0
+
+    def has_evaluation(self, version: int) -> bool:
+        """Whether `version` is evaluated at all: the first and the last of a run always are."""
+        is_end = version in (0, self.last)
+        return self.has_held_out and (is_end or self.is_evaluated(version))

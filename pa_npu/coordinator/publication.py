@@ -5,6 +5,7 @@
     DelayedPublication    into a second buffer while they generate; all swap at the border    publish.mode=delayed
     RollingPublication    the same, but each swaps as soon as it has no group left            publish.mode=rolling
     SkippingPublication   as BlockingPublication; trainers may leave a version out            publish.divergence
+    NoPublication         there are no engines (no_publication.py)                            rollout.engines=0
 
     point            when                                                      who does something there
     cross            the trainers are about to have `version`                  all
@@ -160,7 +161,7 @@ class BlockingPublication(Publication):
         await self.written(version)
         probe_prompt = prompt if self.is_probed(version) else None
         held = await self.publish.publish(version, probe_prompt, self._within_s(version))
-        return await self._end(self._note_held(version, held), on_crossed)
+        return await ended(self._note_held(version, held), on_crossed)
 
     def _within_s(self, version: int) -> float:
         """How long the trainers may take until they send `version`."""
@@ -178,14 +179,6 @@ class BlockingPublication(Publication):
         for guest in self.guests:
             guest.engines_hold(self.version)
         return BorderOutcome(held, self.pool.use(), self.fleet.size)
-
-    async def _end(
-        self, outcome: BorderOutcome, on_crossed: OnCrossed
-    ) -> asyncio.Future[BorderOutcome]:
-        await on_crossed(outcome)
-        crossed: asyncio.Future[BorderOutcome] = asyncio.get_running_loop().create_future()
-        crossed.set_result(outcome)
-        return crossed
 
 
 class SkippingPublication(BlockingPublication):
@@ -208,7 +201,7 @@ class SkippingPublication(BlockingPublication):
         unchanged = EnginesHold(
             probe=None, ready_s=now_s, loaded_s=now_s, compared_s=now_s, done_s=now_s
         )
-        return await self._end(self._left(unchanged), on_crossed)
+        return await ended(self._left(unchanged), on_crossed)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -275,7 +268,7 @@ class DelayedPublication(BlockingPublication):
     ) -> asyncio.Future[BorderOutcome]:
         """All engines swap to what they have prepared."""
         self._start_swap(version, prepared, asyncio.Event())
-        return await self._end(await self._swapped(version), on_crossed)
+        return await ended(await self._swapped(version), on_crossed)
 
     def _start_swap(
         self, version: int, prepared: Sequence[Member], begun: asyncio.Event
@@ -327,6 +320,14 @@ class RollingPublication(DelayedPublication):
 
         scope.start(end(), f"border of version {version}")
         return crossed
+
+
+async def ended(outcome: BorderOutcome, on_crossed: OnCrossed) -> asyncio.Future[BorderOutcome]:
+    """Ends a border whose engines all hold the version; returns a future that has its outcome."""
+    await on_crossed(outcome)
+    crossed: asyncio.Future[BorderOutcome] = asyncio.get_running_loop().create_future()
+    crossed.set_result(outcome)
+    return crossed
 
 
 def publication_kind(publish: PublishConfig) -> type[BlockingPublication]:

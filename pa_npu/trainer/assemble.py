@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform as python
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -34,6 +34,7 @@ from pa_npu.telemetry.sample_store import TrainerLogprobs, kept_groups
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.border import TrainerBorder
+from pa_npu.trainer.held_out import HeldOutRows
 from pa_npu.trainer.learner import Learner
 from pa_npu.trainer.loop import IterationChecks
 from pa_npu.trainer.publication import make_publication
@@ -57,6 +58,7 @@ class RankParts:
     publisher: Publisher | None
     late_engines: LateEngines | None
     kept: TrainerLogprobs | None
+    held_out: HeldOutRows
 
     def close(self) -> None:
         self.checks.agreement.close()
@@ -88,10 +90,12 @@ def assemble_rank(
     channel = StoreChannel(store, attempt_prefix())
     if rank == 0:
         TRAINERS_RUN_ON.put(channel, trainers_run_on(config, spec, platform, backend))
-    num_bytes = bucket_bytes(platform, backend)
-    # on all ranks: both make groups
-    weights = backend.published_weights(num_bytes)
-    late_weights = backend.published_weights(num_bytes, trainer_models(config).published_source)
+    weights, late_weights = None, None
+    if config.has_engines:
+        num_bytes = bucket_bytes(platform, backend)
+        # on all ranks: both make groups
+        weights = backend.published_weights(num_bytes)
+        late_weights = backend.published_weights(num_bytes, trainer_models(config).published_source)
     kept = None
     if config.telemetry.samples and backend.place.is_last_stage and backend.place.is_tensor_leader:
         kept = TrainerLogprobs(config.run.dir, rank, kept_groups(config.telemetry.samples))
@@ -113,6 +117,13 @@ def assemble_rank(
         schedule=config.schedule,
         algorithm=config.algorithm,
     )
+    milestones = Milestones.from_sections(
+        schedule=config.schedule,
+        checkpoint=config.checkpoint,
+        has_held_out=bool(config.evaluation_sets),
+    )
+    # where there are engines, these answer held-out questions, and trainers evaluate nothing
+    trainers_evaluate = milestones.has_held_out and not config.has_engines
     agreement = Agreement(config, learner, probes)
     border = TrainerBorder(
         config=config,
@@ -125,11 +136,8 @@ def assemble_rank(
             timeline=timeline,
             timeout_s=config.border_timeout_s,
             freshness=Freshness.of(config),
-            milestones=Milestones.from_sections(
-                schedule=config.schedule,
-                checkpoint=config.checkpoint,
-                has_held_out=bool(config.evaluation_sets),
-            ),
+            milestones=milestones,
+            has_engines=config.has_engines,
         ),
         channel=channel,
         timeline=timeline,
@@ -144,6 +152,13 @@ def assemble_rank(
         publisher=publisher,
         late_engines=late,
         kept=kept,
+        held_out=HeldOutRows(
+            config,
+            learner,
+            channel,
+            timeline,
+            milestones=replace(milestones, has_held_out=trainers_evaluate),
+        ),
     )
 
 
