@@ -12,7 +12,7 @@ index, so a schedule changes times and, with order=completion, slots, but no sam
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.admission import Admission, Admitted, Planner
 from pa_npu.coordinator.answers import answers_of
+from pa_npu.coordinator.delivery import Delivery
 from pa_npu.coordinator.episode import (
     GroupGenerate,
     ScoredGroup,

@@ -23,6 +23,7 @@ from pa_npu.control.held_out import (
     HeldOutSet,
     group_key,
 )
+from pa_npu.control.milestones import Milestones
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.rollout_buffer import trained_columns
 from pa_npu.samples.wire import from_bytes
