@@ -116,15 +116,20 @@ class ServedRun(Variant):
 
     # the coordinator's side
 
-    def published(self, version: int) -> None:
-        """Engines hold `version`: samples are written from here on."""
-        self._version = version
-        self._holds.set()
+    @property
+    def is_running(self) -> bool:
+        """Always true: a request may come at any time."""
+        return True
 
-    async def quiet(self) -> None:
-        """Engines write nothing for others until `published`."""
+    async def make_way(self, version: int) -> None:
+        """Ends all samples in flight; none is written until `engines_hold`."""
         self._holds.clear()
         await cancel(self._running)
+
+    def engines_hold(self, version: int) -> None:
+        """Lets samples be written by `version`, which the engines hold."""
+        self._version = version
+        self._holds.set()
 
     def delivered(self, group: Group, scored: ScoredGroup) -> None:
         """One of the run's groups goes to those who ask for them, as it goes to the trainers."""
