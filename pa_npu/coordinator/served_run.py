@@ -42,6 +42,7 @@ from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.errors import PaNpuError
+from pa_npu.samples.attachments import described
 from pa_npu.samples.group import IDENTITY, PER_SAMPLE, PER_TOKEN, Group
 from pa_npu.samples.seeds import group_seed
 
@@ -135,13 +136,12 @@ class ServedRun(Variant):
         """One of the run's groups goes to those who ask for them, as it goes to the trainers."""
         about = {name: getattr(group, name) for name in IDENTITY}
         about |= {"prompt": scored.prompt.text, "answer": scored.prompt.answer}
-        self._kept.append(
-            _Kept(
-                next(self._rows),
-                group,
-                {**about, "responses": [one.text for one in scored.samples]},
-            )
-        )
+        about["responses"] = [sample.text for sample in scored.samples]
+        if group.placeholders:
+            about["attachments"] = [described(sample.placeholders) for sample in scored.samples]
+            # images of a thousand groups would fill the memory
+            group = replace(group, placeholders=())
+        self._kept.append(_Kept(next(self._rows), group, about))
         self._arrived.set()
 
     # the others' side
