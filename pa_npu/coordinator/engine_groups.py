@@ -12,7 +12,7 @@ index, so a schedule changes times and, with order=completion, slots, but no sam
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.admission import Admission, Admitted, Planner
 from pa_npu.coordinator.answers import answers_of
+from pa_npu.coordinator.delivery import Delivery
 from pa_npu.coordinator.episode import (
     GroupGenerate,
     ScoredGroup,
@@ -31,7 +32,6 @@ from pa_npu.coordinator.episode import (
 )
 from pa_npu.coordinator.group_source import Deliver
 from pa_npu.coordinator.producer import Producer
-from pa_npu.coordinator.roles import Roles
 from pa_npu.coordinator.updates import EveryGroup
 from pa_npu.coordinator.variants import Pace, Points, TailMeter, Variant
 from pa_npu.data.prompts import Prompt
@@ -189,7 +189,8 @@ def producer_on_engines(
     work: GroupCost,
     store_thread: Executor,
     variants: Sequence[Variant] = (),
-    roles: Roles | None = None,
+    *,
+    streamed: Callable[..., Delivery] = Delivery,
 ) -> Producer:
     """Makes the producer whose groups engines write; see Producer and EngineGroups."""
     source = EngineGroups(
@@ -209,5 +210,5 @@ def producer_on_engines(
         work=work,
         store_thread=store_thread,
         variants=variants,
-        roles=roles,
+        streamed=streamed,
     )

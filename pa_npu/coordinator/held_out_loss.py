@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from pa_npu.control.held_out import (
     HeldOutSets,
     group_key,
 )
+from pa_npu.control.milestones import Milestones
+from pa_npu.coordinator.evaluate import Evaluations
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.coordinator.row_groups import group_of
 from pa_npu.data.row_sets import Row, RowSet
@@ -28,14 +30,15 @@ from pa_npu.telemetry.timeline import Timeline
 
 
 @dataclass(eq=False, repr=False)
-class HeldOutLosses:
-    """Has the calls of RunEvaluations. sets: by name; without any nothing is evaluated."""
+class HeldOutLosses(Evaluations):
+    """Evaluates by the loss of held-out rows. sets: by name, at least one."""
 
     config: Config
     channel: StoreChannel
     sets: Mapping[str, RowSet]
     records: RunRecords
     timeline: Timeline
+    milestones: Milestones
 
     def send(self) -> None:
         """Puts all sets where the trainers find them, once."""
@@ -43,16 +46,13 @@ class HeldOutLosses:
         self._known = {held_out.name: held_out for held_out in known}
         HELD_OUT_SETS.put(self.channel, HeldOutSets(tuple(known)))
 
-    def is_due(self, version: int) -> bool:
-        """Whether the version is evaluated: the first and the last always are."""
-        return self.config.evaluates_loss(version)
-
-    def is_overlapped(self, version: int) -> bool:
-        """Never: who would evaluate trains."""
-        return False
-
-    async def evaluate(self, version: int) -> dict[str, Any]:
+    async def before_producing(
+        self, version: int, recorded: Callable[[], Awaitable[None]]
+    ) -> dict[str, Any] | None:
         """Waits for the trainers, which evaluate before they train; returns the record."""
+        if not self.milestones.is_measured(version):
+            return None
+        await recorded()
         with self.timeline.span("evaluate", version=version):
             told = await HELD_OUT_LOSS.wait_async(
                 self.channel, self.config.wait_timeout_s, version=version
@@ -82,10 +82,6 @@ class HeldOutLosses:
         }
         self.records.write_held_out_loss(record)
         return record
-
-    def start(self, version: int) -> None:
-        """Never called: nothing is overlapped."""
-        raise AssertionError(f"version {version} is evaluated by the trainers")
 
     def _chosen(self, sets: Mapping[str, Mapping[str, Any]]) -> float:
         """The loss that checkpoint.keep_best goes by: of the set that evaluate.metric names, or the

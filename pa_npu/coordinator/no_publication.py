@@ -1,7 +1,4 @@
-"""Crossing an iteration border without engines: the trainers say that they hold a version, and its iteration begins.
-
-NoPublication has the calls of BorderCrossing (border.py), for runs whose groups nobody writes.
-"""
+"""The publication of a run without engines: trainers say that they hold a version, and its iteration begins."""
 
 from __future__ import annotations
 
@@ -9,39 +6,55 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
-from pa_npu.coordinator.record import Border
+from pa_npu.control.tasks import TaskScope
+from pa_npu.coordinator.publication import OnCrossed, Publication
+from pa_npu.coordinator.record import BorderOutcome
 from pa_npu.data.prompts import Prompt
 from pa_npu.publish.coordinator_side import EnginesHold
 from pa_npu.publish.messages import READY
 
 
-@dataclass(eq=False, repr=False)
-class NoPublication:
-    """Takes a run from one weight version to the next. published: the one that is trained now; None
-    before the first.
+@dataclass(eq=False, repr=False, kw_only=True)
+class NoPublication(Publication):
+    """Brings versions to nobody.
+
+    Args:
+        first: the version that the run begins with.
+        startup_timeout_s: how long trainers may take until they hold the first version.
+        wait_timeout_s: the same of every later version.
     """
 
-    config: Config
     channel: StoreChannel
-    published: int | None = field(default=None, init=False)
+    first: int
+    startup_timeout_s: float
+    wait_timeout_s: float
+    _version: int = field(default=-1, init=False)
 
-    async def cross(self, version: int, prompt: Prompt | None, *, is_first: bool) -> Border:
+    @property
+    def version(self) -> int:
+        assert self._version >= 0, "no border has been crossed"
+        return self._version
+
+    async def cross(
+        self, version: int, prompt: Prompt, on_crossed: OnCrossed, scope: TaskScope
+    ) -> asyncio.Future[BorderOutcome]:
         """Waits until the trainers hold `version`. Raises DeadlineExceeded."""
-        run = self.config.run
-        within_s = run.startup_timeout_s if is_first else self.config.wait_timeout_s
+        within_s = self.startup_timeout_s if version == self.first else self.wait_timeout_s
         await READY.wait_async(self.channel, within_s, version=version)
-        self.published = version
+        self._version = version
         now_s = time.perf_counter()
-        return Border(EnginesHold(None, now_s, now_s, now_s, now_s), use={}, engines=0)
+        held = EnginesHold(
+            probe=None, ready_s=now_s, loaded_s=now_s, compared_s=now_s, done_s=now_s
+        )
+        outcome = BorderOutcome(held, use={}, engines=0)
+        await on_crossed(outcome)
+        crossed: asyncio.Future[BorderOutcome] = asyncio.get_running_loop().create_future()
+        crossed.set_result(outcome)
+        return crossed
 
-    async def rest(self, version: int) -> Border:
-        """Never asked for: `cross` takes all of a border."""
-        raise AssertionError(f"the border of version {version} is crossed already")
-
-    def expect(self, version: int, crossed: asyncio.Future[Border]) -> None:
-        """Nothing arrives while an iteration is trained."""
+    def expect(self, version: int, crossed: asyncio.Future[BorderOutcome]) -> None:
+        """Nothing comes while an iteration is trained."""
 
     async def close(self) -> None:
         """Nothing is under way."""

@@ -29,14 +29,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.delivery import Delivery, HeldDelivery, Produced, Production
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.group_source import DeliveryTimes, GroupSource, IterationGroups
-from pa_npu.coordinator.roles import Roles, RolesDelivery
 from pa_npu.coordinator.updates import EveryGroup
 from pa_npu.coordinator.variants import Points, Variant
 from pa_npu.data.prompts import Prompt
@@ -73,7 +71,8 @@ class Producer:
 
     source: where groups come from. work: what training a group costs. store_thread: a
     single-threaded executor for the buffer's blocking calls; one thread keeps their order.
-    variants: the features that this run uses. roles: where devices decode and train.
+    variants: the features that this run uses. streamed: makes the delivery of an iteration whose
+    groups are handed over as they finish.
     """
 
     config: Config
@@ -82,11 +81,9 @@ class Producer:
     work: GroupCost
     store_thread: Executor
     variants: Sequence[Variant] = ()
-    roles: Roles | None = field(default=None, kw_only=True)
+    streamed: Callable[..., Delivery] = field(default=Delivery, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.roles is not None:
-            self.variants = [*self.variants, self.roles]
         self._algorithm = build_algorithm(self.config)
 
     async def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
@@ -144,12 +141,8 @@ class Producer:
         )
         production = Production(iteration, kept_groups(config.telemetry.samples))
         points = Points([*self.variants, *groups.variants, production, *variants])
-        kind: Callable[..., Delivery] = Delivery
-        if not config.streams(iteration):
-            kind = HeldDelivery
-        elif self.roles is not None:
-            kind = partial(RolesDelivery, roles=self.roles)
-        delivery = kind(
+        make_delivery = self.streamed if config.streams(iteration) else HeldDelivery
+        delivery = make_delivery(
             config=config,
             algorithm=self._algorithm,
             production=production,

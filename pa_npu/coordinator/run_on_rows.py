@@ -19,7 +19,9 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import TRAINERS_RUN_ON, RunsOn
+from pa_npu.control.milestones import Milestones
 from pa_npu.coordinator.chain import RunChain
+from pa_npu.coordinator.evaluate import Evaluations
 from pa_npu.coordinator.held_out_loss import HeldOutLosses
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.loop import Coordinator, IterationEnd
@@ -69,8 +71,13 @@ async def run_on_rows(config: Config) -> None:
             store_thread=store_thread,
         )
         freshness = Freshness.of(config)
-        evaluations = HeldOutLosses(config, channel, held_out, records, timeline)
-        evaluations.send()
+        evaluations = Evaluations()
+        if held_out:
+            milestones = Milestones.from_sections(
+                schedule=config.schedule, checkpoint=config.checkpoint, has_held_out=True
+            )
+            evaluations = HeldOutLosses(config, channel, held_out, records, timeline, milestones)
+            evaluations.send()
         trainers = await TRAINERS_RUN_ON.wait_async(channel, limit_s)
         runs_on = RunsOn(trainers, ())
         records.write_runs_on(runs_on)
@@ -82,8 +89,14 @@ async def run_on_rows(config: Config) -> None:
             config, channel, producer, timeline, freshness, updates, train, first
         )
         coordinator = Coordinator(
-            config=config,
-            border=NoPublication(config, channel),
+            first=first,
+            last=schedule.iterations,
+            publication=NoPublication(
+                channel=channel,
+                first=first,
+                startup_timeout_s=limit_s,
+                wait_timeout_s=config.wait_timeout_s,
+            ),
             ahead=ahead,
             evaluations=evaluations,
             iteration_end=IterationEnd(config, channel, None, records, chain),
@@ -91,7 +104,7 @@ async def run_on_rows(config: Config) -> None:
         gc.collect()
         # what is here stays to the run's end, and every full collection would look at it again
         gc.freeze()
-        await coordinator.run(first)
+        await coordinator.run()
 
 
 def open_stream(config: Config, loaded: list[RowSet]) -> RowGroupStream:

@@ -23,6 +23,7 @@ from pa_npu.control.held_out import (
     HeldOutSet,
     group_key,
 )
+from pa_npu.control.milestones import Milestones
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.rollout_buffer import trained_columns
 from pa_npu.samples.wire import from_bytes
@@ -49,11 +50,12 @@ class HeldOutRows:
     learner: Learner
     channel: StoreChannel
     timeline: Timeline
+    milestones: Milestones
     _shares: list[_Share] | None = field(default=None, init=False)
 
     def at_border(self, version: int) -> None:
         """Computes the loss of all sets where that is due, and tells the coordinator."""
-        if not self.config.evaluates_loss(version):
+        if not self.milestones.is_measured(version):
             return
         start_s = time.perf_counter()
         with self.timeline.span("evaluate", version=version):
