@@ -12,24 +12,21 @@ class Milestones:
     """The versions of a run at which something is due.
 
     last: the version that the run ends with. save_every, evaluate_every: in versions; 0: never.
-    has_held_out: whether there is anything to evaluate on.
     """
 
     last: int
     save_every: int = 0
     evaluate_every: int = 0
-    has_held_out: bool = False
 
     @classmethod
     def from_sections(
         cls, *, schedule: ScheduleConfig, checkpoint: CheckpointConfig, has_held_out: bool
     ) -> Milestones:
-        """Returns the milestones of a run."""
+        """Returns the milestones of a run. has_held_out: whether there is anything to evaluate on."""
         return cls(
             last=schedule.iterations,
             save_every=checkpoint.every,
-            evaluate_every=schedule.evaluate_every,
-            has_held_out=has_held_out,
+            evaluate_every=schedule.evaluate_every if has_held_out else 0,
         )
 
     def is_saved(self, version: int) -> bool:
@@ -38,9 +35,10 @@ class Milestones:
 
     def is_evaluated(self, version: int) -> bool:
         """Whether an evaluation of `version` is due by schedule.evaluate_every."""
-        return self.has_held_out and self.evaluate_every > 0 and version % self.evaluate_every == 0
+        return self.evaluate_every > 0 and version % self.evaluate_every == 0
 
-    def has_evaluation(self, version: int) -> bool:
-        """Whether `version` is evaluated at all: the first and the last of a run always are."""
-        is_end = version in (0, self.last)
-        return self.has_held_out and (is_end or self.is_evaluated(version))
+    def is_measured(self, version: int) -> bool:
+        """Whether `version` is evaluated where there is anything to evaluate on: when it is due, and
+        always as the first or the last one of a run.
+        """
+        return version in (0, self.last) or self.is_evaluated(version)

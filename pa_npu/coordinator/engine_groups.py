@@ -189,6 +189,7 @@ def producer_on_engines(
     work: GroupCost,
     store_thread: Executor,
     variants: Sequence[Variant] = (),
+    *,
     streamed: Callable[..., Delivery] = Delivery,
 ) -> Producer:
     """Makes the producer whose groups engines write; see Producer and EngineGroups."""

@@ -266,11 +266,15 @@ class ForegroundEvaluations(Evaluations):
     async def before_producing(
         self, version: int, recorded: Callable[[], Awaitable[None]]
     ) -> dict[str, Any] | None:
-        if not self.milestones.has_evaluation(version):
+        if not self.is_due(version):
             return None
         await recorded()
         with self.timeline.span("evaluate", version=version):
             return self._record(await self.evaluator.evaluate(version))
+
+    def is_due(self, version: int) -> bool:
+        """Whether the version is evaluated: the first and the last of a run always are."""
+        return self.milestones.is_measured(version)
 
     def _record(self, evaluation: Evaluation) -> dict[str, Any]:
         metric = self.evaluator.config.evaluate.metric
@@ -297,7 +301,7 @@ class BackgroundEvaluations(ForegroundEvaluations):
 
     def after_producing(self, version: int) -> None:
         """Starts the evaluation of `version` where it is due."""
-        if self.milestones.has_evaluation(version):
+        if self.is_due(version):
             self._running = asyncio.create_task(
                 self._whole(version), name=f"evaluation of version {version}"
             )

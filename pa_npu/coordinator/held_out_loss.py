@@ -31,7 +31,7 @@ from pa_npu.telemetry.timeline import Timeline
 
 @dataclass(eq=False, repr=False)
 class HeldOutLosses(Evaluations):
-    """Evaluations by the trainers. sets: by name; without any nothing is evaluated."""
+    """Evaluates by the loss of held-out rows. sets: by name, at least one."""
 
     config: Config
     channel: StoreChannel
@@ -50,7 +50,7 @@ class HeldOutLosses(Evaluations):
         self, version: int, recorded: Callable[[], Awaitable[None]]
     ) -> dict[str, Any] | None:
         """Waits for the trainers, which evaluate before they train; returns the record."""
-        if not self.milestones.has_evaluation(version):
+        if not self.milestones.is_measured(version):
             return None
         await recorded()
         with self.timeline.span("evaluate", version=version):

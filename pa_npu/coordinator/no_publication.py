@@ -17,7 +17,13 @@ from pa_npu.publish.messages import READY
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class NoPublication(Publication):
-    """Publishes nothing. Arguments as of BlockingPublication."""
+    """Brings versions to nobody.
+
+    Args:
+        first: the version that the run begins with.
+        startup_timeout_s: how long trainers may take until they hold the first version.
+        wait_timeout_s: the same of every later version.
+    """
 
     channel: StoreChannel
     first: int
@@ -27,8 +33,7 @@ class NoPublication(Publication):
 
     @property
     def version(self) -> int:
-        """The version that is trained now."""
-        assert self._version >= 0, "trainers hold no version yet"
+        assert self._version >= 0, "no border has been crossed"
         return self._version
 
     async def cross(
@@ -45,7 +50,7 @@ class NoPublication(Publication):
         return await ended(BorderOutcome(held, use={}, engines=0), on_crossed)
 
     def expect(self, version: int, crossed: asyncio.Future[BorderOutcome]) -> None:
-        """Nothing arrives while an iteration is trained."""
+        """Nothing comes while an iteration is trained."""
 
     async def close(self) -> None:
         """Nothing is under way."""

@@ -21,6 +21,7 @@ from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import TRAINERS_RUN_ON, RunsOn
 from pa_npu.control.milestones import Milestones
 from pa_npu.coordinator.chain import RunChain
+from pa_npu.coordinator.evaluate import Evaluations
 from pa_npu.coordinator.held_out_loss import HeldOutLosses
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.loop import Coordinator, IterationEnd
@@ -71,11 +72,13 @@ async def run_on_rows(config: Config) -> None:
             store_thread=store_thread,
         )
         freshness = Freshness.of(config)
-        milestones = Milestones.from_sections(
-            schedule=config.schedule, checkpoint=config.checkpoint, has_held_out=bool(held_out)
-        )
-        evaluations = HeldOutLosses(config, channel, held_out, records, timeline, milestones)
-        evaluations.send()
+        evaluations = Evaluations()
+        if held_out:
+            milestones = Milestones.from_sections(
+                schedule=config.schedule, checkpoint=config.checkpoint, has_held_out=True
+            )
+            evaluations = HeldOutLosses(config, channel, held_out, records, timeline, milestones)
+            evaluations.send()
         trainers = await TRAINERS_RUN_ON.wait_async(channel, limit_s)
         runs_on = RunsOn(trainers, ())
         records.write_runs_on(runs_on)
@@ -86,16 +89,15 @@ async def run_on_rows(config: Config) -> None:
         ahead = IterationsAhead(
             config, channel, producer, timeline, freshness, updates, train, first
         )
-        publication = NoPublication(
-            channel=channel,
-            first=first,
-            startup_timeout_s=limit_s,
-            wait_timeout_s=config.wait_timeout_s,
-        )
         coordinator = Coordinator(
             first=first,
             last=schedule.iterations,
-            publication=publication,
+            publication=NoPublication(
+                channel=channel,
+                first=first,
+                startup_timeout_s=limit_s,
+                wait_timeout_s=config.wait_timeout_s,
+            ),
             ahead=ahead,
             evaluations=evaluations,
             iteration_end=IterationEnd(config, channel, NothingScheduled(), records, chain),

@@ -52,11 +52,13 @@ class ProbePlan:
         num_responses = MIN_RESPONSES
         if decides_publishes(publish):
             num_responses = rollout.responses_per_prompt
-        has_engines = rollout.engines > 0
         is_on_policy = schedule.max_staleness == 0
         replays_routers = algorithm.router_replay != "none"
         return cls(
             num_tokens=publish.probe_tokens,
             num_responses=num_responses,
-            rides=has_engines and publish.probe_tokens > 0 and is_on_policy and not replays_routers,
+            rides=rollout.engines > 0
+            and publish.probe_tokens > 0
+            and is_on_policy
+            and not replays_routers,
         )

@@ -39,7 +39,7 @@ def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float
     if "rows" in record:
         fields = [
             number,
-            f"epoch {show('epoch', '6.2f')} rows {show('rows', '5d')}",
+            f"epoch {show('epoch', '6.2f')} rows {show('rows', '5.0f')}",
             f"loss {show('loss', '8.4f')} entropy {show('entropy', '6.3f')} grad "
             f"{show('grad_norm', '7.3f')} rate {show('learning_rate', '9.2e')}",
             f"tokens/s {show('tokens_per_s', '8.0f')}",

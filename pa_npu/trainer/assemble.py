@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform as python
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -37,7 +37,7 @@ from pa_npu.trainer.border import TrainerBorder
 from pa_npu.trainer.held_out import HeldOutRows
 from pa_npu.trainer.learner import Learner
 from pa_npu.trainer.loop import IterationChecks
-from pa_npu.trainer.publication import make_publication
+from pa_npu.trainer.publication import NoPublication, Publication, make_publication
 from pa_npu.weight_transfer.transport import HOST_BACKEND
 
 # A publish keeps up to four buckets in the leader's memory: two on the wire, two being gathered
@@ -58,7 +58,7 @@ class RankParts:
     publisher: Publisher | None
     late_engines: LateEngines | None
     kept: TrainerLogprobs | None
-    held_out: HeldOutRows
+    held_out: HeldOutRows | None
 
     def close(self) -> None:
         self.checks.agreement.close()
@@ -117,18 +117,16 @@ def assemble_rank(
         schedule=config.schedule,
         algorithm=config.algorithm,
     )
+    agreement = Agreement(config, learner, probes)
     milestones = Milestones.from_sections(
         schedule=config.schedule,
         checkpoint=config.checkpoint,
         has_held_out=bool(config.evaluation_sets),
     )
-    # where there are engines, these answer held-out questions, and trainers evaluate nothing
-    trainers_evaluate = milestones.has_held_out and not config.has_engines
-    agreement = Agreement(config, learner, probes)
-    border = TrainerBorder(
-        config=config,
-        learner=learner,
-        publication=make_publication(
+    publication: Publication
+    held_out = None
+    if config.has_engines:
+        publication = make_publication(
             config.publish,
             learner=learner,
             publisher=publisher,
@@ -137,8 +135,15 @@ def assemble_rank(
             timeout_s=config.border_timeout_s,
             freshness=Freshness.of(config),
             milestones=milestones,
-            has_engines=config.has_engines,
-        ),
+        )
+    else:
+        publication = NoPublication(learner=learner, channel=channel)
+        if config.evaluation_sets:
+            held_out = HeldOutRows(config, learner, channel, timeline, milestones)
+    border = TrainerBorder(
+        config=config,
+        learner=learner,
+        publication=publication,
         channel=channel,
         timeline=timeline,
         agreement=agreement,
@@ -152,13 +157,7 @@ def assemble_rank(
         publisher=publisher,
         late_engines=late,
         kept=kept,
-        held_out=HeldOutRows(
-            config,
-            learner,
-            channel,
-            timeline,
-            milestones=replace(milestones, has_held_out=trainers_evaluate),
-        ),
+        held_out=held_out,
     )
 
 

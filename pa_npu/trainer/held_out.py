@@ -55,7 +55,7 @@ class HeldOutRows:
 
     def at_border(self, version: int) -> None:
         """Computes the loss of all sets where that is due, and tells the coordinator."""
-        if not self.milestones.has_evaluation(version):
+        if not self.milestones.is_measured(version):
             return
         start_s = time.perf_counter()
         with self.timeline.span("evaluate", version=version):

@@ -250,11 +250,8 @@ def make_publication(
     timeout_s: float,
     freshness: Freshness,
     milestones: Milestones,
-    has_engines: bool,
-) -> Publication:
-    """Makes the policy that the run's keys ask for; arguments as of the policies."""
-    if not has_engines:
-        return NoPublication(learner=learner, channel=channel)
+) -> BlockingPublication:
+    """Makes the policy that the keys of a run with engines ask for; arguments as of the policies."""
     if publish.divergence is not None:
         choice = PublishedVersions(
             probes=learner, limit=publish.divergence, freshness=freshness, milestones=milestones

@@ -166,7 +166,7 @@ class Records:
 def in_background(engine: Engine) -> tuple[BackgroundEvaluations, Records]:
     """Evaluations while versions are trained; every version is due."""
     records: Any = Records()
-    due = Milestones(last=100, evaluate_every=1, has_held_out=True)
+    due = Milestones(last=100, evaluate_every=1)
     evaluator = make(engine, overlap=True)
     return BackgroundEvaluations(evaluator, records, Timeline(None, ""), due), records
 

@@ -272,7 +272,7 @@ async def test_new_groups_go_to_the_first_engines_that_have_swapped_while_others
     assert border.events == ["swap 1", "written before 1", "crossed"]
 
 
-@pytest.mark.parametrize("due", [{"save_every": 1}, {"evaluate_every": 1, "has_held_out": True}])
+@pytest.mark.parametrize("due", [{"save_every": 1}, {"evaluate_every": 1}])
 async def test_engines_swap_together_to_a_version_that_is_saved_or_evaluated(
     due: dict[str, Any],
 ) -> None:

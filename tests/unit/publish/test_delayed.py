@@ -190,7 +190,6 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
             timeout_s=config.border_timeout_s,
             freshness=Freshness.of(config),
             milestones=milestones(config),
-            has_engines=True,
         ),
         channel=channel,
         timeline=timeline,

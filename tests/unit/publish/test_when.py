@@ -162,7 +162,6 @@ def test_without_the_key_every_version_is_published_and_nothing_is_measured() ->
             timeout_s=1.0,
             freshness=Freshness.of(chosen),
             milestones=milestones(chosen),
-            has_engines=True,
         )
 
     assert type(policy(config)) is BlockingPublication
