@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -17,3 +19,22 @@ def as_json(value: Any, max_characters: int = 80) -> str:
     if len(text) <= max_characters:
         return text
     return text[: max_characters - 3] + "..."
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that `name` is probably a misspelling of, or None."""
+    by_letters = {_letters(candidate): candidate for candidate in known}
+    similar = difflib.get_close_matches(_letters(name), list(by_letters), n=3, cutoff=0.6)
+    # letters in another order are the likelier slip: gpro is grpo, not gspo
+    similar.sort(key=lambda candidate: sorted(candidate) != sorted(_letters(name)))
+    return by_letters[similar[0]] if similar else None
+
+
+def choose_among(name: str, known: Iterable[str]) -> str:
+    """Returns the remedy for an unknown name: the known name that is nearest, if one is near."""
+    nearest = nearest_name(name, known)
+    return f"did you mean {nearest}?" if nearest else "use one of these"
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("_", "-")
