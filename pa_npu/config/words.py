@@ -13,6 +13,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
+def three_digits(value: float) -> str:
+    """Returns the number with three significant digits and no exponent: 1030, not 1.03e+03."""
+    return f"{float(f'{value:.3g}'):.15g}"
+
+
 def as_json(value: Any, max_characters: int = 80) -> str:
     """Returns the value as JSON, cut to `max_characters`."""
     text = json.dumps(value, default=str, ensure_ascii=False)

@@ -6,7 +6,7 @@ import pytest
 
 from pa_npu.algorithm.rules import load_config
 from pa_npu.config.user_code import check_name
-from pa_npu.config.words import choose_among, nearest_name
+from pa_npu.config.words import choose_among, nearest_name, three_digits
 from pa_npu.errors import ConfigError
 
 INPUTS = ["model.path=m", "data.train=t.jsonl"]
@@ -56,3 +56,11 @@ def test_names_differ_by_case_and_by_dash_or_underscore_only() -> None:
     assert nearest_name("LEAVE_ONE_OUT", ["centred", "leave-one-out"]) == "leave-one-out"
     assert nearest_name("zzz", ["centred", "leave-one-out"]) is None
     assert choose_among("zzz", ["centred"]) == "use one of these"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1028.7, "1030"), (123456.0, "123000"), (24.2, "24.2"), (29.04, "29"), (0.2651, "0.265")],
+)
+def test_a_number_of_a_sentence_has_three_digits_and_no_exponent(value: float, text: str) -> None:
+    assert three_digits(value) == text
