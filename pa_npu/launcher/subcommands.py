@@ -46,8 +46,8 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "sections of the configuration (in YAML files, or as section.key=value on the command "
         "line):\n\n"
-        f"{sections_help()}\n\n`pa-npu run --help SECTION` has the keys of a section, `pa-npu run "
-        "--help all` those of all; docs/configuration.md too"
+        f"{sections_help()}\n\n`pa-npu run --help SECTION` has the keys of a section, `--help "
+        "KEY` one key, `--help all` all of them; docs/configuration.md too"
     )
     parser.add_argument("--dry-run", action="store_true", help="what `pa-npu plan` does")
     parser.add_argument(
