@@ -29,7 +29,7 @@ def as_json(value: Any, max_characters: int = 80) -> str:
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name that `name` is probably a misspelling of, or None."""
     by_letters = {_letters(candidate): candidate for candidate in known}
-    similar = difflib.get_close_matches(_letters(name), list(by_letters), n=3, cutoff=0.6)
+    similar = difflib.get_close_matches(_letters(name), list(by_letters), n=3, cutoff=0.7)
     # letters in another order are the likelier slip: gpro is grpo, not gspo
     similar.sort(key=lambda candidate: sorted(candidate) != sorted(_letters(name)))
     return by_letters[similar[0]] if similar else None

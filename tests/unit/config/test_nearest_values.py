@@ -34,7 +34,10 @@ def test_a_misspelled_value_is_answered_with_the_nearest(override: str, meant: s
     assert override.partition("=")[0] in str(refused.value)
 
 
-@pytest.mark.parametrize("override", ["algorithm.kl_in=sideways", "telemetry.trackers=[comet]"])
+@pytest.mark.parametrize(
+    "override",
+    ["algorithm.kl_in=sideways", "telemetry.trackers=[comet]", "run.device=tpu", "run.device=gpu"],
+)
 def test_a_value_that_is_near_to_none_is_answered_with_all(override: str) -> None:
     """Negative control: a guess that is far off would mislead."""
     with pytest.raises(ConfigError) as refused:
