@@ -29,9 +29,10 @@ def as_json(value: Any, max_characters: int = 80) -> str:
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
     """Returns the known name that `name` is probably a misspelling of, or None."""
     by_letters = {_letters(candidate): candidate for candidate in known}
-    similar = difflib.get_close_matches(_letters(name), list(by_letters), n=3, cutoff=0.7)
+    written = _letters(name)
     # letters in another order are the likelier slip: gpro is grpo, not gspo
-    similar.sort(key=lambda candidate: sorted(candidate) != sorted(_letters(name)))
+    swapped = [letters for letters in by_letters if sorted(letters) == sorted(written)]
+    similar = swapped or difflib.get_close_matches(written, list(by_letters), n=1, cutoff=0.7)
     return by_letters[similar[0]] if similar else None
 
 

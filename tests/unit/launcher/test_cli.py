@@ -92,6 +92,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["report"], "the following arguments are required: RUN; see pa-npu report --help"),
         (["frobnicate"], "'frobnicate' is no sub-command of run, plan"),
         (["raport", "runs/none"], "did you mean report?"),
+        (["rnu"], "did you mean run?"),
         ([], "a sub-command is needed: run, plan"),
         (["plan", "--device", "gpu"], "--device: invalid choice: 'gpu'"),
         (["selftest", "--device", "gpu"], "see pa-npu selftest --help"),
