@@ -13,6 +13,7 @@ from typing import Any
 from pa_npu.algorithm.advantages import KNOWN_ADVANTAGES
 from pa_npu.algorithm.algorithm import Algorithm
 from pa_npu.algorithm.registry import KINDS, build_algorithm
+from pa_npu.algorithm.row_rules import broken_source
 from pa_npu.config import load
 from pa_npu.config.rules.unread import unread_keys
 from pa_npu.config.schema import Config
@@ -38,6 +39,7 @@ def broken_rules(config: Config) -> Iterator[str]:
 def rules_of(algorithm: Algorithm) -> Iterator[str]:
     """The same of an algorithm whose code is known to import."""
     config = algorithm.config
+    yield from broken_source(algorithm)
     yield from unread_keys(config, algorithm.unread)
     yield from algorithm.broken_rules()
     if (

@@ -21,7 +21,7 @@ from pa_npu.config.keys import keys_help, sections_help
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
-from pa_npu.errors import UserError
+from pa_npu.errors import UserError, plain
 from pa_npu.launcher.arguments import existing_path, new_path
 from pa_npu.planning import automatic
 from pa_npu.telemetry.report import WARMUP_ITERATIONS
@@ -132,6 +132,8 @@ def plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
         *placement,
     ]
     lines += [f"note: {note}" for note in findings.notes]
+    if not sys.stdout.isatty():
+        lines = [plain(line) for line in lines]
     print("\n".join(f"# {line}" if options.full else line for line in lines))
     print(
         dump_config(config)

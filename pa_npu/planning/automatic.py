@@ -57,6 +57,11 @@ def load(paths: Iterable[str], overrides: Sequence[str], say: Callable[[str], No
         return validated(tree, places, broken_rules)
     given = {key: _section(tree, key).get(_name(key)) for key in KEYS if key not in asked}
     base = validated(_without(tree, asked), places, broken_rules)
+    if not base.has_engines:
+        raise ConfigError(
+            f"{asked[0]}: auto divides devices between engines and trainers, and this run has no "
+            "engines (rollout.engines = 0); give a number"
+        )
     check_algorithm(base)  # whose models are counted
     devices = _num_devices(base, asked[0])
     try:
@@ -190,6 +195,8 @@ def with_places(
     leaves their cache less.
     """
     rollout = config.rollout
+    if not config.has_engines:
+        return config
     if "max_num_seqs" in rollout.model_fields_set or rollout.attach or config.num_shared_engines:
         return config
     if own_memory and device_bytes is None:

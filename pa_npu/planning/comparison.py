@@ -102,9 +102,10 @@ class Compared:
 def compare(
     config: Config, spec: ModelSpec, typical: TypicalSpeed | None = None
 ) -> Compared | None:
-    """Predicts the ways; None where a run's engines are not all its own and alike."""
+    """Predicts the ways; None where a run has no engines, or they are not all its own and alike."""
     if (
-        config.rollout.attach
+        not config.has_engines
+        or config.rollout.attach
         or config.rollout.engine_settings
         or config.placement.devices is not None
     ):

@@ -134,7 +134,7 @@ def broken_evaluation(c: ConfigTree) -> Iterator[str]:
                 "and underlines"
             )
     name, _, metric = (e.metric or "").partition("/")
-    names = metric_names(e.samples)
+    names = metric_names(e.samples) if c.has_engines else ["loss"]
     if e.metric is not None and (name not in c.evaluation_sets or metric not in names):
         yield (
             f"evaluate.metric: {e.metric} is none of {', '.join(c.evaluation_sets) or 'no sets'} "
