@@ -156,15 +156,12 @@ def arranged(
 
 def prefix_keys(
     tokens: npt.NDArray[np.int32], placeholders: Sequence[Placeholders]
-) -> npt.NDArray[np.integer[Any]]:
+) -> npt.NDArray[np.int64]:
     """Returns what two sequences must have in common to have a beginning in common, [tokens].
 
-    The tokens themselves where nothing is attached. Otherwise int64 in which a run's first token is
-    a number that says what the run stands for, so that sequences part there unless they show the
-    same arrays.
+    int64: the tokens, but for each run's first one. That is a number that says what the run stands
+    for, so that sequences part there unless they show the same arrays.
     """
-    if not placeholders:
-        return tokens
     keys = tokens.astype(np.int64)
     for run in placeholders:
         keys[run.start] = run.key(int(tokens[run.start]))

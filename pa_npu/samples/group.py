@@ -428,9 +428,11 @@ class Group:
 
     @property
     def prefix_keys(self) -> np.ndarray:
-        """[sum of lengths]: equal, from a sample's first on, where two samples begin alike;
-        attachments.prefix_keys.
+        """[sum of lengths]: equal, from a sample's first on, where two samples begin alike. The
+        tokens themselves where nothing is attached, else int64 (attachments.prefix_keys).
         """
+        if not self.placeholders:
+            return self.tokens
         return self.cached("keys", lambda: prefix_keys(self.tokens, self.placeholders))
 
     @property

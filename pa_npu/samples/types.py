@@ -104,8 +104,10 @@ class Sample:
 
     @cached_property
     def prefix_keys(self) -> npt.NDArray[np.integer[Any]]:
-        """[T]: equal, from the first on, where two samples begin alike; attachments.prefix_keys."""
-        return prefix_keys(self.tokens, self.placeholders)
+        """[T]: equal, from the first on, where two samples begin alike. The tokens themselves where
+        nothing is attached, else int64 (attachments.prefix_keys).
+        """
+        return prefix_keys(self.tokens, self.placeholders) if self.placeholders else self.tokens
 
 
 @dataclass(frozen=True, eq=False)

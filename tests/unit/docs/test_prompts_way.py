@@ -100,6 +100,7 @@ ASIDE = {
     "algorithm/agreement.py": "statistics of log-prob differences",
     "algorithm/gradient_formulas.py": "the loss's gradient calculated again",
     "algorithm/loss_gradient.py": "what the loss was given, and the gradient that came back",
+    "backends/protocol.py": "refuses attachments that the model does not take",
     "coordinator/answers.py": "what engines answered, to compare samples with",
     "samples/group_digest.py": "digests for the chain",
     "trainer/loss_checks.py": "compares gradients",

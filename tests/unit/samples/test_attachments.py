@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import struct
 from dataclasses import replace
@@ -21,6 +22,7 @@ from pa_npu.checkpoints.ahead import AheadIteration, read_ahead, write_ahead
 from pa_npu.control.channel import StoreChannel
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.iterations_ahead import CARRIED_KEY, carried_of
+from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.coordinator.token_budget import told
 from pa_npu.data.prompts import Prompt
 from pa_npu.rewards.functions import RewardResult
@@ -557,6 +559,23 @@ def test_records_have_where_attachments_stand_and_what_they_are_and_no_values() 
     assert rows[1]["shape"] == [16, 6] and rows[1]["dtype"] == "float32"
     assert rows[1]["digest"] == image(1)[0].digest.hex() != rows[3]["digest"]
     assert re.fullmatch("[0-9a-f]{32}", rows[1]["digest"])
+
+
+def test_groups_that_are_kept_for_other_programs_hold_no_arrays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to a thousand groups are kept, and images of as many would fill the memory."""
+    monkeypatch.setattr("pa_npu.coordinator.served_run.Chat", lambda *_: None)
+    nothing_else: dict[str, Any] = {"config": None, "pool": None, "sampling": None}
+    served = ServedRun(**nothing_else, tokenizer=None)
+    scored = scored_group([two_images(1, 2, 0), two_images(1, 3, 1)])
+    group = scored.group(0, 4, 0)
+    served.delivered(group, scored)
+    (kept,) = served._kept
+    assert not kept.group.placeholders and not kept.group.attachments
+    assert kept.column("tokens") == group.tokens.tolist()
+    rows = json.loads(json.dumps(kept.column("about")))["attachments"]
+    assert rows == [described(sample.placeholders) for sample in scored.samples]
 
 
 def test_a_digest_is_of_name_type_shape_and_bytes() -> None:
