@@ -114,9 +114,9 @@ def _send_old(module: ModuleType) -> None:
         of_layer = [
             name for name in parts if LAYER in name and "down_proj" in name and "lora_A" not in name
         ]
-        parts = {
-            name: _Old(part, kept) if name == of_layer[0] else part for name, part in parts.items()
-        }
+        if of_layer:  # another pipeline stage may hold it
+            parts = dict(parts)
+            parts[of_layer[0]] = _Old(parts[of_layer[0]], kept)
         return start(self, bucket, parts)
 
     module.GatheredWeights._start = changed
