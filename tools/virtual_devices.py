@@ -24,8 +24,8 @@ from unittest import mock
 import numpy as np
 
 from pa_npu.config.schema import Config
+from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.main import make_roles
-from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.roles import RolesDelivery
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool
@@ -228,10 +228,10 @@ def run(
                 work,
                 Inline(),
             )
-            producer: Any = Producer(*parts)
+            producer: Any = producer_on_engines(*parts)
             if (roles := make_roles(config, pool, timeline, controller)) is not None:
                 deliver = partial(RolesDelivery, roles=roles)
-                producer = Producer(*parts, variants=[roles], streamed=deliver)
+                producer = producer_on_engines(*parts, variants=[roles], streamed=deliver)
             for iteration in range(iterations):
                 by_seed.clear()
                 for engine in engines:

@@ -5,6 +5,7 @@ Its rules are checked by Config.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from pa_npu.config.mesh import Mesh
@@ -107,6 +108,13 @@ class ConfigTree(Section):
         )
 
     @property
+    def has_engines(self) -> bool:
+        """Whether anything writes tokens for the run: without engines none is started, planned,
+        published to or waited for, and samples are rows of data.
+        """
+        return self.rollout.engines > 0
+
+    @property
     def mesh(self) -> Mesh:
         """How trainer ranks are laid out."""
         trainer = self.trainer
@@ -132,8 +140,19 @@ class ConfigTree(Section):
         return self.trainer.tensor_parallel
 
     @property
+    def max_row_tokens(self) -> int:
+        """The longest sequence, prompt and response together; the longest row of data."""
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+    @property
     def groups_per_replica(self) -> int:
         return self.mesh.per_replica(self.schedule.prompts_per_iteration)
+
+    @property
+    def warmup_iterations(self) -> int:
+        """Iterations of linear warm-up, resolved."""
+        share = math.ceil(self.optimizer.warmup_share * self.schedule.iterations)
+        return share or self.optimizer.warmup_iterations
 
     def updates(self, iterations: int) -> int:
         """Optimizer steps of so many iterations."""

@@ -35,7 +35,8 @@ class UpdateReport:
     effective_sample_size: of the weights of importance and age, or of the ratio to the sampling
     policy where there are none, as a share; None without either. age_mean, age_max: by how many
     versions tokens are older than what they train; None with max_staleness=0. With older tokens
-    logprob_* have the updates since in them.
+    logprob_* have the updates since in them. kl, clip_ratio and logprob_* are None of rows of data,
+    which no policy wrote.
     learning_rate: of the step. preference_*: of loss=dpo, else None: groups whose responses are not
     all equal, and over these the mean margin, and the share with a positive one. expert_*,
     routing_entropy, replay_changed, routes_missing: of a mixture, see backends.protocol.Routing.
@@ -52,12 +53,12 @@ class UpdateReport:
 
     loss: Annotated[float, _mean]
     policy_loss: Annotated[float, _mean]
-    kl: float
+    kl: float | None
     entropy: float
-    clip_ratio: float
-    logprob_diff_mean: float
-    logprob_diff_max: Annotated[float, max]
-    logprob_k3: float
+    clip_ratio: float | None
+    logprob_diff_mean: float | None
+    logprob_diff_max: Annotated[float | None, max]
+    logprob_k3: float | None
     importance_weight_mean: float | None
     importance_truncated_ratio: float | None
     effective_sample_size: float | None

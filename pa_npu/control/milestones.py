@@ -36,3 +36,9 @@ class Milestones:
     def is_evaluated(self, version: int) -> bool:
         """Whether an evaluation of `version` is due by schedule.evaluate_every."""
         return self.evaluate_every > 0 and version % self.evaluate_every == 0
+
+    def is_measured(self, version: int) -> bool:
+        """Whether `version` is evaluated where there is anything to evaluate on: when it is due, and
+        always as the first or the last one of a run.
+        """
+        return version in (0, self.last) or self.is_evaluated(version)

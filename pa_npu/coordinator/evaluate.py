@@ -274,7 +274,7 @@ class ForegroundEvaluations(Evaluations):
 
     def is_due(self, version: int) -> bool:
         """Whether the version is evaluated: the first and the last of a run always are."""
-        return version in (0, self.milestones.last) or self.milestones.is_evaluated(version)
+        return self.milestones.is_measured(version)
 
     def _record(self, evaluation: Evaluation) -> dict[str, Any]:
         metric = self.evaluator.config.evaluate.metric

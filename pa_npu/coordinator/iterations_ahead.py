@@ -37,6 +37,7 @@ from pa_npu.coordinator.token_budget import restored
 from pa_npu.coordinator.updates import Updates
 from pa_npu.coordinator.variants import Variant
 from pa_npu.data.prompts import Prompt
+from pa_npu.data.row_stream import RowGroupStream
 from pa_npu.data.stream import TrainingStream
 from pa_npu.errors import DataError
 from pa_npu.samples.columns import NONE, RunColumns
@@ -70,7 +71,7 @@ class IterationsAhead:
     timeline: Timeline
     freshness: Freshness
     updates: Updates
-    train: TrainingStream
+    train: TrainingStream[Prompt] | RowGroupStream
     next: int
     _prompts: Sequence[Prompt] = field(default=(), init=False)  # of the next iteration
     _preparing: asyncio.Task[None] | None = field(default=None, init=False)

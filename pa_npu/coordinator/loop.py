@@ -20,7 +20,7 @@ import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
@@ -32,7 +32,6 @@ from pa_npu.coordinator.evaluate import Evaluations
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.publication import OnCrossed, Publication
 from pa_npu.coordinator.record import BorderOutcome, Interval, RunRecords, iteration_record
-from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.subjects import IterationTimes, Prediction
 
 
@@ -103,6 +102,13 @@ class Coordinator:
 _LAST_RECORD_S = 2.0
 
 
+class Learns(Protocol):
+    """Learns from iterations for the schedules of later ones: a ScheduleController."""
+
+    def end_iteration(self, times: IterationTimes, iteration: int) -> Prediction:
+        """Learns from an iteration that has ended; returns what had been predicted of it."""
+
+
 @dataclass(eq=False, repr=False)
 class IterationEnd:
     """Ends a trained iteration while the next one runs: the schedule learns from it, and its record
@@ -111,7 +117,7 @@ class IterationEnd:
 
     config: Config
     channel: StoreChannel
-    controller: ScheduleController
+    controller: Learns
     records: RunRecords
     chain: RunChain
     _recording: asyncio.Task[None] | None = field(default=None, init=False)

@@ -27,6 +27,7 @@ from pa_npu import platform
 from pa_npu.agents.environment import AgentEnvironment, evaluated
 from pa_npu.agents.gateway import Gateway
 from pa_npu.agents.session import Sessions
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
@@ -39,6 +40,7 @@ from pa_npu.control.roster import Roster
 from pa_npu.control.tasks import run_until_terminated
 from pa_npu.coordinator.chain import RunChain
 from pa_npu.coordinator.delivery import Delivery
+from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.evaluate import (
     BackgroundEvaluations,
     Evaluations,
@@ -47,11 +49,12 @@ from pa_npu.coordinator.evaluate import (
 )
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.loop import Coordinator, IterationEnd
-from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.publication import EngineGuest, publication_kind
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.coordinator.roles import Roles, RolesDelivery
+from pa_npu.coordinator.run_on_rows import run_on_rows
 from pa_npu.coordinator.served_run import ServedRun
+from pa_npu.coordinator.start import first_version, store_address
 from pa_npu.coordinator.token_budget import BudgetedUpdates
 from pa_npu.coordinator.updates import EveryGroup, InformativeGroups, Updates
 from pa_npu.coordinator.variants import Variant
@@ -65,7 +68,7 @@ from pa_npu.engines.protocol import RolloutEngine, Sampling
 from pa_npu.engines.registry import engine_kind
 from pa_npu.environments.protocol import Environment
 from pa_npu.environments.registry import make_environment, opened
-from pa_npu.errors import PaNpuError, UserError, exit_code
+from pa_npu.errors import PaNpuError, exit_code
 from pa_npu.families.model_directory import load_tokenizer
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
@@ -99,8 +102,11 @@ def main() -> int:
 
 async def run(config: Config) -> None:
     """Everything from an empty event loop to the last evaluation."""
+    if build_algorithm(config).samples_from == "rows":
+        await run_on_rows(config)
+        return
     spec = ModelSpec.of(config)
-    store = _store_address()
+    store = store_address()
     # reward functions are users' code, and inherit the environment
     key = os.environ.pop(KEY_VARIABLE, None)
     first = first_version(config)
@@ -149,7 +155,7 @@ async def run(config: Config) -> None:
             stack.callback(roles.close)
             features.append(roles)
             streamed = partial(RolesDelivery, roles=roles)
-        producer = Producer(
+        producer = producer_on_engines(
             config=config,
             pool=pool,
             environment=environment,
@@ -320,7 +326,7 @@ def make_updates(
     milestones: Milestones,
     channel: StoreChannel,
     buffer: RolloutBuffer,
-    train: TrainingStream,
+    train: TrainingStream[Prompt],
 ) -> Updates:
     """Makes the run's policy on the groups of an update: by prompts, by informative groups, or by a
     budget of tokens.
@@ -395,7 +401,7 @@ def training_sampling(config: Config, spec: ModelSpec) -> Sampling:
 
 def load_prompt_sets(
     config: Config, tokenizer: Any
-) -> tuple[TrainingStream, dict[str, tuple[Prompt, ...]]]:
+) -> tuple[TrainingStream[Prompt], dict[str, tuple[Prompt, ...]]]:
     """Training stream at the position of the checkpoint, and sets of held-out prompts by name."""
     loaded = load_training(config.data, tokenizer, config.needs_answers)
     for prompts in loaded:
@@ -412,22 +418,6 @@ def load_prompt_sets(
     if config.checkpoint.load:
         stream.restore(read_meta(Path(config.checkpoint.load)).data)
     return stream, {name: found.prompts for name, found in held_out.items()}
-
-
-def first_version(config: Config) -> int:
-    """The weight version that is published first: 0, or that of the checkpoint."""
-    return read_meta(Path(config.checkpoint.load)).version if config.checkpoint.load else 0
-
-
-def _store_address() -> tuple[str, int]:
-    address = os.environ.get("PA_NPU_STORE", "")
-    host, separator, port = address.rpartition(":")
-    if not separator or not port.isdigit():
-        raise UserError(
-            f"PA_NPU_STORE: {address!r} is not host:port; start the coordinator through the "
-            "launcher"
-        )
-    return host, int(port)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
     DelayedPublication    into a second buffer while they generate; all swap at the border    publish.mode=delayed
     RollingPublication    the same, but each swaps as soon as it has no group left            publish.mode=rolling
     SkippingPublication   as BlockingPublication; trainers may leave a version out            publish.divergence
+    NoPublication         there are no engines (no_publication.py)                            rollout.engines=0
 
     point            when                                                      who does something there
     cross            the trainers are about to have `version`                  all
@@ -35,7 +36,7 @@ from pa_npu.engines.membership import Fleet, Member
 from pa_npu.engines.pool import EnginePool
 from pa_npu.publish.coordinator_side import CoordinatorPublish, EnginesHold
 from pa_npu.publish.messages import READY
-from pa_npu.publish.probes import ProbePlan
+from pa_npu.publish.probes import ProbePlan, decides_publishes
 from pa_npu.telemetry.timeline import Timeline, now, on_clock
 
 OnCrossed = Callable[[BorderOutcome], Awaitable[None]]
@@ -160,7 +161,7 @@ class BlockingPublication(Publication):
         await self.written(version)
         probe_prompt = prompt if self.is_probed(version) else None
         held = await self.publish.publish(version, probe_prompt, self._within_s(version))
-        return await self._end(self._note_held(version, held), on_crossed)
+        return await ended(self._note_held(version, held), on_crossed)
 
     def _within_s(self, version: int) -> float:
         """How long the trainers may take until they send `version`."""
@@ -178,14 +179,6 @@ class BlockingPublication(Publication):
         for guest in self.guests:
             guest.engines_hold(self.version)
         return BorderOutcome(held, self.pool.use(), self.fleet.size)
-
-    async def _end(
-        self, outcome: BorderOutcome, on_crossed: OnCrossed
-    ) -> asyncio.Future[BorderOutcome]:
-        await on_crossed(outcome)
-        crossed: asyncio.Future[BorderOutcome] = asyncio.get_running_loop().create_future()
-        crossed.set_result(outcome)
-        return crossed
 
 
 class SkippingPublication(BlockingPublication):
@@ -208,7 +201,7 @@ class SkippingPublication(BlockingPublication):
         unchanged = EnginesHold(
             probe=None, ready_s=now_s, loaded_s=now_s, compared_s=now_s, done_s=now_s
         )
-        return await self._end(self._left(unchanged), on_crossed)
+        return await ended(self._left(unchanged), on_crossed)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -275,7 +268,7 @@ class DelayedPublication(BlockingPublication):
     ) -> asyncio.Future[BorderOutcome]:
         """All engines swap to what they have prepared."""
         self._start_swap(version, prepared, asyncio.Event())
-        return await self._end(await self._swapped(version), on_crossed)
+        return await ended(await self._swapped(version), on_crossed)
 
     def _start_swap(
         self, version: int, prepared: Sequence[Member], begun: asyncio.Event
@@ -329,9 +322,17 @@ class RollingPublication(DelayedPublication):
         return crossed
 
 
+async def ended(outcome: BorderOutcome, on_crossed: OnCrossed) -> asyncio.Future[BorderOutcome]:
+    """Ends a border whose engines all hold the version; returns a future that has its outcome."""
+    await on_crossed(outcome)
+    crossed: asyncio.Future[BorderOutcome] = asyncio.get_running_loop().create_future()
+    crossed.set_result(outcome)
+    return crossed
+
+
 def publication_kind(publish: PublishConfig) -> type[BlockingPublication]:
     """Returns the policy that the run's keys ask for."""
-    if publish.divergence is not None:
+    if decides_publishes(publish):
         return SkippingPublication
     kinds: dict[str, type[BlockingPublication]] = {
         "blocking": BlockingPublication,

@@ -233,6 +233,7 @@ class BudgetedGroups(EveryGroup):
 def told(group: ScoredGroup) -> dict[str, Any]:
     """Returns as JSON the parts of a group that the wire format leaves out."""
     prompt, result = group.prompt, group.result
+    assert result is not None, "groups that are carried have rewards"
     return {
         "prompt": prompt.text,
         "prompt_tokens": prompt.tokens.tolist(),

@@ -17,6 +17,11 @@ from pa_npu.config.sections.rollout import RolloutConfig
 MIN_RESPONSES = 16
 
 
+def decides_publishes(publish: PublishConfig) -> bool:
+    """Returns whether the last probe decides which versions are published (publish.divergence)."""
+    return publish.divergence is not None
+
+
 @dataclass(frozen=True)
 class ProbePlan:
     """The probes of a run.
@@ -45,12 +50,15 @@ class ProbePlan:
     ) -> ProbePlan:
         """Returns the probes that a run's keys ask for."""
         num_responses = MIN_RESPONSES
-        if publish.divergence is not None:
+        if decides_publishes(publish):
             num_responses = rollout.responses_per_prompt
         is_on_policy = schedule.max_staleness == 0
         replays_routers = algorithm.router_replay != "none"
         return cls(
             num_tokens=publish.probe_tokens,
             num_responses=num_responses,
-            rides=publish.probe_tokens > 0 and is_on_policy and not replays_routers,
+            rides=rollout.engines > 0
+            and publish.probe_tokens > 0
+            and is_on_policy
+            and not replays_routers,
         )

@@ -263,9 +263,10 @@ def _schema(rewards: Sequence[str]) -> Any:
         "turns": pa.list_(pa.struct(turn)),
         "attachments": pa.list_(pa.struct(attachment)),
     }
-    return pa.schema(
-        {field.name: plain.get(str(field.type)) for field in fields(KeptResponse)} | others
-    )
+    columns = {field.name: plain.get(str(field.type)) for field in fields(KeptResponse)} | others
+    if not rewards:
+        del columns["rewards"]  # a file cannot hold a structure without fields
+    return pa.schema(columns)
 
 
 def _trainer_schema() -> Any:

@@ -34,9 +34,10 @@ from pa_npu.telemetry.sample_store import TrainerLogprobs, kept_groups
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.border import TrainerBorder
+from pa_npu.trainer.held_out import HeldOutRows
 from pa_npu.trainer.learner import Learner
 from pa_npu.trainer.loop import IterationChecks
-from pa_npu.trainer.publication import make_publication
+from pa_npu.trainer.publication import NoPublication, Publication, make_publication
 from pa_npu.weight_transfer.transport import HOST_BACKEND
 
 # A publish keeps up to four buckets in the leader's memory: two on the wire, two being gathered
@@ -57,6 +58,7 @@ class RankParts:
     publisher: Publisher | None
     late_engines: LateEngines | None
     kept: TrainerLogprobs | None
+    held_out: HeldOutRows | None
 
     def close(self) -> None:
         self.checks.agreement.close()
@@ -88,10 +90,12 @@ def assemble_rank(
     channel = StoreChannel(store, attempt_prefix())
     if rank == 0:
         TRAINERS_RUN_ON.put(channel, trainers_run_on(config, spec, platform, backend))
-    num_bytes = bucket_bytes(platform, backend)
-    # on all ranks: both make groups
-    weights = backend.published_weights(num_bytes)
-    late_weights = backend.published_weights(num_bytes, trainer_models(config).published_source)
+    weights, late_weights = None, None
+    if config.has_engines:
+        num_bytes = bucket_bytes(platform, backend)
+        # on all ranks: both make groups
+        weights = backend.published_weights(num_bytes)
+        late_weights = backend.published_weights(num_bytes, trainer_models(config).published_source)
     kept = None
     if config.telemetry.samples and backend.place.is_last_stage and backend.place.is_tensor_leader:
         kept = TrainerLogprobs(config.run.dir, rank, kept_groups(config.telemetry.samples))
@@ -114,10 +118,15 @@ def assemble_rank(
         algorithm=config.algorithm,
     )
     agreement = Agreement(config, learner, probes)
-    border = TrainerBorder(
-        config=config,
-        learner=learner,
-        publication=make_publication(
+    milestones = Milestones.from_sections(
+        schedule=config.schedule,
+        checkpoint=config.checkpoint,
+        has_held_out=bool(config.evaluation_sets),
+    )
+    publication: Publication
+    held_out = None
+    if config.has_engines:
+        publication = make_publication(
             config.publish,
             learner=learner,
             publisher=publisher,
@@ -125,12 +134,16 @@ def assemble_rank(
             timeline=timeline,
             timeout_s=config.border_timeout_s,
             freshness=Freshness.of(config),
-            milestones=Milestones.from_sections(
-                schedule=config.schedule,
-                checkpoint=config.checkpoint,
-                has_held_out=bool(config.evaluation_sets),
-            ),
-        ),
+            milestones=milestones,
+        )
+    else:
+        publication = NoPublication(learner=learner, channel=channel)
+        if config.evaluation_sets:
+            held_out = HeldOutRows(config, learner, channel, timeline, milestones)
+    border = TrainerBorder(
+        config=config,
+        learner=learner,
+        publication=publication,
         channel=channel,
         timeline=timeline,
         agreement=agreement,
@@ -144,6 +157,7 @@ def assemble_rank(
         publisher=publisher,
         late_engines=late,
         kept=kept,
+        held_out=held_out,
     )
 
 

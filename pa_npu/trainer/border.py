@@ -44,7 +44,7 @@ from pa_npu.samples.types import SampleBuilder
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.learner import Learner
-from pa_npu.trainer.publication import BlockingPublication
+from pa_npu.trainer.publication import Publication
 
 
 class TrainerBorder:
@@ -55,7 +55,7 @@ class TrainerBorder:
         *,
         config: Config,
         learner: Learner,
-        publication: BlockingPublication,
+        publication: Publication,
         channel: StoreChannel,
         timeline: Timeline,
         agreement: Agreement,

@@ -61,11 +61,13 @@ def train(
     profiler: Callable[[int], AbstractContextManager[Any]],
     checks: IterationChecks,
     ends: Callable[[int], bool] | None = None,
+    evaluate: Callable[[int], None] | None = None,
 ) -> None:
     """Runs from the loaded checkpoint (or version 0) to `schedule.iterations`, and leaves a
     checkpoint and an HF export.
 
     ends: says of a version that is published whether the run is to end with it, earlier than that.
+    evaluate: computes what trainers evaluate of a version; None where they evaluate nothing.
     """
     checkpoints = Checkpointing(config, learner, border.data_position, timeline, border.ahead)
     first = checkpoints.load()
@@ -74,6 +76,8 @@ def train(
     last = config.schedule.iterations
     for version in range(first, last + 1):
         probe = border.cross(version, report, checkpoints.at_border)
+        if evaluate is not None:
+            evaluate(version)
         if version == last or (ends is not None and ends(version)):
             break
         with timeline.span("iteration", iteration=version), profiler(version):

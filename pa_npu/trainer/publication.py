@@ -5,6 +5,7 @@
     DelayedPublication    sends it at the border; engines may swap to it later, and engines   publish.mode=delayed, rolling
                           that come late get the version before until then
     SkippingPublication   leaves it out while the engines' policy is near                     publish.divergence
+    NoPublication         announces it: there are no engines                                  rollout.engines=0
 
     point           when
     publish         the policy is `version`, before anything is trained from it
@@ -17,6 +18,7 @@ pa_npu.coordinator.publication.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -27,7 +29,7 @@ from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import DivergenceReport
 from pa_npu.control.milestones import Milestones
-from pa_npu.publish.messages import PublishMembers
+from pa_npu.publish.messages import READY, PublishMembers, TrainersReady
 from pa_npu.publish.publisher import Publisher, PublishStats
 from pa_npu.publish.trainer_side import Published, TrainerPublish
 from pa_npu.samples.microbatch import Microbatch
@@ -35,7 +37,47 @@ from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Learner
 
 
-class BlockingPublication:
+class Publication(ABC):
+    """The points at which a run's publication takes part in a rank's iteration."""
+
+    @abstractmethod
+    def publish(self, version: int) -> Published:
+        """Brings `version` to the engines. Raises DeadlineExceeded where the coordinator is silent."""
+
+    @abstractmethod
+    def probed(self, version: int, probe: Sequence[Microbatch]) -> None:
+        """Learns what engines sampled by `version` right after they had loaded it."""
+
+    @abstractmethod
+    def before_step(self) -> None:
+        """Ends what the change of the weights would disturb."""
+
+
+class NoPublication(Publication):
+    """Announces every version in a run without engines, and sends nothing."""
+
+    def __init__(self, *, learner: Learner, channel: StoreChannel) -> None:
+        self._learner = learner
+        self._channel = channel
+        place = learner.backend.place
+        self._rank = place.rank
+        self._digest = learner.backend.digest if place.sends else no_digest
+
+    def publish(self, version: int) -> Published:
+        """Announces `version` and returns at once."""
+        self._learner.skip_publish(version)
+        if self._rank == 0:
+            READY.put(self._channel, TrainersReady(version, publishes=False), version=version)
+        return Published(None, 0.0, 0.0, policy=self._digest())
+
+    def probed(self, version: int, probe: Sequence[Microbatch]) -> None:
+        """Nobody samples a probe."""
+
+    def before_step(self) -> None:
+        """Nobody else uses the weights."""
+
+
+class BlockingPublication(Publication):
     """Sends every version at its border, after which engines hold it."""
 
     def __init__(
@@ -65,14 +107,13 @@ class BlockingPublication:
         )
 
     def publish(self, version: int) -> Published:
-        """Brings `version` to the engines. Raises DeadlineExceeded where the coordinator is silent."""
         return self._protocol.publish(version)
 
     def probed(self, version: int, probe: Sequence[Microbatch]) -> None:
-        """Learns what engines sampled by `version` right after they had loaded it."""
+        """Every version is published, whatever the probe says."""
 
     def before_step(self) -> None:
-        """Ends what the change of the weights would disturb."""
+        """Engines hold the version already."""
 
     def _send(self, version: int, members: PublishMembers) -> PublishStats | None:
         """Sends `version` to its members; see TrainerPublish."""
@@ -210,7 +251,7 @@ def make_publication(
     freshness: Freshness,
     milestones: Milestones,
 ) -> BlockingPublication:
-    """Makes the policy that the run's keys ask for; arguments as of the policies."""
+    """Makes the policy that the keys of a run with engines ask for; arguments as of the policies."""
     if publish.divergence is not None:
         choice = PublishedVersions(
             probes=learner, limit=publish.divergence, freshness=freshness, milestones=milestones

@@ -274,7 +274,7 @@ async def test_new_groups_go_to_the_first_engines_that_have_swapped_while_others
 
 @pytest.mark.parametrize("due", [{"save_every": 1}, {"evaluate_every": 1}])
 async def test_engines_swap_together_to_a_version_that_is_saved_or_evaluated(
-    due: dict[str, int],
+    due: dict[str, Any],
 ) -> None:
     border = Border(RollingPublication, milestones=Milestones(last=LAST, **due))
     await border.arrived(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,7 +110,8 @@ def test_every_number_is_what_its_definition_gives() -> None:
                 finished.append(ends),
             )
         correct.append(right)
-    produced = production.end(window=12, tail_waste=0.25, replica_imbalance=0.1)
+    produced = production.end(replica_imbalance=0.1)
+    produced = replace(produced, numbers=produced.numbers | {"window": 12, "tail_waste": 0.25})
     length, total, end = np.array(lengths), np.array(totals), np.array(finished)
 
     before = {

@@ -16,7 +16,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.tasks import cancel
 from pa_npu.coordinator import roles as module
 from pa_npu.coordinator.delivery import Produced
-from pa_npu.coordinator.producer import Producer
+from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.roles import Roles
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import Assignment
@@ -207,7 +207,7 @@ async def produce(
     )
     roles._seen.append(np.arange(1.0, LONGEST))
     environment = SingleTurn(EnvironmentContext(None, LONGEST))
-    producer = Producer(
+    producer = producer_on_engines(
         *(
             config,
             pool,

@@ -19,6 +19,7 @@ from pa_npu.telemetry.report import saved_publishes_line
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.publication import (
     BlockingPublication,
+    Publication,
     PublishedVersions,
     SkippingPublication,
     make_publication,
@@ -151,7 +152,7 @@ def test_without_the_key_every_version_is_published_and_nothing_is_measured() ->
     place = config.mesh.place(0)
     learner: Any = SimpleNamespace(backend=SimpleNamespace(place=place), publish=lambda _: None)
 
-    def policy(chosen: Config) -> BlockingPublication:
+    def policy(chosen: Config) -> Publication:
         return make_publication(
             chosen.publish,
             learner=learner,
