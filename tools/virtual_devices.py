@@ -212,26 +212,23 @@ def run(
                 pool.add(engine, seat=seat, shared=config.placement.colocate)  # type: ignore[arg-type]
                 pool.serve(engine)  # type: ignore[arg-type]
             timeline = Timeline(None, "")
-            environment, sampling = (
-                SingleTurn(EnvironmentContext(None, longest)),
-                Sampling(longest, 1.0),
-            )
-            parts: Any = (
-                config,
-                pool,
-                environment,
-                _Rewards(),
-                None,
-                controller,
-                sampling,
-                timeline,
-                work,
-                Inline(),
-            )
-            producer: Any = producer_on_engines(*parts)
-            if (roles := make_roles(config, pool, timeline, controller)) is not None:
-                deliver = partial(RolesDelivery, roles=roles)
-                producer = producer_on_engines(*parts, variants=[roles], streamed=deliver)
+            parts: dict[str, Any] = {
+                "config": config,
+                "pool": pool,
+                "environment": SingleTurn(EnvironmentContext(None, longest)),
+                "rewards": _Rewards(),
+                "buffer": None,
+                "controller": controller,
+                "sampling": Sampling(longest, 1.0),
+                "timeline": timeline,
+                "work": work,
+                "store_thread": Inline(),
+            }
+            roles = make_roles(config, pool, timeline, controller)
+            if roles is not None:
+                parts["variants"] = [roles]
+                parts["streamed"] = partial(RolesDelivery, roles=roles)
+            producer: Any = producer_on_engines(**parts)
             for iteration in range(iterations):
                 by_seed.clear()
                 for engine in engines:

@@ -185,6 +185,7 @@ class Evaluator:
         judged = []
         for kind, samples in found:
             result = (await score(self.rewards, prompt, samples)).result
+            assert result is not None, "`score` rewards every sample"
             judged += [
                 Judged(
                     name=name,

@@ -113,14 +113,17 @@ def _read(columns: Sequence[tuple[_Chosen, _Memory]]) -> list[Values]:
 
     One copy from each device for all of them.
     """
-    parts: list[Values | None] = []
+    parts: list[npt.NDArray[Any] | None] = []
     waiting: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
     for chosen, elements in columns:
         for view, count in zip(elements, chosen.counts.tolist(), strict=True):
             if isinstance(view, torch.Tensor):
                 waiting.setdefault((view.device, view.dtype), []).append((len(parts), view))
-                view = None
-            parts.append(np.full(count, np.nan) if view is None else view)
+                parts.append(None)  # read below
+            elif view is None:
+                parts.append(np.full(count, np.nan))
+            else:
+                parts.append(view)
     for numbered in waiting.values():
         values = torch.cat([view for _, view in numbered]).float().cpu().numpy()
         begin = 0
