@@ -82,7 +82,7 @@ class _Chosen:
         return np.bincount(self.owner, weights=values != 0, minlength=len(self.counts)) > 0
 
 
-_Memory = list[torch.Tensor | npt.NDArray[np.float32] | None]
+_Memory = list[torch.Tensor | Values | None]
 """An attribute of each tensor, in numpy where that is the host's memory in fp32; None where there
 is none. The same type holds views of the chosen elements of each.
 """
