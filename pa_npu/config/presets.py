@@ -60,7 +60,7 @@ def _keys(
     """Returns every key that distinguishes the algorithms, so that a changed default cannot change a
     preset. `clip` is (clip_low, clip_high), or None for losses that do not clip.
     """
-    keys = {"loss": loss, "advantage": advantage, "aggregation": aggregation}
+    keys: dict[str, Any] = {"loss": loss, "advantage": advantage, "aggregation": aggregation}
     if clip is not None:
         keys["clip_low"], keys["clip_high"] = clip
     keys["kl_coef"] = kl

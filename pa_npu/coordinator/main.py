@@ -232,8 +232,8 @@ async def run(config: Config) -> None:
             milestones=milestones,
             first=first,
             startup_timeout_s=config.run.startup_timeout_s,
-            wait_timeout_s=config.wait_timeout_s,
-            border_timeout_s=config.border_timeout_s,
+            wait_timeout_s=config.deadlines.wait_timeout_s,
+            border_timeout_s=config.deadlines.border_timeout_s,
         )
         coordinator = Coordinator(
             first=first,

@@ -96,7 +96,7 @@ async def run_on_rows(config: Config) -> None:
                 channel=channel,
                 first=first,
                 startup_timeout_s=limit_s,
-                wait_timeout_s=config.wait_timeout_s,
+                wait_timeout_s=config.deadlines.wait_timeout_s,
             ),
             ahead=ahead,
             evaluations=evaluations,
