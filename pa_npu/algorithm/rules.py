@@ -17,6 +17,7 @@ from pa_npu.algorithm.row_rules import broken_source
 from pa_npu.config import load
 from pa_npu.config.rules.unread import unread_keys
 from pa_npu.config.schema import Config
+from pa_npu.config.words import choose_among
 from pa_npu.config.yaml_source import KeyPath
 
 
@@ -84,4 +85,7 @@ def _unknown_names(config: Config) -> Iterator[str]:
     for key, name, known in named:
         module, separator, function = name.partition(":")
         if name not in known and not (separator and module.strip() and function.strip()):
-            yield f"{key}: {name!r} is not {', '.join(known)} or module:function; use one of these"
+            yield (
+                f"{key}: {name!r} is not {', '.join(known)} or module:function; "
+                f"{choose_among(name, known)}"
+            )

@@ -6,7 +6,7 @@ import math
 
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.rollout import EngineSettings
-from pa_npu.config.words import counted
+from pa_npu.config.words import counted, three_digits
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import Work, work
 from pa_npu.planning.memory import (
@@ -193,8 +193,8 @@ def predicted_line(config: Config, spec: ModelSpec) -> str:
     if config.trainer.devices == config.num_devices:  # each device does both
         idle = f"devices idle {found.engines_idle:.0%}"
     return (
-        f"predicted             waves {found.waves:.1f}, Tg {sides[0]:.3g} s, Tt {sides[1]:.3g} s, "
-        f"iteration {iteration_s:.3g} s: {max(sides) / iteration_s:.2f} of the bound "
+        f"predicted             waves {found.waves:.1f}, Tg {three_digits(sides[0])} s, Tt {three_digits(sides[1])} s, "
+        f"iteration {three_digits(iteration_s)} s: {max(sides) / iteration_s:.2f} of the bound "
         f"{sum(sides) / max(sides):.2f}x; {idle} ({basis.typical.name}, assumed lengths)"
     )
 

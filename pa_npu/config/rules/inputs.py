@@ -10,6 +10,7 @@ from pa_npu.config.sections.learning import REWARDS
 from pa_npu.config.sections.rollout import JudgeConfig
 from pa_npu.config.texts import shown, url_problem
 from pa_npu.config.tree import ConfigTree
+from pa_npu.config.words import choose_among
 
 TEMPLATE_ENDING = ".jinja"
 _SET_NAME = re.compile(r"[\w.-]{1,64}")
@@ -65,7 +66,7 @@ def _unknown_names(c: ConfigTree) -> Iterator[str]:
         if reward.name not in REWARDS and not (separator and module.strip() and function.strip()):
             yield (
                 f"reward.functions: {reward.name!r} is not {', '.join(REWARDS)} or "
-                "module:function; use one of these"
+                f"module:function; {choose_among(reward.name, REWARDS)}"
             )
 
 
