@@ -185,6 +185,7 @@ class Evaluator:
         judged = []
         for kind, samples in found:
             result = (await score(self.rewards, prompt, samples)).result
+            assert result is not None, "a run that evaluates has rewards"
             judged += [
                 Judged(
                     name=name,
