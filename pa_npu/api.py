@@ -221,7 +221,9 @@ class Run:
         self._is_stopped = True
         process = self._process
         if process is not None and process.poll() is None:
-            deadlines_s = self.config.border_timeout_s + 2 * self.config.wait_timeout_s
+            deadlines_s = (
+                self.config.deadlines.border_timeout_s + 2 * self.config.deadlines.wait_timeout_s
+            )
             asked = (
                 [(signal.SIGTERM, _STOP_S)]
                 if at_once

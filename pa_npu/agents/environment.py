@@ -204,7 +204,7 @@ class AgentEnvironment(SessionEnvironment):
     async def _work(self, session: Session) -> None:
         """Until the session has ended; its time runs from when an agent has it."""
         assert self.sessions is not None
-        limit_s = self._config.environment_timeout_s
+        limit_s = self._config.deadlines.environment_timeout_s
         programs = None if self._staying else self._programs
         if programs is None:
             try:

@@ -186,7 +186,7 @@ class Checkpointing:
 
         def start() -> None:
             nonlocal writer
-            writer = Forked(write, self._config.wait_timeout_s)
+            writer = Forked(write, self._config.deadlines.wait_timeout_s)
             plan.release()
 
         reasons = _together(start)

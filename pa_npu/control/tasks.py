@@ -135,7 +135,7 @@ class Turns:
     `async with turns.of(group):` stands around a request, with groups numbered as they come. For
     one event loop. A retry, or the next test of a program, then waits for no group behind its own:
     what the oldest group may take follows from its own requests, however many groups wait
-    (ConfigTree.reward_limit_s).
+    (Deadlines.reward_limit_s).
     """
 
     def __init__(self, number: int) -> None:

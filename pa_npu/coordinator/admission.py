@@ -51,7 +51,7 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.num_samples = self.config.rollout.responses_per_prompt
-        self.engine_wait_s = self.config.engine_wait_s
+        self.engine_wait_s = self.config.deadlines.engine_wait_s
         self.lengths = ResponseLengths(self.config.rollout.max_response_tokens)
         # work of what trainers have had, and as if it were prompts and what was written
         self._computed = self._written = 1.0

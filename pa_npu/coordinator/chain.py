@@ -57,7 +57,7 @@ class RunChain:
         records: RecordDigests,
     ) -> None:
         """Writes an iteration's line. border: the one that ends it. Raises DeadlineExceeded."""
-        iteration, limit_s = produced.iteration, self._config.wait_timeout_s
+        iteration, limit_s = produced.iteration, self._config.deadlines.wait_timeout_s
         if self._weights is None:
             begin = await BORDER.wait_async(self._channel, limit_s, version=iteration)
             self._weights = begin.weights

@@ -47,7 +47,9 @@ def check_environment(config: Config, prompt: Prompt | None) -> None:
         }
     request = {"config": config.model_dump(mode="json"), "prompt": given}
     own_s = (
-        config.group_limit_s if name == "agents" else _TRIED_CALLS * config.environment_timeout_s
+        config.deadlines.group_limit_s
+        if name == "agents"
+        else _TRIED_CALLS * config.deadlines.environment_timeout_s
     )
     limit_s = _TIME_LIMIT_S + own_s
     problem = ask(

@@ -171,7 +171,9 @@ async def run_episode(
             task = asyncio.ensure_future(
                 held(lambda: environment.rollout(prompt, num_samples, generate))
             )
-            await ended(task, config.environment_timeout_s * num_samples, generate.idle_s, what)
+            await ended(
+                task, config.deadlines.environment_timeout_s * num_samples, generate.idle_s, what
+            )
             samples, failed = await task
             if failed is not None:
                 raise failed

@@ -129,7 +129,7 @@ class Evaluator:
                     responses,
                     responses * (len(prompt.tokens) + longest),
                     self._window,
-                    self.config.engine_wait_s,
+                    self.config.deadlines.engine_wait_s,
                 )
                 scope.start(
                     self._answer(place, name, number, prompt, lease, version),
@@ -167,7 +167,7 @@ class Evaluator:
             lease,
             self._window,
             deadline_s=config.rollout.request_timeout_s,
-            again_deadline_s=config.engine_wait_s,
+            again_deadline_s=config.deadlines.engine_wait_s,
             what=f"question {number} of {name} at version {version}",
         ) as session:
             for kind, count, sampling in self._kinds:
@@ -185,7 +185,7 @@ class Evaluator:
         judged = []
         for kind, samples in found:
             result = (await score(self.rewards, prompt, samples)).result
-            assert result is not None, "`score` rewards every sample"
+            assert result is not None, "a run that evaluates has rewards"
             judged += [
                 Judged(
                     name=name,

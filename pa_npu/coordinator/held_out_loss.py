@@ -55,7 +55,7 @@ class HeldOutLosses(Evaluations):
         await recorded()
         with self.timeline.span("evaluate", version=version):
             told = await HELD_OUT_LOSS.wait_async(
-                self.channel, self.config.wait_timeout_s, version=version
+                self.channel, self.config.deadlines.wait_timeout_s, version=version
             )
         sets: dict[str, dict[str, Any]] = {}
         for name, loss in told.losses.items():

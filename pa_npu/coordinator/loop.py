@@ -143,7 +143,7 @@ class IterationEnd:
         async def record() -> None:
             # the trainers' account of the border comes when they have crossed it
             border = await BORDER.wait_async(
-                self.channel, self.config.wait_timeout_s, version=produced.iteration + 1
+                self.channel, self.config.deadlines.wait_timeout_s, version=produced.iteration + 1
             )
             numbers = iteration_record(
                 self.config, produced, report, border, prediction, start, end

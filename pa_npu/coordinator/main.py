@@ -201,7 +201,14 @@ async def run(config: Config) -> None:
         if held_out:
             tested = await open_evaluated(stack, config, environment, tokenizer)
             evaluations = make_evaluations(
-                Evaluator(config, held_out, pool, tested, rewards, sampling),
+                Evaluator(
+                    config=config,
+                    sets=held_out,
+                    pool=pool,
+                    environment=tested,
+                    rewards=rewards,
+                    sampling=sampling,
+                ),
                 records=records,
                 timeline=timeline,
                 milestones=milestones,
@@ -215,7 +222,14 @@ async def run(config: Config) -> None:
             train=train,
         )
         ahead = IterationsAhead(
-            config, channel, producer, timeline, freshness, updates, train, first
+            config=config,
+            channel=channel,
+            producer=producer,
+            timeline=timeline,
+            freshness=freshness,
+            updates=updates,
+            train=train,
+            next=first,
         )
         guests: list[EngineGuest] = [evaluations]
         if service is not None:
@@ -232,8 +246,8 @@ async def run(config: Config) -> None:
             milestones=milestones,
             first=first,
             startup_timeout_s=config.run.startup_timeout_s,
-            wait_timeout_s=config.wait_timeout_s,
-            border_timeout_s=config.border_timeout_s,
+            wait_timeout_s=config.deadlines.wait_timeout_s,
+            border_timeout_s=config.deadlines.border_timeout_s,
         )
         coordinator = Coordinator(
             first=first,
@@ -241,7 +255,13 @@ async def run(config: Config) -> None:
             publication=publication,
             ahead=ahead,
             evaluations=evaluations,
-            iteration_end=IterationEnd(config, channel, controller, records, chain),
+            iteration_end=IterationEnd(
+                config=config,
+                channel=channel,
+                controller=controller,
+                records=records,
+                chain=chain,
+            ),
         )
         ahead.take_up(buffer)
         gc.collect()

@@ -87,7 +87,14 @@ async def run_on_rows(config: Config) -> None:
         choice = partial(EveryGroup, order=schedule.order)
         updates = Updates(schedule.prompts_per_iteration, choice)
         ahead = IterationsAhead(
-            config, channel, producer, timeline, freshness, updates, train, first
+            config=config,
+            channel=channel,
+            producer=producer,
+            timeline=timeline,
+            freshness=freshness,
+            updates=updates,
+            train=train,
+            next=first,
         )
         coordinator = Coordinator(
             first=first,
@@ -96,11 +103,17 @@ async def run_on_rows(config: Config) -> None:
                 channel=channel,
                 first=first,
                 startup_timeout_s=limit_s,
-                wait_timeout_s=config.wait_timeout_s,
+                wait_timeout_s=config.deadlines.wait_timeout_s,
             ),
             ahead=ahead,
             evaluations=evaluations,
-            iteration_end=IterationEnd(config, channel, NothingScheduled(), records, chain),
+            iteration_end=IterationEnd(
+                config=config,
+                channel=channel,
+                controller=NothingScheduled(),
+                records=records,
+                chain=chain,
+            ),
         )
         gc.collect()
         # what is here stays to the run's end, and every full collection would look at it again

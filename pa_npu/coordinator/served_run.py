@@ -239,7 +239,7 @@ class ServedRun(Variant):
         prompt = np.asarray(tokens, np.int32)
         while True:
             try:
-                await asyncio.wait_for(self._holds.wait(), self.config.wait_timeout_s)
+                await asyncio.wait_for(self._holds.wait(), self.config.deadlines.wait_timeout_s)
             except asyncio.TimeoutError:
                 raise Refused("the engines wait for weights; try later", status=503) from None
             task = asyncio.create_task(
@@ -262,13 +262,15 @@ class ServedRun(Variant):
     ) -> list[Generation]:
         tokens = n * (len(prompt) + sampling.max_tokens)
         async with self._admitting:
-            lease = await self.pool.admit(n, tokens, self._window, self.config.engine_wait_s)
+            lease = await self.pool.admit(
+                n, tokens, self._window, self.config.deadlines.engine_wait_s
+            )
         with GroupSession(
             self.pool,
             lease,
             self._window,
             deadline_s=self.config.rollout.request_timeout_s,
-            again_deadline_s=self.config.engine_wait_s,
+            again_deadline_s=self.config.deadlines.engine_wait_s,
             what="a sample for another program",
         ) as session:
             return await session.generate(prompt, n, seed, sampling)

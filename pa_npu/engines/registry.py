@@ -131,7 +131,7 @@ def common_environment(config: Config, python: str) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         **device.environment("engine"),
         **device.collective_environment(
-            config.longest_collective_s, config.deterministic_collectives
+            config.deadlines.longest_collective_s, config.deterministic_collectives
         ),
     }
     if path := _import_path(config, python):

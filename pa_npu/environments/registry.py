@@ -42,7 +42,7 @@ def make_environment(config: Config, tokenizer: Any) -> Environment:
         tokenizer,
         config.rollout.max_response_tokens,
         chosen.max_turns,
-        config.environment_timeout_s,
+        config.deadlines.environment_timeout_s,
         chosen.options,
         config,
     )

@@ -445,7 +445,7 @@ class JoinedEngine:
 
     def _leave(self, index: int) -> int:
         began = time.monotonic()
-        deadline_s = self.config.request_limit_s + self.config.publish.timeout_s
+        deadline_s = self.config.deadlines.request_limit_s + self.config.publish.timeout_s
         number = self.signals.received[0]
         self.console.say(
             f"{signal.Signals(number).name}: leaving after what is in flight, within "

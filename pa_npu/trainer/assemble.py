@@ -132,7 +132,7 @@ def assemble_rank(
             publisher=publisher,
             channel=channel,
             timeline=timeline,
-            timeout_s=config.border_timeout_s,
+            timeout_s=config.deadlines.border_timeout_s,
             freshness=Freshness.of(config),
             milestones=milestones,
         )
@@ -242,7 +242,7 @@ def rollout_source(
             responses_per_microbatch=config.microbatch_responses,
             shared_prompt=config.attention.shared_prompt,
             pad_multiple=config.pad_multiple,
-            timeout_s=config.wait_timeout_s,
+            timeout_s=config.deadlines.wait_timeout_s,
             max_tokens=config.microbatch.max_tokens,
             device=backend.device,
             links=backend.replica_links,

@@ -130,7 +130,7 @@ class TrainerBorder:
         goes on.
         """
         return DATA_POSITION.wait(
-            self._channel, self._config.wait_timeout_s, iteration=version
+            self._channel, self._config.deadlines.wait_timeout_s, iteration=version
         ).state
 
     def ahead(self, version: int) -> list[AheadIteration]:
@@ -194,7 +194,7 @@ def rollouts_ahead(
     carried to a later update: those that no update before this version has trained, and no
     iteration that is produced by then. Raises DeadlineExceeded.
     """
-    limit_s, found = config.wait_timeout_s, []
+    limit_s, found = config.deadlines.wait_timeout_s, []
     for iteration in range(
         version, min(version + config.iterations_ahead, config.schedule.iterations)
     ):

@@ -98,7 +98,7 @@ class Learner:
         self._platform = platform
         self._timeline = timeline
         gate = VersionGate if self._models.published_source == "policy" else CopyGate
-        self.gate = gate(config.border_timeout_s)
+        self.gate = gate(config.deadlines.border_timeout_s)
         self._kept = kept
         self._source: MicrobatchSource | None = None
         self._seen_traffic = Traffic()

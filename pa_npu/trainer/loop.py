@@ -228,12 +228,12 @@ class IterationChecks:
         """Raises InvariantViolation."""
         # put when the last group was, so this waits for as long as the store takes
         dispatched = DISPATCHED.wait(
-            self._channel, self._config.wait_timeout_s, iteration=iteration
+            self._channel, self._config.deadlines.wait_timeout_s, iteration=iteration
         )
         size = self._config.groups_per_replica
         if self._config.trained_groups is None:
             size = UPDATE_SIZE.wait(
-                self._channel, self._config.wait_timeout_s, iteration=iteration
+                self._channel, self._config.deadlines.wait_timeout_s, iteration=iteration
             ).groups
         unequal = self._config.unequal_groups and self._config.streams(iteration)
         check_dispatched(dispatched, iteration, self._config.mesh.data, size, unequal=unequal)

@@ -76,7 +76,7 @@ def create(
 
     platform.set_device(local_rank)
     if not dist.is_initialized():
-        timeout_s = platform.group_timeout_s(config.collective_timeout_s)
+        timeout_s = platform.group_timeout_s(config.deadlines.collective_timeout_s)
         dist.init_process_group(
             platform.process_group_backend,
             store=store,

@@ -114,7 +114,9 @@ class MegatronBackend:
         self._step_group = (
             parallel_state.get_expert_model_parallel_group() if mesh.expert > mesh.tensor else None
         )
-        self.replica_links = parallel.replica_links(platform, device, config.collective_timeout_s)
+        self.replica_links = parallel.replica_links(
+            platform, device, config.deadlines.collective_timeout_s
+        )
 
     def published_weights(
         self, bucket_bytes: int, late_from: str | None = None

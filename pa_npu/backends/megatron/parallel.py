@@ -32,7 +32,7 @@ def initialise_parallel(
     its own, soon after that.
     """
     trainer = config.trainer
-    timeout_s = platform.group_timeout_s(config.collective_timeout_s)
+    timeout_s = platform.group_timeout_s(config.deadlines.collective_timeout_s)
     platform.set_device(local_index)
     dist.init_process_group(
         platform.process_group_backend,

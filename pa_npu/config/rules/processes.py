@@ -192,11 +192,11 @@ def broken_deadlines(c: ConfigTree) -> Iterator[str]:
                     f"{section}.{key}: {value:g} s is longer than any run; set it to "
                     f"{_LONGEST_WAIT_S} or less"
                 )
-    wait_s = c.wait_timeout_s
+    wait_s = c.deadlines.wait_timeout_s
     if c.environment.name == "agents":
         what = "the sessions of a group"
         why = (
-            f"environment.timeout_s = {c.environment_timeout_s:g} for each of "
+            f"environment.timeout_s = {c.deadlines.environment_timeout_s:g} for each of "
             f"rollout.responses_per_prompt = {c.rollout.responses_per_prompt}, agent.concurrent = "
             f"{c.agent.concurrent} at once, which begin when others end"
         )
@@ -211,19 +211,22 @@ def broken_deadlines(c: ConfigTree) -> Iterator[str]:
             f"trainer.wait_timeout_s: a group may take {wait_s:g} s ({why}), longer than any "
             "run; lower these"
         )
-    elif wait_s < c.group_limit_s:
+    elif wait_s < c.deadlines.group_limit_s:
         yield (
-            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.group_limit_s:g} s that "
+            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.deadlines.group_limit_s:g} s that "
             f"{what} may take ({why}), so that trainers would give up on a group that still has "
             "time; set it to at least that, or remove it"
         )
-    elif c.reward_limit_s and wait_s < c.group_limit_s + c.reward_limit_s:
+    elif (
+        c.deadlines.reward_limit_s
+        and wait_s < c.deadlines.group_limit_s + c.deadlines.reward_limit_s
+    ):
         yield (
-            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.group_limit_s:g} s of "
-            f"{what} and the {c.reward_limit_s:g} s that the group's rewards may take then "
+            f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.deadlines.group_limit_s:g} s of "
+            f"{what} and the {c.deadlines.reward_limit_s:g} s that the group's rewards may take then "
             "(reward.judge: timeout_s and concurrency; reward.code.timeout_s and reward.workers; "
             "reward.timeout_s), so that trainers would give up on a group that still has time; set "
-            f"it to at least {c.group_limit_s + c.reward_limit_s:g}, remove it, or lower these"
+            f"it to at least {c.deadlines.group_limit_s + c.deadlines.reward_limit_s:g}, remove it, or lower these"
         )
     if wait_s < 2 * c.publish.timeout_s:
         yield (

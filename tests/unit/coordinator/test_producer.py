@@ -217,11 +217,10 @@ async def test_the_controller_is_told_which_engines_serve_each_iteration(store_t
     )
     with pytest.raises(RuntimeError, match="1 engines"):
         await producer.produce(0, prompts())
-    pool = producer.source.pool  # type: ignore[attr-defined]
-    pool.add(engines[1])
+    producer.source.pool.add(engines[1])  # type: ignore[attr-defined, arg-type]
     with pytest.raises(RuntimeError, match="1 engines"):
         await producer.produce(1, prompts())
-    pool.serve(engines[1])
+    producer.source.pool.serve(engines[1])  # type: ignore[attr-defined, arg-type]
     with pytest.raises(RuntimeError, match="2 engines"):
         await producer.produce(1, prompts())
 

@@ -454,7 +454,7 @@ def test_a_coordinator_that_never_lets_it_go_is_waited_for_until_the_deadline(li
     rollout = config.rollout.model_copy(
         update={
             "request_timeout_s": config.rollout.request_timeout_s
-            - config.request_limit_s
+            - config.deadlines.request_limit_s
             - config.publish.timeout_s
         }
     )

@@ -47,18 +47,23 @@ def test_in_every_recipe_each_deadline_comes_after_what_it_stands_behind(
     recipe: Path, npu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_config([str(recipe)])
-    device = npu.collective_environment(config.longest_collective_s, deterministic=False)[
+    device = npu.collective_environment(config.deadlines.longest_collective_s, deterministic=False)[
         "HCCL_EXEC_TIMEOUT"
     ]
     device_s = int(device)
     assert device_s % 68 == 0, "HCCL wants multiples of 68"
-    waits = [config.request_limit_s, config.wait_timeout_s, config.collective_timeout_s, device_s]
+    waits = [
+        config.deadlines.request_limit_s,
+        config.deadlines.wait_timeout_s,
+        config.deadlines.collective_timeout_s,
+        device_s,
+    ]
     assert waits == sorted(waits) and waits[-1] > waits[-2] > waits[-3]
     monkeypatch.setenv("HCCL_EXEC_TIMEOUT", device)
-    assert npu.group_timeout_s(config.collective_timeout_s) > device_s, (
+    assert npu.group_timeout_s(config.deadlines.collective_timeout_s) > device_s, (
         "torch_npu's rule: else the device leaves no records"
     )
-    assert 2 * config.publish.timeout_s < config.collective_timeout_s
+    assert 2 * config.publish.timeout_s < config.deadlines.collective_timeout_s
 
 
 def test_the_users_own_deadline_of_the_device_is_refused_where_it_comes_first(
@@ -122,7 +127,7 @@ def test_where_it_is_left_out_trainers_wait_as_long_as_a_request_and_its_rewards
         given = {"functions": [{"name": name} for name in functions]}
         given |= {"judge": JUDGED["judge"]} if "judge" in functions else {}
         tree = {"rollout": {"responses_per_prompt": responses}, "reward": given | reward}
-        return Config.model_validate(TREE | tree).wait_timeout_s
+        return Config.model_validate(TREE | tree).deadlines.wait_timeout_s
 
     request_s, pauses_s = 600 + 0.25 * 256, 3 * 30
     assert waits(8, "judge") == 1800, (
@@ -146,7 +151,7 @@ def test_every_reward_function_bounds_how_long_a_group_is_waited_for() -> None:
     def limit_s(responses: int, *functions: Any, **reward: Any) -> float:
         given = {"functions": [{"name": name} for name in functions]} | reward
         tree = {"rollout": {"responses_per_prompt": responses}, "reward": given}
-        return Config.model_validate(TREE | tree).reward_limit_s
+        return Config.model_validate(TREE | tree).deadlines.reward_limit_s
 
     assert limit_s(8, "math") == 8 * (5 + 4 * 2)
     assert limit_s(8, "math", "mine:f", timeout_s=20.0) == limit_s(8, "math") + 10 * 20
@@ -164,9 +169,11 @@ def test_every_reward_function_bounds_how_long_a_group_is_waited_for() -> None:
 
 def test_where_it_is_left_out_trainers_wait_as_long_as_a_request_may_take() -> None:
     def waits(rollout: dict[str, Any], **trainer: Any) -> float:
-        return Config.model_validate(TREE | {"rollout": rollout, "trainer": trainer}).wait_timeout_s
+        return Config.model_validate(
+            TREE | {"rollout": rollout, "trainer": trainer}
+        ).deadlines.wait_timeout_s
 
-    rewards_s = Config.model_validate(TREE).reward_limit_s
+    rewards_s = Config.model_validate(TREE).deadlines.reward_limit_s
     assert waits({}) == 1800
     assert waits({"max_response_tokens": 8192}, devices=2) == 600 + 0.25 * 8192 + rewards_s
     assert waits({"request_timeout_s": 7200.0}) == 7200 + 0.25 * 256 + rewards_s
@@ -176,9 +183,12 @@ def test_where_it_is_left_out_trainers_wait_as_long_as_a_request_may_take() -> N
     for concurrent, rounds in ((8, 2), (4, 4)):
         tree = TREE | {"environment": agents, "agent": {"concurrent": concurrent}}
         config = Config.model_validate(tree)
-        assert config.group_limit_s == 1000 * rounds
-        assert config.wait_timeout_s == config.group_limit_s + config.reward_limit_s
-        assert config.engine_wait_s > config.group_limit_s
+        assert config.deadlines.group_limit_s == 1000 * rounds
+        assert (
+            config.deadlines.wait_timeout_s
+            == config.deadlines.group_limit_s + config.deadlines.reward_limit_s
+        )
+        assert config.deadlines.engine_wait_s > config.deadlines.group_limit_s
     with pytest.raises(ValueError, match="max_response_tokens"):
         waits({"max_response_tokens": "8k"})
 

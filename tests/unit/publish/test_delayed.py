@@ -187,7 +187,7 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
             publisher=None,
             channel=channel,
             timeline=timeline,
-            timeout_s=config.border_timeout_s,
+            timeout_s=config.deadlines.border_timeout_s,
             freshness=Freshness.of(config),
             milestones=milestones(config),
         ),

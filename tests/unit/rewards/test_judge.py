@@ -178,7 +178,7 @@ async def test_a_retry_of_the_first_group_waits_for_no_later_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One request at a time; the first answer fails. trainer.wait_timeout_s follows from this
-    (ConfigTree.reward_limit_s).
+    (Deadlines.reward_limit_s).
     """
     monkeypatch.setattr(judge_module, "_FIRST_PAUSE_S", 0.0)
     with fake_judge(
