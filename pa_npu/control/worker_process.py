@@ -159,7 +159,7 @@ async def start_kept(
     return process, lifeline
 
 
-def ask(module: str, request: bytes, limit_s: float, what: str, too_slow: str) -> str | None:
+def run_trial(module: str, request: bytes, limit_s: float, what: str, too_slow: str) -> str | None:
     """Have a user's code tried in a process of its own, because it may do anything: what is wrong
     with it in one line, or None.
 
@@ -236,7 +236,7 @@ def send(replies: Any, message: Mapping[str, Any]) -> None:
 
 
 def serve(attempt: Callable[[bytes], None]) -> NoReturn:
-    """Answer one `ask`: {"problem": null | one line}, which a PaNpuError of the attempt says.
+    """Answer one `run_trial`: {"problem": null | one line}, which a PaNpuError of the attempt says.
 
     It is the process's whole life. What the user's code prints goes to stderr, and its threads do
     not keep anybody waiting.
