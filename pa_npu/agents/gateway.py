@@ -318,8 +318,8 @@ def _write_address(file: Path, url: str) -> None:
         file.write_text(json.dumps({"url": url}) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"run.dir: {file}, in which agents read the gateway's address, cannot be written "
-            f"({error.strerror or error}); move what is there away, or choose another run.dir"
+            f"run.dir: {file} cannot be written ({error.strerror or error}), from which agents "
+            "read the gateway's address; move what is there away, or choose another run.dir"
         ) from None
 
 

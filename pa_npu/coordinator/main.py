@@ -122,7 +122,7 @@ async def run(config: Config) -> None:
         store_thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="store"))
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
-        freshness = Freshness.of(config)
+        freshness = Freshness.from_config(config)
         buffer = open_buffer(config, buffer_channel, ahead=int(config.publish.mode == "rolling"))
         work = GroupWork(spec, config)
         controller = ScheduleController(Rules.of(config), work)

@@ -122,7 +122,7 @@ class CoordinatorPublish:
         self._channel = channel
         self._connection = connection
         self._sampling = sampling
-        self._freshness = Freshness.of(config)
+        self._freshness = Freshness.from_config(config)
         self._workers = config.rollout.tensor_parallel
         self._deadline_s = config.publish.timeout_s
         self._limit_s = self._deadline_s + _GRACE_S  # of what an engine is asked for

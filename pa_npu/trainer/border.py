@@ -227,7 +227,7 @@ class PublishWhen:
     def __init__(self, config: Config, learner: Learner) -> None:
         self._config = config
         self._learner = learner
-        self._freshness = Freshness.of(config)
+        self._freshness = Freshness.from_config(config)
         self._published: int | None = None  # by this process
         self._probe: Sequence[Microbatch] = ()
 

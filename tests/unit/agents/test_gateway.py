@@ -1024,7 +1024,9 @@ def test_agents_are_tried_for_as_long_as_their_sessions_may_take(
 ) -> None:
     asked: list[float] = []
     monkeypatch.setattr(
-        environment_trial, "run_trial", lambda module, request, limit_s, *texts: asked.append(limit_s)
+        environment_trial,
+        "run_trial",
+        lambda module, request, limit_s, *texts: asked.append(limit_s),
     )
     environment_trial.check_environment(config(command="agent", timeout_s=900.0), PROMPT)
     assert asked == [60.0 + 2 * 900.0], "one whose room is taken first, as in a run"
@@ -1113,7 +1115,9 @@ def test_calls_are_found_by_the_models_own_format(
 
 
 def test_a_parser_that_there_is_not_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match="template, but the model's tokenizer does not say"):
+    with pytest.raises(
+        ConfigError, match="template, but the model's tokenizer has no response template"
+    ):
         make_parser("template", make_tokenizer())
     pytest.importorskip("vllm")
     for name in ("nonsense", "llama3_json"):
@@ -1664,7 +1668,9 @@ async def test_a_client_that_does_not_read_its_answer_is_cut_off_and_others_go_o
             assert (await other.chat([user("q")])).choices[0].message.content == "w"
             # the client has read nothing until its connection is given up
             await within(
-                60.0, lambda: not (made[0]._busy or made[0]._seen), "the end of all connections"
+                60.0,
+                lambda: not (made[0]._busy or made[0]._last_busy),
+                "the end of all connections",
             )
             with contextlib.suppress(ConnectionError):
                 while part := await asyncio.wait_for(loop.sock_recv(connection, 2**20), 30.0):

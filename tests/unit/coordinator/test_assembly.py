@@ -28,7 +28,7 @@ def constructed(sections: dict[str, dict[str, Any]]) -> set[str]:
     tokenizer = SimpleNamespace(all_special_ids=(), chat_template=None)
     none: Any = None
     objects = (
-        main.make_updates(config, Freshness.of(config), none, none, none).choose(0, []),
+        main.make_updates(config, Freshness.from_config(config), none, none, none).choose(0, []),
         service := main.make_service(config, pool, Sampling(8, 1.0), tokenizer),
         main.make_gateway(config, none, "key", service),
         main.make_roles(config, pool, Timeline(None, ""), SimpleNamespace(speeds=none)),

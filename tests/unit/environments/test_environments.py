@@ -404,7 +404,7 @@ async def test_a_broken_environment_is_one_line_that_names_it(kind: str, message
         ({"name": "builtins:id"}, "has no method rollout"),
         (
             {"name": "tools", "options": {"tols": 1}},
-            "'tols' is unknown to tools, which has one of tool, call, answer",
+            "'tols' is unknown to tools, whose options are tool, call, answer",
         ),
         (
             {"name": "tools", "options": {"call": ["<"]}},
