@@ -410,7 +410,7 @@ async def test_a_broken_environment_is_one_line_that_names_it(kind: str, message
             {"name": "tools", "options": {"call": ["<"]}},
             r"call must be two texts, \[opening, closing\]",
         ),
-        ({"name": "tools", "options": {"call": ["", ">"]}}, "call needs marks that are not empty"),
+        ({"name": "tools", "options": {"call": ["", ">"]}}, "call must have marks that are not empty"),
         (
             {"name": "tools", "options": {"tool": "abacus"}},
             "'abacus' is neither calculator nor module:function",
