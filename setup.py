@@ -114,4 +114,12 @@ class BuildWithOperators(build_py):
         build_if_possible(Path(self.build_lib).resolve())
 
 
-setup(install_requires=CORE, extras_require=EXTRAS, cmdclass={"build_py": BuildWithOperators})
+setup(
+    install_requires=CORE,
+    extras_require=EXTRAS,
+    cmdclass={"build_py": BuildWithOperators},
+    # An editable install by a path on sys.path, not by an import hook. The hook comes after the
+    # path, so that in the directory that holds a checkout named pa_npu, `import pa_npu` would find
+    # that folder, as an empty namespace package.
+    options={"editable_wheel": {"mode": "compat"}},
+)

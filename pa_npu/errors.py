@@ -60,6 +60,16 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+HIGHLIGHT = ("\x1b[32m", "\x1b[0m")
+"""What a terminal shows in green stands between these two; `plain` leaves them out."""
+
+
+def plain(text: str) -> str:
+    """The text without HIGHLIGHT, for files and for what is no terminal."""
+    begin, end = HIGHLIGHT
+    return text.replace(begin, "").replace(end, "")
+
+
 FAILED = 1
 BAD_INPUT = 2
 MUST_NOT_CONTINUE = 3

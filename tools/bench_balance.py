@@ -50,7 +50,7 @@ from unittest import mock
 import numpy as np
 
 from pa_npu.config.schema import Config
-from pa_npu.coordinator.producer import Producer
+from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.stream import PromptStream
 from pa_npu.dispatch.assignment import Assignment, GroupWork
@@ -366,7 +366,7 @@ async def run_iterations(
         timeline = Timeline(None, "")
         environment = SingleTurn(EnvironmentContext(None, case.max_tokens))
         rewards: Any = Rewards()
-        producer = Producer(
+        producer = producer_on_engines(
             config,
             pool,
             environment,

@@ -47,8 +47,8 @@ from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.rollout import RewardConfig
 from pa_npu.control.channel import StoreChannel, connect
+from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.episode import reward_input
-from pa_npu.coordinator.producer import Producer
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.engines import codec as wire
@@ -300,7 +300,7 @@ async def produce_for(
             timeline = Timeline(None, "")
             work = GroupWork(SHAPE, config)
             controller = ScheduleController(Rules.of(config), work)
-            producer = Producer(
+            producer = producer_on_engines(
                 config,
                 pool,
                 environment(config),

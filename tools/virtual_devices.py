@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,8 +24,9 @@ from unittest import mock
 import numpy as np
 
 from pa_npu.config.schema import Config
+from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.main import make_roles
-from pa_npu.coordinator.producer import Producer
+from pa_npu.coordinator.roles import RolesDelivery
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
@@ -210,23 +212,23 @@ def run(
                 pool.add(engine, seat=seat, shared=config.placement.colocate)  # type: ignore[arg-type]
                 pool.serve(engine)  # type: ignore[arg-type]
             timeline = Timeline(None, "")
-            environment, sampling = (
-                SingleTurn(EnvironmentContext(None, longest)),
-                Sampling(longest, 1.0),
-            )
-            parts: Any = (
-                config,
-                pool,
-                environment,
-                _Rewards(),
-                None,
-                controller,
-                sampling,
-                timeline,
-                work,
-                Inline(),
-            )
-            producer: Any = Producer(*parts, roles=make_roles(config, pool, timeline, controller))
+            parts: dict[str, Any] = {
+                "config": config,
+                "pool": pool,
+                "environment": SingleTurn(EnvironmentContext(None, longest)),
+                "rewards": _Rewards(),
+                "buffer": None,
+                "controller": controller,
+                "sampling": Sampling(longest, 1.0),
+                "timeline": timeline,
+                "work": work,
+                "store_thread": Inline(),
+            }
+            roles = make_roles(config, pool, timeline, controller)
+            if roles is not None:
+                parts["variants"] = [roles]
+                parts["streamed"] = partial(RolesDelivery, roles=roles)
+            producer: Any = producer_on_engines(**parts)
             for iteration in range(iterations):
                 by_seed.clear()
                 for engine in engines:

@@ -220,7 +220,7 @@ class SessionTree:
 def num_unique(samples: Sequence[Sample]) -> int:
     """Counts the tokens of all samples, with those of a common beginning counted once."""
     # in this order the longest common beginnings are those of neighbours
-    ordered = sorted(samples, key=lambda sample: sample.tokens.tobytes())
+    ordered = sorted(samples, key=lambda sample: sample.prefix_keys.astype(np.int64).tobytes())
     num_tokens = sum(len(sample.tokens) for sample in ordered)
     num_shared = sum(map(num_common, ordered, ordered[1:]))
     return num_tokens - num_shared

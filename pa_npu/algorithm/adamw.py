@@ -50,7 +50,7 @@ class Stepped:
 def scheduled_rate(config: Config, update: int) -> float:
     """The learning rate of an update, from 1."""
     options = config.optimizer
-    begin = config.updates(options.warmup_iterations)
+    begin = config.updates(config.warmup_iterations)
     end = max(config.updates(config.schedule.iterations), begin + 1)
     if update <= begin:
         return options.learning_rate * (update / begin)

@@ -6,7 +6,8 @@
     planner       models that trainers hold and compute
     launcher      the rules between the keys that it reads
 
-A kind of algorithm is a subclass in a file of its own: policy_gradient.py, preference_pairs.py.
+A kind of algorithm is a subclass in a file of its own: policy_gradient.py, preference_pairs.py,
+supervised.py.
 registry.py makes the run's object of its configuration. A class of the user's own is named by
 algorithm.name=module:Class (docs/algorithms.md).
 
@@ -101,11 +102,12 @@ class Algorithm(ABC):
 
     components: of the loss, with the numbers 1, 2 and so on. The first one leads: the iteration's
     normaliser counts its tokens, its samples, or what it makes of them.
-    samples_from: who writes the samples that are trained.
+    samples_from: engines write the samples that are trained, or they are rows of data; then
+    rollout.engines is 0, and nothing is generated, rewarded or published.
     """
 
     components: ClassVar[tuple[Component, ...]]
-    samples_from: ClassVar[Literal["engines"]] = "engines"
+    samples_from: ClassVar[Literal["engines", "rows"]] = "engines"
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -52,6 +52,20 @@ def token_weights(
     return torch.ones(int(lengths.sum()), device=device)
 
 
+def broken_normalisers(
+    normalisers: Sequence[float], expected: float, dispatched: Counts, aggregation: Aggregation
+) -> str | None:
+    """Says, as a phrase, why the updates' normalisers do not add up to what was dispatched; None
+    where they do.
+    """
+    if sum(normalisers) == expected:
+        return None
+    return (
+        f"which should add up to {expected:g}: dispatched were {dispatched.responses} responses "
+        f"with {dispatched.tokens} tokens, and algorithm.aggregation = {aggregation}"
+    )
+
+
 def normaliser(aggregation: Aggregation, counts: Counts, max_response_tokens: int) -> float:
     """Returns N of the table above.
 

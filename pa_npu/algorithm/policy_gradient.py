@@ -13,7 +13,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pa_npu.algorithm.algorithm import OLD_POLICY, Component, NeededModel
-from pa_npu.algorithm.normaliser import Counts, normaliser, token_weights
+from pa_npu.algorithm.normaliser import (
+    Counts,
+    broken_normalisers,
+    normaliser,
+    token_weights,
+)
 from pa_npu.algorithm.reward_credit import RewardCredit
 from pa_npu.config.rules.learning import of_preset
 from pa_npu.config.rules.unread import Condition
@@ -102,13 +107,7 @@ class PolicyGradient(RewardCredit):
         self, normalisers: Sequence[float], dispatched: Counts, num_groups: int
     ) -> str | None:
         expected = self.normaliser(dispatched)
-        if sum(normalisers) == expected:
-            return None
-        return (
-            f"which should add up to {expected:g}: dispatched were {dispatched.responses} "
-            f"responses with {dispatched.tokens} tokens, and algorithm.aggregation = "
-            f"{self.keys.aggregation}"
-        )
+        return broken_normalisers(normalisers, expected, dispatched, self.keys.aggregation)
 
     # Its keys
 

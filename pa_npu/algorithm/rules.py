@@ -13,9 +13,11 @@ from typing import Any
 from pa_npu.algorithm.advantages import KNOWN_ADVANTAGES
 from pa_npu.algorithm.algorithm import Algorithm
 from pa_npu.algorithm.registry import KINDS, build_algorithm
+from pa_npu.algorithm.row_rules import broken_source
 from pa_npu.config import load
 from pa_npu.config.rules.unread import unread_keys
 from pa_npu.config.schema import Config
+from pa_npu.config.words import choose_among
 from pa_npu.config.yaml_source import KeyPath
 
 
@@ -38,6 +40,7 @@ def broken_rules(config: Config) -> Iterator[str]:
 def rules_of(algorithm: Algorithm) -> Iterator[str]:
     """The same of an algorithm whose code is known to import."""
     config = algorithm.config
+    yield from broken_source(algorithm)
     yield from unread_keys(config, algorithm.unread)
     yield from algorithm.broken_rules()
     if (
@@ -82,4 +85,7 @@ def _unknown_names(config: Config) -> Iterator[str]:
     for key, name, known in named:
         module, separator, function = name.partition(":")
         if name not in known and not (separator and module.strip() and function.strip()):
-            yield f"{key}: {name!r} is not {', '.join(known)} or module:function; use one of these"
+            yield (
+                f"{key}: {name!r} is not {', '.join(known)} or module:function; "
+                f"{choose_among(name, known)}"
+            )

@@ -132,15 +132,17 @@ class Statistics:
             return sums[name] / max(1.0, sums["preference_pairs"]) if name in sums else None
 
         has_weights, has_pairs = "weight" in sums, "preference_pairs" in sums
+        # rows of data have no policy that wrote them, with which the trained one is compared
+        compares_policies = self.all.n > 0
         return {
             "loss": sums["loss"] / normaliser,
             "policy_loss": sums["policy_loss"] / normaliser,
-            "kl": per_token("kl") or 0.0,
+            "kl": per_token("kl") or 0.0 if compares_policies else None,
             "entropy": per_token("entropy"),
             "clip_ratio": per_token("clipped"),
-            "logprob_diff_mean": self.all.absolute_mean,
-            "logprob_diff_max": self.all.largest,
-            "logprob_k3": self.all.k3_mean,
+            "logprob_diff_mean": self.all.absolute_mean if compares_policies else None,
+            "logprob_diff_max": self.all.largest if compares_policies else None,
+            "logprob_k3": self.all.k3_mean if compares_policies else None,
             "importance_weight_mean": per_token("importance_weight"),
             "importance_truncated_ratio": per_token("importance_cut"),
             "effective_sample_size": effective_sample_size(

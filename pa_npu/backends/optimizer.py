@@ -19,7 +19,7 @@ def learning_rate(config: Config, update: int) -> float:
     """
     options = config.optimizer
     warmup, last = (
-        config.updates(options.warmup_iterations),
+        config.updates(config.warmup_iterations),
         config.updates(config.schedule.iterations),
     )
     most, least = options.learning_rate, options.min_learning_rate

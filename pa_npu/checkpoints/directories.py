@@ -36,6 +36,7 @@ from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from pa_npu.config.plain_file import read_plain
+from pa_npu.config.words import counted
 from pa_npu.errors import DataError, UserError
 
 logger = logging.getLogger(__name__)
@@ -114,9 +115,16 @@ def read_meta(directory: Path) -> CheckpointMeta:
     meta = _read(directory)
     if isinstance(meta, CheckpointMeta):
         return meta
+    where = f"checkpoint.load: {directory} is not a complete checkpoint: "
+    if not directory.is_dir():
+        raise UserError(f"{where}there is no such directory; give an iteration_NNNNNN directory")
+    # a run, or its folder of checkpoints
+    if inside := complete(directory) or complete(directory / "checkpoints"):
+        raise UserError(
+            f"{where}it holds {counted(len(inside), 'checkpoint')}; give the newest, {inside[-1]}"
+        )
     raise UserError(
-        f"checkpoint.load: {directory} is not a complete checkpoint: {meta}; give another "
-        f"iteration_NNNNNN directory ({next_older(directory)})"
+        f"{where}{meta}; give another iteration_NNNNNN directory ({next_older(directory)})"
     )
 
 

@@ -63,7 +63,7 @@ CHANGES: dict[str, Change] = {
             "optimizer": "offload",
             "attention": "shared_prompt implementation",
             "evaluate": "sets samples temperature top_p max_response_tokens overlap metric",
-            "schedule": "iterations stream compare_iterations dispatch evaluate_every "
+            "schedule": "iterations epochs stream compare_iterations dispatch evaluate_every "
             "finite_difference_every",
             "placement": "colocate",
             "publish": "mode probe_tokens probe_tolerance noise_margin only_logged",
@@ -80,7 +80,7 @@ CHANGES: dict[str, Change] = {
             "reference_refresh_every ratio importance_sampling importance_cap "
             "importance_floor age_exponent entropy_coef router_aux_coef router_replay "
             "delta dual_clip aggregation",
-            "optimizer": "learning_rate min_learning_rate warmup_iterations decay weight_decay "
+            "optimizer": "learning_rate min_learning_rate warmup_iterations warmup_share decay weight_decay "
             "betas epsilon clip_grad",
             "schedule": "max_staleness tokens_per_update updates_per_iteration "
             "prompts_per_iteration order dynamic_sampling",

@@ -260,7 +260,7 @@ class Checkpointing:
             return
         evaluations = read_evaluations(self._config.run.dir) if options.keep_best else []
         accuracy = {
-            entry["version"]: float(entry.get("best_by", entry["accuracy"]))
+            entry["version"]: float(entry["best_by"] if "best_by" in entry else entry["accuracy"])
             for entry in evaluations
         }
         for path in store.superfluous(self._parent, options.keep_last, options.keep_best, accuracy):

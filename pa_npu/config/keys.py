@@ -105,7 +105,7 @@ def nearest_key(path: tuple[str, ...], siblings: list[str]) -> str | None:
 
 
 def _type_text(field: FieldInfo) -> str:
-    return " ".join([_annotation_text(field.annotation), _bounds(field.metadata)]).strip()
+    return " ".join([type_text(field.annotation), _bounds(field.metadata)]).strip()
 
 
 def _bounds(marks: Iterable[Any]) -> str:
@@ -118,21 +118,31 @@ def _bounds(marks: Iterable[Any]) -> str:
     return ", ".join(bounds)
 
 
-def _annotation_text(annotation: Any) -> str:
+def choices_of(annotation: Any) -> list[str]:
+    """Returns the texts that a type lists as allowed values, also those inside a union."""
+    if get_origin(annotation) is Literal:
+        return [choice for choice in get_args(annotation) if isinstance(choice, str)]
+    if is_union(annotation):
+        return [choice for member in get_args(annotation) for choice in choices_of(member)]
+    return []
+
+
+def type_text(annotation: Any) -> str:
+    """Returns a type as readers see it, such as "int >= 1" or "auto | null"."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is type(None):
         return "null"
     if is_union(annotation):
-        return " | ".join(_annotation_text(argument) for argument in arguments)
+        return " | ".join(type_text(argument) for argument in arguments)
     if origin is Literal:
         return " | ".join(str(argument) for argument in arguments)
     if origin is Annotated:
         marks = [mark for info in arguments[1:] for mark in getattr(info, "metadata", ())]
-        return " ".join([_annotation_text(arguments[0]), _bounds(marks)]).strip()
+        return " ".join([type_text(arguments[0]), _bounds(marks)]).strip()
     if origin is tuple:
-        return f"[{_annotation_text(arguments[0])}, ...]"
+        return f"[{type_text(arguments[0])}, ...]"
     if origin is dict:
-        return f"{{{_annotation_text(arguments[0])}: {_annotation_text(arguments[1])}}}"
+        return f"{{{type_text(arguments[0])}: {type_text(arguments[1])}}}"
     section = section_of(annotation)
     if section is not None:
         return "{" + ", ".join(section.model_fields) + "}"
@@ -163,26 +173,41 @@ def sections_help() -> str:
 
 
 def keys_help(only: str | None = None) -> str:
-    """Returns the help text of all keys, or of one section (`only`): a line with name, type and
-    default, a line with the description, and the fields of list entries below their key.
+    """Returns the help text of all keys, or of one section or key (`only`): a line with name, type
+    and default, a line with the description, and the fields of list entries below their key.
     """
     lines: list[str] = []
     for section, field in Config.model_fields.items():
         model = section_of(field.annotation)
-        if model is None or only not in (None, section):
+        if model is None or (only is not None and only.partition(".")[0] != section):
             continue
         lines += ["", f"{section}:"]
         for key in all_keys(model, f"{section}."):
-            default = "required" if key.required else f"default {show(key.default)}"
-            lines += [f"  {key.name}  ({key.type}; {default})", f"      {key.description}"]
-            if entry := ENTRIES.get(key.name):
-                lines += [
-                    f"        {inner.name}: {inner.description} ({inner.type})"
-                    for inner in all_keys(entry)
-                ]
-            if key.name == "algorithm.name":
-                lines += [line for name in PRESETS for line in preset_lines(name)]
+            if only is None or f"{key.name}.".startswith(f"{only}."):
+                lines += _key_lines(key)
     return "\n".join(lines[1:])
+
+
+def _key_lines(key: Key) -> list[str]:
+    default = "required" if key.required else f"default {show(key.default)}"
+    lines = [f"  {key.name}  ({key.type}; {default})", f"      {key.description}"]
+    if entry := ENTRIES.get(key.name):
+        lines += [
+            f"        {inner.name}: {inner.description} ({inner.type})" for inner in all_keys(entry)
+        ]
+    if key.name == "algorithm.name":
+        lines += [line for name in PRESETS for line in preset_lines(name)]
+    return lines
+
+
+def nearest_help(name: str) -> str | None:
+    """Returns the section or key whose help was probably meant by `name`, or None."""
+    path = tuple(name.split("."))
+    section = section_of(find_annotation(path[:-1]))
+    nearest = nearest_key(path, list(section.model_fields) if section else [])
+    if nearest is None and len(path) > 1:
+        return nearest_help(path[0])
+    return nearest
 
 
 def preset_lines(name: PresetName) -> tuple[str, str]:

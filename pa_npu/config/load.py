@@ -17,11 +17,19 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from pa_npu.config.keys import all_keys, find_annotation, is_union, nearest_key, section_of
+from pa_npu.config.keys import (
+    all_keys,
+    choices_of,
+    find_annotation,
+    is_union,
+    nearest_key,
+    section_of,
+    type_text,
+)
 from pa_npu.config.removed import removed
 from pa_npu.config.schema import Config
 from pa_npu.config.texts import leaves
-from pa_npu.config.words import as_json, counted
+from pa_npu.config.words import as_json, counted, nearest_name
 from pa_npu.config.yaml_source import KeyPath, Places, dump_yaml, read_quoted, read_value, read_yaml
 from pa_npu.errors import ConfigError
 
@@ -139,7 +147,8 @@ def _apply_override(tree: dict[str, Any], places: Places, override: str) -> None
     path = tuple(name.strip().split("."))
     if not sign or not all(path):
         raise ConfigError(
-            f"{COMMAND_LINE}: {override!r} is not of the form section.key=value; write it so"
+            f"{COMMAND_LINE}: {override!r} is not of the form section.key=value; "
+            f"{_remedy_for_word(override)}"
         )
     _put(
         tree,
@@ -147,6 +156,13 @@ def _apply_override(tree: dict[str, Any], places: Places, override: str) -> None
         path,
         _value_of(find_annotation(path), text, f"{COMMAND_LINE}: {name.strip()}"),
     )
+
+
+def _remedy_for_word(word: str) -> str:
+    """Returns what to write in place of an override that holds no key with a value."""
+    if word.endswith((".yaml", ".yml")):
+        return f"a configuration file is --config {word}"
+    return "write it so, without spaces around ="
 
 
 def _is_allowed(character: str) -> bool:
@@ -277,12 +293,18 @@ def _one_line(detail: ErrorDetails, places: Places) -> str:
     ):
         return f"{where}{name}: {shown} is out of range; use {types[name]}"
     if kind in ("model_type", "model_attributes_type"):
-        return f"{where}{name}: {shown} is not a section; write its keys below it (see --help)"
-    if name in types:
-        return f"{where}{name}: {shown} is not allowed; use {types[name]}"
-    return (
-        f"{where}{name}: {shown} is not allowed: {detail['msg']}; see --help for the key's values"
-    )
+        keys = type_text(find_annotation(path))
+        return f"{where}{name}: {shown} is not a section; write its keys below it: {keys}"
+    annotation = find_annotation(path)
+    allowed = types.get(name) or (type_text(annotation) if annotation is not None else None)
+    if allowed is None:
+        return (
+            f"{where}{name}: {shown} is not allowed: {detail['msg']}; see --help for the key's "
+            "values"
+        )
+    nearest = nearest_name(str(detail["input"]), choices_of(annotation))
+    meant = f"did you mean {nearest}? Allowed is" if nearest else "use"
+    return f"{where}{name}: {shown} is not allowed; {meant} {allowed}"
 
 
 def _with_place(message: str, places: Places) -> str:

@@ -18,6 +18,7 @@ PresetName = Literal[
     "cispo",
     "critic-free-ppo",
     "online-dpo",
+    "sft",
 ]
 
 
@@ -29,9 +30,15 @@ class Preset:
     algorithm: Mapping[str, Any]
     schedule: Mapping[str, Any] = field(default_factory=dict)
     reward: Mapping[str, Any] = field(default_factory=dict)
+    rollout: Mapping[str, Any] = field(default_factory=dict)
 
     def sections(self) -> dict[str, Mapping[str, Any]]:
-        return {"algorithm": self.algorithm, "schedule": self.schedule, "reward": self.reward}
+        return {
+            "algorithm": self.algorithm,
+            "schedule": self.schedule,
+            "reward": self.reward,
+            "rollout": self.rollout,
+        }
 
     def keys(self) -> dict[str, Any]:
         """Returns the values by dotted key."""
@@ -53,7 +60,7 @@ def _keys(
     """Returns every key that distinguishes the algorithms, so that a changed default cannot change a
     preset. `clip` is (clip_low, clip_high), or None for losses that do not clip.
     """
-    keys = {"loss": loss, "advantage": advantage, "aggregation": aggregation}
+    keys: dict[str, Any] = {"loss": loss, "advantage": advantage, "aggregation": aggregation}
     if clip is not None:
         keys["clip_low"], keys["clip_high"] = clip
     keys["kl_coef"] = kl
@@ -111,6 +118,13 @@ PRESETS: dict[PresetName, Preset] = {
         "Online DPO on the best and the worst response of each group, arXiv 2410.18252, with its "
         "beta",
         {"loss": "dpo", "advantage": "centred", "kl_coef": 0.1},
+    ),
+    "sft": Preset(
+        "Supervised stage: cross-entropy on the marked tokens of rows, mean over all of them, as "
+        "in InstructGPT, arXiv 2203.02155, section 3.5",
+        {"loss": "cross-entropy", "aggregation": "token-mean"},
+        schedule={"order": "prompt"},
+        rollout={"engines": 0},
     ),
 }
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from pa_npu.config.words import choose_among
 from pa_npu.errors import ConfigError
 
 ERROR_CHARACTERS = 500
@@ -35,7 +36,8 @@ def check_name(key: str, name: str, known: Collection[str], form: str) -> None:
     """Raises ConfigError unless `name` is one of `known` or has the form module:name."""
     if name not in known and ":" not in name:
         raise ConfigError(
-            f"{key}: {name!r} is none of {', '.join(known)} and not {form}; use one of these"
+            f"{key}: {name!r} is none of {', '.join(known)} and not {form}; "
+            f"{choose_among(name, known)}"
         )
 
 

@@ -84,7 +84,8 @@ class Freshness:
                 f"{self.max_staleness}"
             )
 
-    def check_arrival(self, version: int, sequences_in_flight: int) -> None:
+    @staticmethod
+    def check_arrival(version: int, sequences_in_flight: int) -> None:
         """Raises InvariantViolation if sequences are in flight when new weights arrive.
 
         A response has one version.

@@ -38,6 +38,7 @@ class UpdateReport:
     ratio to the sampling policy; None without either.
     age_mean, age_max: by how many versions tokens are older than the version that trains them;
     None with max_staleness=0.
+    kl, clip_ratio, logprob_*: None for rows of data, which no policy wrote.
     learning_rate: the step's.
     preference_*: with loss=dpo, else None: the number of groups whose responses are not all equal,
     their mean margin, and the share of them with a positive margin.
@@ -56,12 +57,12 @@ class UpdateReport:
 
     loss: Annotated[float, _mean]
     policy_loss: Annotated[float, _mean]
-    kl: float
+    kl: float | None
     entropy: float
-    clip_ratio: float
-    logprob_diff_mean: float
-    logprob_diff_max: Annotated[float, max]
-    logprob_k3: float
+    clip_ratio: float | None
+    logprob_diff_mean: float | None
+    logprob_diff_max: Annotated[float | None, max]
+    logprob_k3: float | None
     importance_weight_mean: float | None
     importance_truncated_ratio: float | None
     effective_sample_size: float | None

@@ -28,6 +28,7 @@ from pa_npu.coordinator.episode import Credit, ScoredGroup, check_components, ch
 from pa_npu.coordinator.variants import Variant
 from pa_npu.data.stream import Outcome
 from pa_npu.dispatch.assignment import Assignment, GroupCost
+from pa_npu.samples.attachments import described
 from pa_npu.samples.group import Group
 from pa_npu.samples.group_digest import digest_group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
@@ -167,8 +168,10 @@ class Production(Variant):
         self._digests: list[GroupDigest] = []
         self._outcomes: dict[int, Outcome] = {}  # by dispatch index
         self._dispatched_correct = 0.0
-        # numbers of each group that is trained, see add and end
-        self._trained: list[tuple[float, ...]] = []
+        # sizes of each group that is trained, and of those with rewards what they were worth; see
+        # add and end
+        self._trained: list[tuple[int, ...]] = []
+        self._judged: list[tuple[float, ...]] = []
         # by environments' and by reward functions' names
         self._counted: Sums = defaultdict(int)
         self._rewards: Sums = defaultdict(int)
@@ -179,16 +182,19 @@ class Production(Variant):
         for training.
         """
         prompt, result = group.prompt, group.result
-        right, reward = _mean(result.correct.tolist()), _mean(result.total.tolist())
-        self._dispatched_correct += right
         for name, number in group.counted.items():
             self._counted[name] += number
+        if result is None:
+            self._outcomes[index] = Outcome(prompt.source, None, None)
+            return
+        right, reward = _mean(result.correct.tolist()), _mean(result.total.tolist())
+        self._dispatched_correct += right
         self._outcomes[index] = Outcome(prompt.source, None if result.errors else right, reward)
 
     def add(self, index: int, group: ScoredGroup) -> None:
         """A group that is trained, under this number."""
         samples, result, lengths = group.samples, group.result, group.lengths
-        num_trained, rewards = sum(lengths), result.total.tolist()
+        num_trained = sum(lengths)
         self._trained.append(
             (
                 len(samples),
@@ -198,6 +204,13 @@ class Production(Variant):
                 min(lengths),
                 max(lengths),
                 sum([sample.finished for sample in samples]),
+            )
+        )
+        if result is None:
+            return
+        rewards = result.total.tolist()
+        self._judged.append(
+            (
                 int(np.count_nonzero(result.correct)),
                 sum(rewards),
                 _deviation(rewards),
@@ -240,37 +253,16 @@ class Production(Variant):
         if group.index < self._num_kept:
             self._kept += _kept(group, scored)
 
-    def end(self, window: int, tail_waste: float, replica_imbalance: float) -> Produced:
-        """All groups are in the buffer. window: the admission window they ended with; the others:
-        TailMeter's, Assignment's.
-        """
+    def end(self, replica_imbalance: float) -> Produced:
+        """All groups are in the buffer. replica_imbalance: Assignment's."""
         counted, groups = self._counted, len(self._trained)
-        (
-            samples,
-            prompts,
-            others,
-            tokens,
-            shortest,
-            longest,
-            finished,
-            correct,
-            reward,
-            deviation,
-            errors,
-            equal,
-        ) = zip(*self._trained, strict=True)
+        samples, prompts, others, tokens, shortest, longest, finished = zip(
+            *self._trained, strict=True
+        )
         responses = sum(samples)
-        numbers = {
+        numbers: dict[str, Any] = {
             "groups": groups,
             "groups_dispatched": len(self._outcomes),
-            "accuracy_dispatched": self._dispatched_correct / len(self._outcomes),
-            "reward_mean": sum(reward) / responses,
-            "reward_std": sum(deviation) / groups,
-            "accuracy": sum(correct) / responses,
-            "rewards": {name: total / responses for name, total in sorted(self._rewards.items())},
-            "reward_errors": sum(errors),
-            "reward_no_verdict": dict(self._no_verdict),
-            "equal_reward_ratio": sum(equal) / groups,
             "response_length_mean": sum(tokens) / responses,
             "response_length_min": min(shortest),
             "response_length_max": max(longest),
@@ -279,16 +271,13 @@ class Production(Variant):
             "tokens_prompt": sum(others),
             "tokens_response": sum(tokens),
             "environment": dict(sorted(counted.items())),
-            **(
-                {"unique_ratio": counted["tokens_unique"] / counted["tokens"]}
-                if counted.get("tokens")
-                else {}
-            ),
             "generate_s": time.perf_counter() - self._start_s,
-            "window": window,
-            "tail_waste": tail_waste,
             "replica_imbalance": replica_imbalance,
         }
+        if self._judged:
+            numbers |= self._reward_numbers(groups, responses)
+        if counted.get("tokens"):
+            numbers["unique_ratio"] = counted["tokens_unique"] / counted["tokens"]
         in_short = sorted(self._samples, key=lambda sample: sample["index"])
         dispatched = Dispatched(self.iteration, tuple(self._in_buffer))
         outcomes = tuple(self._outcomes[index] for index in sorted(self._outcomes))
@@ -301,6 +290,20 @@ class Production(Variant):
             kept=tuple(self._kept),
             outcomes=outcomes,
         )
+
+    def _reward_numbers(self, groups: int, responses: int) -> dict[str, Any]:
+        """What the iteration's groups were worth, of a source that rewards them."""
+        correct, reward, deviation, errors, equal = zip(*self._judged, strict=True)
+        return {
+            "accuracy_dispatched": self._dispatched_correct / len(self._outcomes),
+            "reward_mean": sum(reward) / responses,
+            "reward_std": sum(deviation) / groups,
+            "accuracy": sum(correct) / responses,
+            "rewards": {name: total / responses for name, total in sorted(self._rewards.items())},
+            "reward_errors": sum(errors),
+            "reward_no_verdict": dict(self._no_verdict),
+            "equal_reward_ratio": sum(equal) / groups,
+        }
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -317,23 +320,25 @@ def _deviation(values: Sequence[float]) -> float:
 def _sample(group: Group, scored: ScoredGroup) -> dict[str, Any]:
     """What was dispatched, in short; what a group does not hold is its prompt's."""
     prompt, result = scored.prompt, scored.result
+    responses: list[dict[str, Any]] = []
+    for number, sample in enumerate(scored.samples):
+        response = {
+            "text": sample.text,
+            "tokens": int(group.trained_lengths[number]),
+            "finish_reason": "stop" if group.finished[number] else "length",
+        }
+        if result is not None:
+            response["reward"] = float(group.rewards[number])
+            response["correct"] = bool(result.correct[number])
+        responses.append(response)
     return {
         "iteration": group.iteration,
         "index": group.index,
         "prompt_id": group.prompt_id,
         "prompt": prompt.text,
         "answer": prompt.answer,
-        "responses": [
-            {
-                "text": sample.text,
-                "tokens": int(group.trained_lengths[number]),
-                "finish_reason": "stop" if group.finished[number] else "length",
-                "reward": float(group.rewards[number]),
-                "correct": bool(result.correct[number]),
-            }
-            for number, sample in enumerate(scored.samples)
-        ],
-        "errors": list(result.errors),
+        "responses": responses,
+        "errors": [] if result is None else list(result.errors),
     }
 
 
@@ -344,6 +349,7 @@ def _kept(group: Group, scored: ScoredGroup) -> list[KeptResponse]:
     for number, (start, end) in enumerate(pairwise(group.offsets().tolist())):
         sample, trained = scored.samples[number], group.trained[start:end]
         leads = group.component[start:end] == 1
+        rewards = {} if result is None else result.functions
         kept.append(
             KeptResponse(
                 iteration=group.iteration,
@@ -357,13 +363,14 @@ def _kept(group: Group, scored: ScoredGroup) -> list[KeptResponse]:
                 finish_reason="stop" if group.finished[number] else "length",
                 version=int(group.versions[start:end].max()),
                 reward=float(group.rewards[number]),
-                rewards={name: float(values[number]) for name, values in result.functions.items()},
+                rewards={name: float(values[number]) for name, values in rewards.items()},
                 advantage=float(group.advantages[start:end][leads][0]) if leads.any() else 0.0,
-                correct=bool(result.correct[number]),
-                errors=tuple(result.errors),
+                correct=result is not None and bool(result.correct[number]),
+                errors=() if result is None else tuple(result.errors),
                 tokens=group.tokens[start:end][trained].tolist(),
                 logprobs=group.logprobs[start:end][trained].tolist(),
                 turns=[asdict(turn) for turn in sample.turns],
+                attachments=described(sample.placeholders),
             )
         )
     return kept

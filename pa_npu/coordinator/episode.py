@@ -43,6 +43,7 @@ class ScoredGroup:
     """A prompt, the samples that its environment made of it, any number from one on, their rewards,
     and what it counted.
 
+    result: None where nothing rewards them, as rows of data.
     lengths: trained tokens of each sample. trained_as: group_lengths, prompt and lengths as
     trainers compute them. answers: what engines answered for it; None where that is not known any
     more.
@@ -50,7 +51,7 @@ class ScoredGroup:
 
     prompt: Prompt
     samples: list[Sample]
-    result: RewardResult
+    result: RewardResult | None
     counted: Mapping[str, int] = field(default_factory=dict)
     answers: Answers | None = None
 
@@ -85,12 +86,14 @@ class ScoredGroup:
 
     @property
     def is_informative(self) -> bool:
-        """Whether its rewards differ."""
-        return self.result.is_informative
+        """Whether its rewards differ, or it has none."""
+        return self.result is None or self.result.is_informative
 
     @property
     def rewards(self) -> np.ndarray:
-        """float32 [samples]."""
+        """float32 [samples]; zeros where nothing rewards them."""
+        if self.result is None:
+            return np.zeros(len(self.samples), np.float32)
         return np.asarray(self.result.total, np.float32)
 
     @property
@@ -136,9 +139,8 @@ class ScoredGroup:
         if self.answers is not None:
             self.answers.check(group)
         texts = [sample.text for sample in self.samples]
-        if self.result.scored and self.result.scored != scored_digest(
-            self.prompt.text, texts, group.rewards.tolist()
-        ):
+        given = "" if self.result is None else self.result.scored
+        if given and given != scored_digest(self.prompt.text, texts, group.rewards.tolist()):
             raise InvariantViolation(
                 f"I7 rewards: {group}: its rewards {group.rewards.tolist()} were given to other "
                 "texts than its samples', or in another order"

@@ -141,6 +141,16 @@ class RunRecords:
                     f"{found['truncated_ratio']:.0%} cut"
                 )
 
+    def write_held_out_loss(self, record: Mapping[str, Any]) -> None:
+        """The loss of held-out rows under a version, and its lines on the console."""
+        self._trackers.write_evaluation(self._metrics.write_evaluation(record))
+        sets = ", ".join(
+            f"{name} {found['loss']:.4f} (perplexity {found['perplexity']:.3f}, "
+            f"{found['rows']} rows)"
+            for name, found in record["sets"].items()
+        )
+        say(f"| evaluation of version {record['version']}: loss {sets}, {record['seconds']:.1f} s")
+
 
 def tracked_config(config: Config) -> dict[str, Any]:
     """The resolved configuration for trackers, by key, without secrets; of the engines' environment
@@ -152,8 +162,8 @@ def tracked_config(config: Config) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Border:
-    """The publish between two iterations, and the engines' counters and number after it."""
+class BorderOutcome:
+    """The state that a border left: the version that engines hold, and their counters and number."""
 
     held: EnginesHold
     use: dict[str, EngineUse]
@@ -161,19 +171,22 @@ class Border:
 
     @property
     def publish_s(self) -> float:
-        """From the trainers' readiness to the end."""
+        """Seconds from the trainers' readiness to the end of the publish."""
         return self.held.done_s - self.held.ready_s
 
 
 @dataclass(frozen=True)
-class Window:
-    """From one publish to the next. border: the publish that began it. produced: the iteration,
-    where it was one.
+class Interval:
+    """The time from one border to the next.
+
+    evaluation: the record of an evaluation that came before the production; None where there was
+    none. border: the one that began the interval. produced: the iterations that were produced in
+    it.
     """
 
     evaluation: dict[str, Any] | None
-    border: Border
-    produced: int | None
+    border: BorderOutcome
+    produced: Sequence[int]
 
 
 def iteration_record(
@@ -182,8 +195,8 @@ def iteration_record(
     report: IterationReport,
     border: BorderReport,
     prediction: Prediction,
-    start: Window,
-    end: Border,
+    start: Interval,
+    end: BorderOutcome,
 ) -> dict[str, Any]:
     """The record of one iteration, from one completed publish to the next.
 
@@ -212,13 +225,36 @@ def iteration_record(
         if publish.memory
         else {}
     )
-    return {
+    record = {
         **report.record(),
         **border.record(),
         "iteration": production.iteration,
         "version": production.iteration,
         **numbers,
         "iteration_s": iteration_s,
+        "evaluation_s": evaluation["seconds"] if evaluation else None,
+        "eval_accuracy": evaluation.get("accuracy") if evaluation else None,
+        "trainer_idle": idle.trainer_idle(wait_s, iteration_s),
+        **throughput(tokens, iteration_s, devices),
+        "devices": devices,
+        "time": time.time(),
+    }
+    if not config.has_engines:
+        eval_loss = evaluation["loss"] if evaluation else None
+        return record | {"eval_loss": eval_loss, "tokens_per_s": record["tpspd"] * devices}
+    engines: dict[str, Any] = {}
+    for name, use in use_after.items():
+        engines[name] = {
+            "requests": use.requests - use_before[name].requests,
+            "tokens": use.tokens - use_before[name].tokens,
+        }
+        if use.settings.device is not None:
+            engines[name]["device"] = use.settings.device
+    memory = {
+        f"memory_engine_{kind}_bytes": value for kind, value in engine.items() if value is not None
+    }
+    return {
+        **record,
         "publish_s": end.publish_s,
         "border_load_s": publish.loaded_s - publish.ready_s,
         "border_compare_s": publish.compared_s - publish.loaded_s,
@@ -229,25 +265,8 @@ def iteration_record(
         "predicted_s": prediction.predicted_s,
         "prediction_error": prediction.error,
         "learned": dict(prediction.learned),
-        "evaluation_s": evaluation["seconds"] if evaluation else None,
-        "eval_accuracy": evaluation["accuracy"] if evaluation else None,
-        "trainer_idle": idle.trainer_idle(wait_s, iteration_s),
         "engine_idle": idle.engine_idle(sum(busy_s) / max(1, len(busy_s)), iteration_s),
         **shared,
-        **throughput(tokens, iteration_s, devices),
-        "devices": devices,
-        **{
-            f"memory_engine_{kind}_bytes": value
-            for kind, value in engine.items()
-            if value is not None
-        },
-        "engines": {
-            name: {
-                "requests": use_after[name].requests - use_before[name].requests,
-                "tokens": use_after[name].tokens - use_before[name].tokens,
-                **({"device": use.settings.device} if use.settings.device is not None else {}),
-            }
-            for name, use in use_after.items()
-        },
-        "time": time.time(),
+        **memory,
+        "engines": engines,
     }

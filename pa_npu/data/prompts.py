@@ -45,6 +45,12 @@ class Prompt:
     row: dict[str, Any]
     source: str = ""
 
+    @property
+    def identity(self) -> bytes:
+        """Tells this prompt from another one, for the fingerprint of a dataset."""
+        tokens = np.asarray(self.tokens, "<i4").tobytes()
+        return tokens + f"\n{self.prompt_id}\n{self.answer}\n".encode()
+
 
 @dataclass(frozen=True, eq=False)
 class PromptSet:
@@ -55,6 +61,11 @@ class PromptSet:
     num_read: int
     num_truncated: int
     num_skipped: int
+
+    @property
+    def items(self) -> tuple[Prompt, ...]:
+        """What a stream gives of the set."""
+        return self.prompts
 
     @property
     def summary(self) -> str:
@@ -85,7 +96,7 @@ def load_prompts(
         needs_answer: as Columns.
     """
     is_training = isinstance(dataset, TrainingDataset)
-    path, config = dataset.path, _options(dataset, config)
+    path, config = dataset.path, dataset_options(dataset, config)
     columns = Columns(
         config.question_column,
         config.answer_column,
@@ -147,7 +158,7 @@ def load_training(config: DataConfig, tokenizer: Any, needs_answer: bool = True)
     return found
 
 
-def _options(dataset: Dataset, config: DataConfig) -> DataConfig:
+def dataset_options(dataset: Dataset, config: DataConfig) -> DataConfig:
     """data.* with what the dataset says itself."""
     own = dataset.model_dump(
         include={"question_column", "answer_column", "system_prompt", "instruction"},
@@ -268,8 +279,8 @@ def _tokens(texts: list[str], tokenizer: Any, with_template: bool) -> list[list[
 def _render(record: Record, tokenizer: Any, config: DataConfig, template: Any) -> str:
     """The prompt's text up to the place where the response begins, with all that the row says."""
     messages = compose_messages(record, config)
-    if isinstance(template, str) and _REASONING not in template:
-        messages = [_with_reasoning(message) for message in messages]
+    if not knows_reasoning(template):
+        messages = [with_reasoning(message) for message in messages]
     ending = (
         {"continue_final_message": True} if record.continues else {"add_generation_prompt": True}
     )
@@ -303,7 +314,12 @@ def _render(record: Record, tokenizer: Any, config: DataConfig, template: Any) -
     return text
 
 
-def _with_reasoning(message: Message) -> Message:
+def knows_reasoning(template: Any) -> bool:
+    """Whether the template may read an assistant's reasoning, which plain text does not need to."""
+    return not isinstance(template, str) or _REASONING in template
+
+
+def with_reasoning(message: Message) -> Message:
     """The message with its reasoning in the content, for a template that does not know the field."""
     reasoning = message.get(_REASONING)
     if not isinstance(reasoning, str) or not reasoning:

@@ -42,8 +42,8 @@ from pa_npu.data.rows import TableRow, is_text, read_rows
 from pa_npu.errors import DataError
 
 ANSWER_MARK = "####"  # GSM8K puts the final answer behind it
-_CONVERSATIONS = ("conversations", "conversation")
-_OF_MESSAGES = ("messages", *_CONVERSATIONS)
+CONVERSATIONS = ("conversations", "conversation")
+_OF_MESSAGES = ("messages", *CONVERSATIONS)
 _QUESTIONS = ("question", "problem", "prompt", *_OF_MESSAGES)
 _TOOLS = "tools"
 _SYSTEM = "system"
@@ -133,14 +133,14 @@ def _record(location: str, row: Any, columns: Columns) -> Record:
             f"{location}: a JSON {type(row).__name__}, not an object; each line must be one JSON "
             "object"
         )
-    question = _column(location, row, "question_column", columns.question, columns.optional)
-    reference = _column(location, row, "answer_column", columns.answer, columns.optional)
+    question = named_column(location, row, "question_column", columns.question, columns.optional)
+    reference = named_column(location, row, "answer_column", columns.answer, columns.optional)
     kept = published(row) if question is None else dict(row)
     asked, name = _question(location, kept, columns.question, question)
     is_table = isinstance(row, TableRow)
-    messages = _messages(location, asked, name, is_table)
-    if name in _CONVERSATIONS:
-        messages = _behind_system_column(messages, kept)
+    messages = row_messages(location, asked, name, is_table)
+    if name in CONVERSATIONS:
+        messages = behind_system_column(messages, kept)
         # for rewards: in the field's form
         kept.setdefault("messages", [dict(message) for message in messages])
     if reference is not None:
@@ -175,20 +175,20 @@ def _question(
         assert named is not None
         return value, named
     present = [name for name in _QUESTIONS if row.get(name) is not None]
-    others = [name for name in present if name not in _CONVERSATIONS or isinstance(row[name], list)]
+    others = [name for name in present if name not in CONVERSATIONS or isinstance(row[name], list)]
     # beside another question, `conversation` may be a number or a title
     present = others or present
     if not present:
         raise DataError(
             f"{location}: no question, problem, prompt, messages or conversations (columns: "
-            f"{_column_names(row)}); add or rename a column, or name it with data.question_column"
+            f"{column_names(row)}); add or rename a column, or name it with data.question_column"
         )
     chosen = present[0]
     for name in present[1:]:
         if _plain_question(row[name]) != _plain_question(row[chosen]):
             raise DataError(
                 f"{location}: {chosen} and {name} ask different things (columns: "
-                f"{_column_names(row)}); name the one to ask with data.question_column"
+                f"{column_names(row)}); name the one to ask with data.question_column"
             )
     return row[chosen], chosen
 
@@ -210,7 +210,7 @@ def _plain_question(value: Any) -> Any:
     return messages
 
 
-def _column_names(row: Mapping[str, Any]) -> str:
+def column_names(row: Mapping[str, Any]) -> str:
     """The row's columns for messages, those inside others by their dotted names."""
     names: list[str] = []
     for name, value in row.items():
@@ -221,7 +221,7 @@ def _column_names(row: Mapping[str, Any]) -> str:
     return ", ".join(names) or "none"
 
 
-def _column(
+def named_column(
     location: str, row: Mapping[str, Any], key: str, name: str | None, optional: bool
 ) -> Any:
     """The value of a column that the user names, or of one inside another by a dotted name; None
@@ -237,13 +237,13 @@ def _column(
         value = value[part]
     if value is None and not optional:
         raise DataError(
-            f"{location}: no value in {name} (columns: {_column_names(row)}); correct the row or "
+            f"{location}: no value in {name} (columns: {column_names(row)}); correct the row or "
             f"data's {key}"
         )
     return value
 
 
-def _messages(location: str, value: Any, name: str, is_table: bool) -> tuple[Message, ...]:
+def row_messages(location: str, value: Any, name: str, is_table: bool) -> tuple[Message, ...]:
     """The messages of a question. name: of its column. is_table: nulls are fields that are not
     there.
     """
@@ -291,7 +291,7 @@ def _listed(value: Any) -> Any:
     return messages if is_text(messages) else value
 
 
-def _behind_system_column(
+def behind_system_column(
     messages: tuple[Message, ...], row: Mapping[str, Any]
 ) -> tuple[Message, ...]:
     """The messages of a conversation behind the system prompt that ShareGPT's rows may have in a
@@ -318,7 +318,7 @@ def _solution(location: str, row: Mapping[str, Any], needed: bool) -> Any:
         return solution
     raise DataError(
         f"{location}: no answer, and solution has no \\boxed{{}} that says the final one (columns: "
-        f"{_column_names(row)}); name the column of the answer with data.answer_column"
+        f"{column_names(row)}); name the column of the answer with data.answer_column"
     )
 
 
@@ -341,7 +341,7 @@ def _reference(location: str, answer: Any, needed: bool, row: Mapping[str, Any])
     if not final and needed:
         place = f" after {ANSWER_MARK}" if answer and ANSWER_MARK in answer else ""
         raise DataError(
-            f"{location}: no answer{place} (columns: {_column_names(row)}); rewards need one, so "
+            f"{location}: no answer{place} (columns: {column_names(row)}); rewards need one, so "
             f"name its column with data.answer_column{_likely(row)}, add it, or remove the row"
         )
     return final
@@ -350,7 +350,7 @@ def _reference(location: str, answer: Any, needed: bool, row: Mapping[str, Any])
 def _likely(row: Mapping[str, Any]) -> str:
     """The column that probably holds the answer, for a message."""
     for name in _LIKELY_ANSWERS:
-        if _column("", row, "", name, optional=True) is not None:
+        if named_column("", row, "", name, optional=True) is not None:
             return f"={name}"
     return ""
 

@@ -12,13 +12,12 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pa_npu.config.sections.inputs import DataConfig
-from pa_npu.data.prompts import Prompt, PromptSet
 from pa_npu.errors import DataError
 
 
@@ -27,15 +26,33 @@ class Outcome:
     """The worth of a prompt's responses. right: the share that is correct; None where a reward
     function failed.
 
-    reward: their mean.
+    reward: their mean. Both are None where nothing rewards them.
     """
 
     source: str
     right: float | None
-    reward: float
+    reward: float | None
 
 
-class PromptStream:
+class StreamItem(Protocol):
+    """A prompt, or a row that is trained. identity: tells it from another one."""
+
+    @property
+    def identity(self) -> bytes: ...
+
+
+Item = TypeVar("Item", bound=StreamItem)
+Given = TypeVar("Given", bound=StreamItem, covariant=True)
+
+
+class ItemSet(Protocol[Given]):
+    """What a dataset gives to a stream, in its order."""
+
+    @property
+    def items(self) -> Sequence[Given]: ...
+
+
+class PromptStream(Generic[Item]):
     """Endless prompts of one dataset in epochs: each holds every prompt once, in an order given by
     (seed, epoch).
 
@@ -45,7 +62,7 @@ class PromptStream:
     checks.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int, shuffle: bool = True) -> None:
+    def __init__(self, prompts: Sequence[Item], seed: int, shuffle: bool = True) -> None:
         if not prompts:
             raise DataError("data.train: no prompts to stream; the dataset needs at least one")
         self._prompts = prompts
@@ -55,11 +72,11 @@ class PromptStream:
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.arange(0)
 
-    def take(self, num_prompts: int) -> list[Prompt]:
+    def take(self, num_prompts: int) -> list[Item]:
         """The next prompts; runs over into the next epoch where needed."""
         return [self._next() for _ in range(num_prompts)]
 
-    def _next(self) -> Prompt:
+    def _next(self) -> Item:
         epoch, place = divmod(self._position, len(self._prompts))
         if epoch != self._epoch:
             self._order, self._epoch = self._epoch_order(epoch), epoch
@@ -72,6 +89,11 @@ class PromptStream:
         # RandomState's streams are frozen (NEP 19), so a resumed run sees the same order under any
         # NumPy version.
         return np.random.RandomState([self._seed, epoch]).permutation(len(self._prompts))
+
+    @property
+    def epochs(self) -> float:
+        """How often the dataset has been gone through."""
+        return self._position / len(self._prompts)
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, JSON."""
@@ -90,37 +112,41 @@ class PromptStream:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes with the prompts' tokens or answers, their order, the seed and the shuffling."""
+        """Changes with the prompts (or rows), their order, the seed and the shuffling."""
         digest = hashlib.blake2b(f"{self._seed} {self._shuffle}".encode(), digest_size=8)
         for prompt in self._prompts:
-            digest.update(np.asarray(prompt.tokens, "<i4").tobytes())
-            digest.update(f"\n{prompt.prompt_id}\n{prompt.answer}\n".encode())
+            digest.update(prompt.identity)
         return digest.hexdigest()
 
 
-class TrainingStream:
+class TrainingStream(Generic[Item]):
     """The prompts of data.train, from which the coordinator takes; a position in it is part of
     every checkpoint (I6).
 
     loaded: by dataset, as load_training.
     """
 
-    def __init__(self, config: DataConfig, loaded: Sequence[PromptSet], seed: int) -> None:
+    def __init__(self, config: DataConfig, loaded: Sequence[ItemSet[Item]], seed: int) -> None:
         self._names = [dataset.called for dataset in config.datasets]
         self._weights = [dataset.weight for dataset in config.datasets]
-        self._streams = [PromptStream(found.prompts, seed, config.shuffle) for found in loaded]
+        self._streams = [PromptStream(found.items, seed, config.shuffle) for found in loaded]
         self._taken = [0] * len(self._streams)
 
-    def take(self, num_prompts: int) -> list[Prompt]:
+    def take(self, num_prompts: int) -> list[Item]:
         """The next prompts."""
         return [self._next() for _ in range(num_prompts)]
 
-    def _next(self) -> Prompt:
+    def _next(self) -> Item:
         turn = min(
             range(len(self._streams)), key=lambda i: (2 * self._taken[i] + 1) / self._weights[i]
         )
         self._taken[turn] += 1
         return self._streams[turn].take(1)[0]
+
+    @property
+    def epochs(self) -> float:
+        """How often the data has been gone through, of the dataset that is furthest."""
+        return max(stream.epochs for stream in self._streams)
 
     def observe(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         """Numbers for the record of an iteration whose prompts were worth this: nothing of one
@@ -135,12 +161,11 @@ class TrainingStream:
         sources = {}
         for name, weight in zip(self._names, self._weights, strict=True):
             own = [outcome for outcome in outcomes if outcome.source == name]
-            known = [outcome.right for outcome in own if outcome.right is not None]
             sources[name] = {
                 "share": weight / total,
                 "prompts": len(own),
-                "accuracy": sum(known) / len(known) if known else None,
-                "reward_mean": sum(outcome.reward for outcome in own) / len(own) if own else None,
+                "accuracy": _mean_of_known([outcome.right for outcome in own]),
+                "reward_mean": _mean_of_known([outcome.reward for outcome in own]),
             }
         return {"sources": sources}
 
@@ -176,3 +201,9 @@ class TrainingStream:
             stream.restore(one)
         same = [one["weight"] for one in saved] == self._weights
         self._taken = [int(one["taken"]) if same else 0 for one in saved]
+
+
+def _mean_of_known(values: Sequence[float | None]) -> float | None:
+    """The mean of those that are not None; None where all are."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pa_npu.config.plain_file import read_plain, reason
@@ -54,11 +54,45 @@ def rendered(tokenizer: Any, template: Any, messages: Sequence[Any], **options: 
 
     Raises TemplateFailed.
     """
+
+    def render() -> Any:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, chat_template=template, **options
+        )
+
+    text = _limited(render)
+    if not isinstance(text, str) or len(text) > LONGEST_PROMPT_CHARACTERS:
+        raise TemplateFailed(f"gives more than {LONGEST_PROMPT_CHARACTERS} characters")
+    return text
+
+
+def rendered_with_mask(
+    tokenizer: Any, template: Any, messages: Sequence[Any], **options: Any
+) -> tuple[list[int], list[int]]:
+    """The tokens that the template makes of messages, and 1 for each between its generation marks.
+
+    Within the same limits. Raises TemplateFailed.
+    """
+
+    def render() -> Any:
+        return tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=True,
+            chat_template=template,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **options,
+        )
+
+    encoded = _limited(render)
+    return list(encoded["input_ids"]), list(encoded["assistant_masks"])
+
+
+def _limited(render: Callable[[], Any]) -> Any:
+    """What `render` returns, within limits of time and memory. Raises TemplateFailed."""
     try:
         with memory_limit(RENDER_MEMORY_BYTES), time_limit(RENDER_TIME_LIMIT_S):
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, chat_template=template, **options
-            )
+            return render()
     except TimeLimitReached:
         raise TemplateFailed(f"does not end within {RENDER_TIME_LIMIT_S:g} s") from None
     except MemoryError:
@@ -67,9 +101,6 @@ def rendered(tokenizer: Any, template: Any, messages: Sequence[Any], **options: 
         Exception
     ) as error:  # a template may raise whatever it likes, e.g. for a role that it does not know
         raise TemplateFailed(f"refuses these messages ({reason(error)})") from None
-    if not isinstance(text, str) or len(text) > LONGEST_PROMPT_CHARACTERS:
-        raise TemplateFailed(f"gives more than {LONGEST_PROMPT_CHARACTERS} characters")
-    return text
 
 
 def check_options(template: Any, config: DataConfig) -> None:

@@ -69,9 +69,19 @@ class Member:
 
 
 DeliverLate = Callable[[Member, int], Awaitable[bool]]
-"""Give an engine the weights of a version while its iteration runs; false where the trainers have
-gone on already.
+"""Gives an engine the weights of a version while its iteration runs; returns False where the trainers
+have gone on already.
 """
+
+
+@dataclass(frozen=True)
+class _Running:
+    """The iteration that runs: the version that serves in it, and what gives that version to an
+    engine that comes late.
+    """
+
+    version: int
+    deliver_late: DeliverLate
 
 
 class Fleet:
@@ -97,14 +107,12 @@ class Fleet:
         self._make_engine = make_engine
         self._needs_routes = needs_routes
         self._members: dict[int, Member] = {}
-        self._version: int | None = None  # of the iteration that runs
+        self._running: _Running | None = None  # None between two iterations
         self._border = asyncio.Lock()
         self._counted: list[Member] = []  # on which a publish, or a late delivery, counts
         self._changed = asyncio.Event()
         self._failure: PaNpuError | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self.deliver_late: DeliverLate | None = None
-        self._train: set[int] = set()  # places of engines whose devices train
 
     async def __aenter__(self) -> Fleet:
         self._pool.on_lost = self.lost
@@ -186,7 +194,7 @@ class Fleet:
         """
         await self._look_for_joiners()
         async with self._border:
-            self._version = None
+            self._running = None
             for member in self._members.values():
                 if member.state == "serving":
                     await cancel(member.tasks)
@@ -210,12 +218,14 @@ class Fleet:
         if new:
             await asyncio.wait(new, timeout=_GREETING_S)
 
-    def serve(self, members: Sequence[Member], version: int) -> None:
-        """These members hold `version`, whose iteration begins."""
+    def serve(self, members: Sequence[Member], version: int, deliver_late: DeliverLate) -> None:
+        """These members hold `version`, whose iteration begins; engines that come late get it from
+        `deliver_late`.
+        """
         for member in members:
             if member.state in ("ready", "serving"):
                 self._serves(member, version)
-        self._version = version
+        self._running = _Running(version, deliver_late)
 
     async def sleep(self, places: Collection[int]) -> None:
         """The devices of these engines, which have nothing in flight, train until `wake`: engines
@@ -231,9 +241,8 @@ class Fleet:
         places = {
             place for place in places if place in self._members and self._members[place].shared
         }
-        for place in places - self._train:
+        for place in self._pool.devices.lend(places):
             self._roster.lend_device(place, to_trainer=True)
-        self._train |= places
         deadline = time.monotonic() + self._startup_timeout_s
         while True:
             members = [member for place, member in sorted(self._members.items()) if place in places]
@@ -253,14 +262,13 @@ class Fleet:
 
     @property
     def lends(self) -> bool:
-        """Whether devices train on which engines sleep, or would."""
-        return bool(self._train)
+        """Whether a trainer has a device alone, on which an engine sleeps or would sleep."""
+        return self._pool.devices.any_lent
 
     def take_devices(self) -> None:
         """No device trains any more: engines may start there."""
-        for place in self._train:
+        for place in self._pool.devices.take_back():
             self._roster.lend_device(place, to_trainer=False)
-        self._train.clear()
 
     async def wake(self, member: Member) -> None:
         """It takes its memory again where it gave it back, asked by an earlier coordinator perhaps.
@@ -420,29 +428,30 @@ class Fleet:
             # where engines have been asked to load it already, which can be long before the
             # trainers are through
             missed = self._border.locked()
-            wanted = (is_replacement or missed) and member.index not in self._train
-            if not wanted or self.deliver_late is None:
-                return
-            await self._deliver(member)
+            can_start = not self._pool.devices.is_lent(member.index)
+            wanted = (is_replacement or missed) and can_start
+            if wanted:
+                await self._deliver(member)
         except (EngineError, DeadlineExceeded) as error:
             await self.lost(member.engine, str(error))
 
     async def _deliver(self, member: Member) -> None:
-        """The version of the iteration that runs, to a member that is ready, inside the iteration."""
+        """Gives a member that is ready the version of the iteration that runs."""
         try:
             async with self._border:
-                if self.deliver_late is None or self._version is None or member.state != "ready":
+                running = self._running
+                if running is None or member.state != "ready":
                     return
                 self._counted = [member]
                 try:
-                    delivered = await self.deliver_late(member, self._version)
+                    delivered = await running.deliver_late(member, running.version)
                 finally:
                     self._counted = []
                 if delivered:
                     logger.info(
-                        "engine %s serves, with weight version %d", member.name, self._version
+                        "engine %s serves, with weight version %d", member.name, running.version
                     )
-                    self._serves(member, self._version)
+                    self._serves(member, running.version)
         except (EngineError, DeadlineExceeded) as error:
             await self.lost(member.engine, str(error))
 

@@ -22,6 +22,7 @@ from pa_npu.config.sections.rollout import EngineSettings
 from pa_npu.config.words import counted
 from pa_npu.control.tasks import gather
 from pa_npu.dispatch.schedule import engine_with_room
+from pa_npu.engines.device_roles import DeviceRoles
 from pa_npu.engines.group_session import Decode
 from pa_npu.engines.protocol import EngineError, RolloutEngine
 from pa_npu.errors import DeadlineExceeded, PaNpuError
@@ -127,7 +128,8 @@ class EnginePool:
     """Several engines as one. Owns the clients: close it, or use `async with`.
 
     probe_timeout_s: for an engine that has not answered by a request's deadline to show that it
-    works. decode: for the text of responses that several engines wrote.
+    works. decode: for the text of responses that several engines wrote. devices: which of their
+    devices decode; others get no group.
     """
 
     def __init__(
@@ -140,7 +142,6 @@ class EnginePool:
         self.decode = decode
         self.continues = True
         """Whether every engine goes on with what another one has begun."""
-        self._resting: frozenset[int] = frozenset()  # seats
         self._engines = {engine.name: engine for engine in engines}
         self._uses = {engine.name: EngineUse() for engine in engines}
         if len(self._uses) != len(engines):
@@ -149,6 +150,7 @@ class EnginePool:
             )
         self._serving = set(self._engines)
         self._room = asyncio.Event()
+        self.devices = DeviceRoles(self._room.set)
         self._again = 0  # admissions of what was lost that are waiting
         self._open: Counter[int | None] = Counter()  # sessions, by the version that writes for them
         self._failure: PaNpuError | None = None
@@ -308,7 +310,7 @@ class EnginePool:
         working = [
             engine.name
             for engine in self.engines
-            if self._uses[engine.name].seat not in self._resting
+            if self.devices.takes_work(self._uses[engine.name].seat)
         ]
         uses = {name: self._uses[name] for name in working}
         if version is None:
@@ -346,15 +348,9 @@ class EnginePool:
         return {name: EngineUse(**vars(self._uses[name])) for name in self._engines}
 
     def rests(self, engine: RolloutEngine) -> bool:
-        """Whether the engine takes nothing because its device has other work."""
+        """Returns whether the engine takes nothing because its device has other work."""
         use = self._uses.get(engine.name)
-        return use is not None and use.seat in self._resting
-
-    def rest(self, seats: frozenset[int]) -> None:
-        """Engines with these indices, and their successors, and no others take nothing more until
-        `rest` names others; a group that comes back to one goes elsewhere. With none, all work."""
-        self._resting = seats
-        self._room.set()
+        return use is not None and not self.devices.takes_work(use.seat)
 
     def by_seat(self) -> dict[int, EngineUse]:
         """Uses of the engines that serve, by index."""

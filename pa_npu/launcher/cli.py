@@ -11,9 +11,11 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from pa_npu import __version__
 from pa_npu.config.plain_file import reason
+from pa_npu.config.words import choose_among
 from pa_npu.errors import BAD_INPUT, FAILED, PaNpuError, UserError, printable
 
 PROGRAM = "pa-npu"
@@ -56,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (text := _help_of_section(arguments)) is not None:
             print(text)
             return 0
+        _check_subcommand(arguments)
         options, rest = _parser(arguments).parse_known_args(arguments)
         return int(options.main(options, rest))
     except UserError as error:
@@ -78,10 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _help_of_section(arguments: Sequence[str]) -> str | None:
-    """The keys that `run --help SECTION` asks for, also of the other sub-commands with a
-    configuration; None for other help.
+    """Returns the keys that `run --help SECTION` or `run --help KEY` asks for, also for the other
+    sub-commands with a configuration; None for other help.
 
-    Raises UserError for a section that there is not.
+    Raises UserError for an unknown section or key.
     """
     if not arguments or arguments[0] not in _CONFIGURED or not {"--help", "-h"} & set(arguments):
         return None
@@ -92,13 +95,15 @@ def _help_of_section(arguments: Sequence[str]) -> str | None:
     ]
     if not named or "--config" in arguments:
         return None
+    from pa_npu.config.keys import nearest_help
     from pa_npu.launcher.subcommands import run_help
 
     text = run_help(named[0])
     if text is None:
+        nearest = nearest_help(named[0])
+        remedy = f"did you mean {nearest}?" if nearest else f"see pa-npu {arguments[0]} --help"
         raise UserError(
-            f"command line: {named[0]}: no section of the configuration; see pa-npu {arguments[0]} "
-            "--help"
+            f"command line: {named[0]}: no section or key of the configuration; {remedy}"
         )
     return text
 
@@ -122,11 +127,36 @@ def _met(error: OSError) -> str:
     )
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all others of this command are."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UserError."""
+        message = message.removeprefix("argument ")
+        raise UserError(f"command line: {message}; see {self.prog} --help")
+
+
+def _check_subcommand(arguments: Sequence[str]) -> None:
+    """Raises UserError unless the first argument is a sub-command or an option."""
+    names = ", ".join(SUBCOMMANDS)
+    if not arguments:
+        raise UserError(
+            f"command line: a sub-command is needed: {names}; see {PROGRAM} --help, or begin with "
+            f"{PROGRAM} run --config FILE"
+        )
+    name = arguments[0]
+    if name.startswith("-") or name in SUBCOMMANDS:
+        return
+    raise UserError(
+        f"command line: {name!r} is no sub-command of {names}; {choose_among(name, SUBCOMMANDS)}"
+    )
+
+
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """All sub-commands by name and line; the arguments of the one that is named, whose module is
     imported.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         PROGRAM,
         description="Periodic-asynchronous reinforcement-learning post-training for language "
         "models.",

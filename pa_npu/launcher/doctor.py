@@ -14,7 +14,7 @@ from pa_npu.backends.registry import DEFAULT_BACKEND as DEFAULT_TRAINER
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.engines.registry import DEFAULT_BACKEND, distributions, engine_kind
-from pa_npu.errors import PaNpuError, UserError
+from pa_npu.errors import PaNpuError, UserError, plain
 from pa_npu.launcher.placement import available_cores, port_problem
 from pa_npu.launcher.run_checks import prepare
 from pa_npu.launcher.trainer_versions import installed_versions, nearest_stack, trainer_problems
@@ -70,9 +70,10 @@ def doctor(config: Config | None, device: str | None = None) -> int:
     )
     problems = [problem for one in _DEPENDENCIES if (problem := _report(one, found.get(one.name)))]
     backend = config.rollout.backend if config else DEFAULT_BACKEND
-    engine, engine_problem = engine_kind(backend).describe(config)
-    print(f"  {backend:<14} {engine}")
-    problems += [engine_problem] if engine_problem else []
+    if config is None or config.has_engines:
+        engine, engine_problem = engine_kind(backend).describe(config)
+        print(f"  {backend:<14} {engine}")
+        problems += [engine_problem] if engine_problem else []
     print("\nversions against the supported matrix (trainers)")
     for kind in platforms.KINDS:
         if platforms.missing(kind) is None:
@@ -160,5 +161,5 @@ def _configuration(config: Config) -> list[str]:
         return [str(error)]
     print("\nconfiguration")
     for line in (*findings.counts, *findings.notes):
-        print(f"  {line}")
+        print(f"  {line if sys.stdout.isatty() else plain(line)}")
     return []

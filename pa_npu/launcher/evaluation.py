@@ -21,7 +21,7 @@ from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, RolloutEngine, Sampling
 from pa_npu.engines.registry import engine_kind
 from pa_npu.environments.registry import make_environment, opened
-from pa_npu.errors import DeadlineExceeded, PaNpuError
+from pa_npu.errors import ConfigError, DeadlineExceeded, PaNpuError
 from pa_npu.evaluation.results import (
     Estimate,
     Judged,
@@ -51,6 +51,10 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
 
     Returns the exit code.
     """
+    if not config.has_engines:
+        raise ConfigError(
+            "rollout.engines: 0, but an evaluation asks engines; give a configuration with engines"
+        )
     before = read_results(other) if other else None
     directory = Path(config.run.dir)
     if checkpoint:

@@ -232,6 +232,10 @@ def check_site(
     """Model, interpreter, device, address and port; raises UserError at the first that is wrong.
     python: None is the run's.
     """
+    if not config.has_engines:
+        raise ConfigError(
+            f"rollout.engines: 0: {run_name} trains rows of data, and no engine can join it"
+        )
     model = Path(config.model.path)
     if not model.is_dir():
         raise DataError(

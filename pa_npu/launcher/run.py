@@ -31,6 +31,7 @@ from pa_npu.checkpoints.directories import content_problem
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect, host_store
+from pa_npu.control.messages import TRAINERS_RUN_ON
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.engines.http_server import KEY_VARIABLE
@@ -109,9 +110,9 @@ def _run(
         Console(run_dir / "logs" / "launcher.log") as console,
     ):
         nodes = config.placement.nnodes
+        engines = f"{counted(config.rollout.engines, 'engine')} and " if config.has_engines else ""
         console.say(
-            f"pa_npu {__version__}: {counted(config.rollout.engines, 'engine')} and "
-            f"{counted(config.trainer.devices, 'trainer rank')} "
+            f"pa_npu {__version__}: {engines}{counted(config.trainer.devices, 'trainer rank')} "
             f"on {platform.name}{f', {nodes} nodes' if nodes > 1 else ''}; run directory {run_dir}"
         )
         for line in (*findings.counts, *placement_lines(findings.placements)):
@@ -156,7 +157,8 @@ def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
     urls = [cluster.engine_url(engine) for engine in engines] or list(config.rollout.attach)
     record_engines(timeline, urls)
     roster = announce(config, plan.store, urls, plan.key)
-    console.say(f"engines can join with: pa-npu join {plan.store.address}")
+    if config.has_engines:
+        console.say(f"engines can join with: pa-npu join {plan.store.address}")
     recovery = Recovery(
         config=config,
         tree=cluster.processes,
@@ -220,6 +222,8 @@ class Plan:
         if self.early_end is not None:
             self.early_end.attempt_begins(channel)
         announced = partial(trainers_announced, channel, config.trainer.pipeline_parallel)
+        if not config.has_engines:
+            announced = partial(TRAINERS_RUN_ON.exists, channel)
         coordinator = coordinator_command(config, self.platform, store, self.key)
         commands: list[Startable] = [coordinator, *self.cluster.trainers(number)]
         return Attempt(commands, [Awaited("trainers", announced, limit_s, "trainer-0")])

@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 
 from pa_npu import platform as platforms
 from pa_npu.agents.parser_trial import check_tool_parser
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.algorithm.trial import check_algorithm
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
@@ -63,6 +64,7 @@ from pa_npu.telemetry.tracker_libraries import TRACKERS
 
 if TYPE_CHECKING:
     from pa_npu.data.prompts import Prompt, PromptSet
+    from pa_npu.data.row_sets import RowSet
 
 T = TypeVar("T")
 
@@ -77,6 +79,7 @@ class Findings:
     placement: of this machine, where the run is on it alone; placements: of all nodes.
     device_bytes: memory of a device, None where unknown. own_memory: whether devices have any; else
     (cpu) it is the host's.
+    num_rows: of data.train, where samples are rows; None where they were not read.
     """
 
     spec: ModelSpec | None = None
@@ -85,6 +88,7 @@ class Findings:
     placements: list[Placement] = field(default_factory=list)
     device_bytes: int | None = None
     own_memory: bool = True
+    num_rows: int | None = None
     counts: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -168,15 +172,23 @@ def check_surroundings(
     check_memory(config, findings)
     path, trusted = config.model.path, config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trusted) if Path(path).is_dir() else None
-    sample = None if tokenizer is None else _check_data(config, findings, tokenizer, local)
-    findings.counts += check_rewards(config, sample, ask_judge=not forgive)
-    check_engine_keys(config, findings.spec)
     backend_module(config.trainer.backend)
-    if tokenizer is not None:
-        check_tool_parser(config)
-        check_environment(config, sample)
-    interpreter_check = engine_kind(config.rollout.backend).check
-    local(lambda: check_attached(config) if config.rollout.attach else interpreter_check(config))
+    if build_algorithm(config).samples_from == "rows":
+        if tokenizer is not None:
+            _check_rows(config, findings, tokenizer, local)
+            config = with_epochs(config, findings)
+    else:
+        sample = None if tokenizer is None else _check_data(config, findings, tokenizer, local)
+        findings.counts += check_rewards(config, sample, ask_judge=not forgive)
+        if tokenizer is not None:
+            check_tool_parser(config)
+            check_environment(config, sample)
+    if config.has_engines:
+        check_engine_keys(config, findings.spec)
+        interpreter_check = engine_kind(config.rollout.backend).check
+        local(
+            lambda: check_attached(config) if config.rollout.attach else interpreter_check(config)
+        )
     engines = findings.placement.engines if findings.placement else ()
     local(lambda: check_ports(config, engines))
     local(lambda: check_trackers(config))
@@ -237,9 +249,55 @@ def _check_data(
     return sample
 
 
+def _check_rows(
+    config: Config, findings: Findings, tokenizer: Any, local: Callable[..., Any]
+) -> None:
+    """Check all datasets and held-out sets whose rows are trained as they are, count them, and show
+    what of the first row is trained.
+
+    local: runs a check of which this machine may lack the files.
+    """
+    from pa_npu.data.row_sets import first_row_lines, load_held_out_rows
+
+    if findings.spec is not None:
+        check_tokenizer(findings.spec, tokenizer)
+    files = [dataset.path for dataset in config.data.datasets]
+    loaded = local(lambda: check_training_rows(tokenizer, config), *files)
+    for number in range(len(config.data.datasets)):
+        summary = loaded[number].summary if loaded else "not here"
+        findings.counts.append(f"{config.data.key_of(number)}: {summary}")
+    held_out = config.evaluation_sets
+    sets = local(
+        lambda: load_held_out_rows(config, tokenizer), *(one.path for one in held_out.values())
+    )
+    for name in held_out:
+        summary = sets[name].summary if sets else "not here"
+        findings.counts.append(f"{config.key_of_set(name)}: {summary}")
+    if loaded:
+        findings.num_rows = sum(len(rows.rows) for rows in loaded)
+        findings.counts += first_row_lines(loaded[0].rows[0], tokenizer)
+
+
+def with_epochs(config: Config, findings: Findings) -> Config:
+    """The configuration with the iterations that schedule.epochs makes, once rows are counted."""
+    schedule, num_rows = config.schedule, findings.num_rows
+    if schedule.epochs is None or num_rows is None:
+        return config
+    rows = schedule.prompts_per_iteration * config.rollout.responses_per_prompt
+    iterations = max(1, math.ceil(schedule.epochs * num_rows / rows))
+    changed = schedule.model_copy(update={"iterations": iterations})
+    return config.model_copy(update={"schedule": changed})
+
+
 def settle_places(config: Config, findings: Findings) -> Config:
     """The configuration as the training backend needs it for this model, and sizes of engines that
     were not given; what they became is among the counts."""
+    config = with_epochs(config, findings)
+    if config.schedule.epochs is not None and findings.num_rows is not None:
+        findings.counts.append(
+            f"schedule.iterations: {config.schedule.iterations}, which are "
+            f"{config.schedule.epochs:g} epochs of {counted(findings.num_rows, 'row')}"
+        )
     if findings.spec is None:
         return config
     config, found = backend_module(config.trainer.backend).fit(config, findings.spec)
@@ -345,6 +403,10 @@ def check_memory(config: Config, findings: Findings) -> None:
 
 def check_engines(config: Config, platform: Platform) -> Placement:
     """The checks that engines without a run need; returns their places."""
+    if not config.has_engines:
+        raise ConfigError(
+            "rollout.engines: 0, so that there are none to start; set it to 1 or more"
+        )
     if config.rollout.attach:
         raise ConfigError(
             "rollout.attach: these engines are to be started, not attached; remove the key"
@@ -387,6 +449,23 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
                 f"{counted(len(prompts.prompts), 'prompt')} for schedule.prompts_per_iteration = "
                 f"{config.schedule.prompts_per_iteration}{part}, so that an iteration would hold "
                 "some twice; lower it or give more prompts"
+            )
+    return loaded
+
+
+def check_training_rows(tokenizer: Any, config: Config) -> list[RowSet]:
+    """Read data.train as a coordinator without engines will."""
+    from pa_npu.data.row_sets import load_training_rows
+
+    loaded = load_training_rows(config, tokenizer)
+    of_iteration = config.schedule.prompts_per_iteration * config.rollout.responses_per_prompt
+    for number, (rows, share) in enumerate(zip(loaded, config.data.shares, strict=True)):
+        if len(rows.rows) < math.ceil(share * of_iteration):
+            raise DataError(
+                f"{config.data.key_of(number)}: {rows.path} has {counted(len(rows.rows), 'row')} "
+                f"for the {math.ceil(share * of_iteration)} of an iteration "
+                "(schedule.prompts_per_iteration x rollout.responses_per_prompt), so that it would "
+                "hold some twice; lower one of these or give more rows"
             )
     return loaded
 

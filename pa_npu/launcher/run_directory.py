@@ -165,8 +165,16 @@ def done_line(config: Config) -> str | None:
     Its last version is saved, evaluated where there are questions, and exported behind the
     checkpoint.
     """
-    last, load = config.schedule.iterations, config.checkpoint.load
-    if not load or not continues_own_run(config) or version_of(Path(load)) != last:
+    load = config.checkpoint.load
+    if not load or not continues_own_run(config):
+        return None
+    last = config.schedule.iterations
+    if config.schedule.epochs is not None:
+        saved = directories.read_meta(Path(load)).config.get("schedule", {})
+        if saved.get("epochs") != config.schedule.epochs:
+            return None
+        last = saved["iterations"]  # as the rows made it
+    if version_of(Path(load)) != last:
         return None
     directory = Path(config.run.dir)
     if config.evaluation_sets and all(

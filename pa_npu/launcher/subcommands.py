@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pa_npu.algorithm.rules import load_config
-from pa_npu.config.keys import keys_help, sections_help
+from pa_npu.config.keys import find_annotation, keys_help, sections_help
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
-from pa_npu.errors import UserError
+from pa_npu.errors import UserError, plain
 from pa_npu.launcher.arguments import existing_path, new_path
 from pa_npu.planning import automatic
 from pa_npu.telemetry.report import WARMUP_ITERATIONS
@@ -46,8 +46,8 @@ def run_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "sections of the configuration (in YAML files, or as section.key=value on the command "
         "line):\n\n"
-        f"{sections_help()}\n\n`pa-npu run --help SECTION` has the keys of a section, `pa-npu run "
-        "--help all` those of all; docs/configuration.md too"
+        f"{sections_help()}\n\n`pa-npu run --help SECTION` has the keys of a section, `--help "
+        "KEY` one key, `--help all` all of them; docs/configuration.md too"
     )
     parser.add_argument("--dry-run", action="store_true", help="what `pa-npu plan` does")
     parser.add_argument(
@@ -61,13 +61,12 @@ def run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_help(section: str) -> str | None:
-    """What `run --help SECTION` prints: the keys of a section, or of all; None where there is no
-    such section.
+    """Returns what `run --help SECTION` prints: the keys of all sections, of one, or one key; None
+    if there is no such section or key.
     """
-    name = section.partition(".")[0]
-    if name == "all":
+    if section == "all":
         return keys_help()
-    return keys_help(name) if name in Config.model_fields else None
+    return keys_help(section) if find_annotation(tuple(section.split("."))) is not None else None
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -132,6 +131,8 @@ def plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
         *placement,
     ]
     lines += [f"note: {note}" for note in findings.notes]
+    if not sys.stdout.isatty():
+        lines = [plain(line) for line in lines]
     print("\n".join(f"# {line}" if options.full else line for line in lines))
     print(
         dump_config(config)
@@ -350,12 +351,20 @@ def _overrides(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     """
     for argument in rest:
         if argument.startswith("-"):
-            raise UserError(f"command line: {argument}: unknown option; see --help")
+            raise UserError(f"command line: {argument}: unknown option; {_remedy(argument)}")
     return [
         *options.overrides,
         *rest,
         *([f"run.device={options.device}"] if options.device else []),
     ]
+
+
+def _remedy(option: str) -> str:
+    """Returns what to write in place of an unknown option, which may be a key with dashes."""
+    name, equals, value = option.lstrip("-").partition("=")
+    if find_annotation(tuple(name.split("."))) is None:
+        return "see --help"
+    return f"a key has no dashes: {name}={value if equals else 'VALUE'}"
 
 
 @contextmanager

@@ -25,7 +25,9 @@ def work(config: Config) -> Work:
     computed.
     """
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    group_size, shared = config.rollout.responses_per_prompt, config.attention.shared_prompt
+    group_size = config.rollout.responses_per_prompt
+    # rows of data may begin alike, and need not
+    shared = config.attention.shared_prompt and config.has_engines
     sequences = config.schedule.prompts_per_iteration * group_size
     pieces = config.groups_per_replica * config.microbatches_per_group
     responses = config.microbatch_responses

@@ -19,6 +19,7 @@ from pa_npu.algorithm.rules import broken_rules
 from pa_npu.algorithm.trial import check_algorithm
 from pa_npu.config.load import merged, validated
 from pa_npu.config.schema import Config
+from pa_npu.config.words import three_digits
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import work
@@ -57,6 +58,11 @@ def load(paths: Iterable[str], overrides: Sequence[str], say: Callable[[str], No
         return validated(tree, places, broken_rules)
     given = {key: _section(tree, key).get(_name(key)) for key in KEYS if key not in asked}
     base = validated(_without(tree, asked), places, broken_rules)
+    if not base.has_engines:
+        raise ConfigError(
+            f"{asked[0]}: auto divides devices between engines and trainers, and this run has no "
+            "engines (rollout.engines = 0); give a number"
+        )
     check_algorithm(base)  # whose models are counted
     devices = _num_devices(base, asked[0])
     try:
@@ -89,11 +95,11 @@ def load(paths: Iterable[str], overrides: Sequence[str], say: Callable[[str], No
         # what the cache of these sizes holds
         chosen |= {"rollout.max_num_seqs": best.rollout.max_num_seqs}
     others = ", ".join(
-        f"{size_words(config)} {found.iteration_s:.3g} s" for found, config in tried[1:3]
+        f"{size_words(config)} {three_digits(found.iteration_s)} s" for found, config in tried[1:3]
     )
     keys = " ".join(f"{key}={_shown(value)}" for key, value in chosen.items())
     say(
-        f"auto: {keys}; {size_words(best)} is predicted at {predicted.iteration_s:.3g} s an "
+        f"auto: {keys}; {size_words(best)} is predicted at {three_digits(predicted.iteration_s)} s an "
         f"iteration on {devices} x {typical.name}"
         + (f", before {others}" if others else ", and nothing else fits")
     )
@@ -190,6 +196,8 @@ def with_places(
     leaves their cache less.
     """
     rollout = config.rollout
+    if not config.has_engines:
+        return config
     if "max_num_seqs" in rollout.model_fields_set or rollout.attach or config.num_shared_engines:
         return config
     if own_memory and device_bytes is None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pa_npu.config.schema import Config
+from pa_npu.config.words import three_digits
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.prediction.divisions import changed
 from pa_npu.planning.prediction.search import Sizes, fastest, first_allowed, fitting
@@ -102,9 +103,10 @@ class Compared:
 def compare(
     config: Config, spec: ModelSpec, typical: TypicalSpeed | None = None
 ) -> Compared | None:
-    """Predicts the ways; None where a run's engines are not all its own and alike."""
+    """Predicts the ways; None where a run has no engines, or they are not all its own and alike."""
     if (
-        config.rollout.attach
+        not config.has_engines
+        or config.rollout.attach
         or config.rollout.engine_settings
         or config.placement.devices is not None
     ):
@@ -255,11 +257,11 @@ def comparison_lines(compared: Compared) -> list[str]:
     """What the same devices take, and what follows from that."""
     this, turns = compared.this, compared.turns
     lines = [
-        f"an iteration          {this.seconds:.3g} s: {this.sizes}; "
+        f"an iteration          {three_digits(this.seconds)} s: {this.sizes}; "
         f"{_idle(this, compared.together)}"
     ]
     lines += [
-        f"  {way.name:<20}{way.seconds:.3g} s ({way.seconds / this.seconds:.2f} of this): "
+        f"  {way.name:<20}{three_digits(way.seconds)} s ({way.seconds / this.seconds:.2f} of this): "
         f"{way.sizes}"
         for way in compared.ways
     ]
@@ -270,7 +272,7 @@ def comparison_lines(compared: Compared) -> list[str]:
     if turns is not None and compared.work_s is not None:
         least_s = min(compared.work_s, this.seconds, turns.seconds)
         lines.append(
-            f"no order below        {least_s:.3g} s, which full engines and trainers take; turns "
+            f"no order below        {three_digits(least_s)} s, which full engines and trainers take; turns "
             f"are {turns.seconds / least_s - 1.0:.0%} above it, and no overlap can gain more"
         )
     if turns is not None:
@@ -312,7 +314,9 @@ def _warnings(compared: Compared) -> Iterator[str]:
         if share >= IDLE:
             remedy = ""
             if better.seconds < (1.0 - TOO_CLOSE) * this.seconds:
-                remedy = f"; {better.sizes}, {better.name}, would take {better.seconds:.3g} s"
+                remedy = (
+                    f"; {better.sizes}, {better.name}, would take {three_digits(better.seconds)} s"
+                )
             yield (
                 f"note: {side} idle for {share:.0%} of an iteration, which ends when the other "
                 f"side does{remedy}"

@@ -187,7 +187,10 @@ def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
             ("published weights", weights * element * models.keeps_published),
             ("activations", activations),
             ("working set", working_set),
-            ("publish buckets", 2 * min(LARGEST_BUCKET_BYTES, weights * element)),
+            (
+                "publish buckets",
+                2 * min(LARGEST_BUCKET_BYTES, weights * element) * config.has_engines,
+            ),
             ("reader's groups", _reader_bytes(config)),
         ),
         config.optimizer.offload and config.run.device != "cpu",

@@ -6,7 +6,7 @@ import math
 
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.rollout import EngineSettings
-from pa_npu.config.words import counted
+from pa_npu.config.words import counted, three_digits
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import Work, work
 from pa_npu.planning.memory import (
@@ -35,10 +35,12 @@ def derived_lines(
     if spec is None:
         return [*lines, "memory                not known: the model cannot be read here"]
     trainers = trainer_memory(config, spec)
-    engines, engine_lines = _engine_lines(config, spec, device_bytes, own_memory)
     lines += _model_lines(config, spec)
     lines.append(f"trainer memory        {trainers.line()}")
-    lines += engine_lines
+    engines = None
+    if config.has_engines:
+        engines, engine_lines = _engine_lines(config, spec, device_bytes, own_memory)
+        lines += engine_lines
     if config.placement.colocate and own_memory and device_bytes is not None:
         lines.append(_shared_memory_line(config, spec, device_bytes, trainers))
     if trainers.on_host:
@@ -52,7 +54,8 @@ def derived_lines(
         if own_memory:
             way = "through host memory, in a gloo group of their own"
         lines.append(f"shared weights        {way}")
-    lines.append(predicted_line(config, spec))
+    if config.has_engines:
+        lines.append(predicted_line(config, spec))
     if device_bytes is not None:
         lines.append(_device_line(config, trainers, engines, device_bytes, own_memory))
     return lines
@@ -61,12 +64,14 @@ def derived_lines(
 def _work_lines(config: Config) -> list[str]:
     """Devices, and what an iteration has to do on them."""
     amount = work(config)
-    mode = "periodic" if config.schedule.stream else "synchronous"
+    mode, sample = "periodic" if config.schedule.stream else "synchronous", "response"
+    if not config.has_engines:
+        mode, sample = "of rows of data", "row"
     lines = [
         f"devices               {_devices(config)}{_nodes(config)}",
         f"trainer ranks         {_ranks(config)}",
         f"groups per iteration  {config.schedule.prompts_per_iteration} (x "
-        f"{counted(config.rollout.responses_per_prompt, 'response')} = "
+        f"{counted(config.rollout.responses_per_prompt, sample)} = "
         f"{counted(amount.sequences, 'sequence')}), {config.groups_per_replica} per replica",
         f"microbatches          {_microbatches(config, amount)}",
         f"tokens per iteration  at most {amount.prompt_tokens + amount.response_tokens} = "
@@ -153,6 +158,8 @@ def _ranks(config: Config) -> str:
 
 
 def _devices(config: Config) -> str:
+    if not config.has_engines:
+        return f"{config.num_devices} = {counted(config.trainer.devices, 'trainer rank')}"
     engines = f"{counted(config.rollout.engines, 'engine')} x {config.rollout.tensor_parallel}"
     if config.placement.colocate:
         return (
@@ -186,8 +193,8 @@ def predicted_line(config: Config, spec: ModelSpec) -> str:
     if config.trainer.devices == config.num_devices:  # each device does both
         idle = f"devices idle {found.engines_idle:.0%}"
     return (
-        f"predicted             waves {found.waves:.1f}, Tg {sides[0]:.3g} s, Tt {sides[1]:.3g} s, "
-        f"iteration {iteration_s:.3g} s: {max(sides) / iteration_s:.2f} of the bound "
+        f"predicted             waves {found.waves:.1f}, Tg {three_digits(sides[0])} s, Tt {three_digits(sides[1])} s, "
+        f"iteration {three_digits(iteration_s)} s: {max(sides) / iteration_s:.2f} of the bound "
         f"{sum(sides) / max(sides):.2f}x; {idle} ({basis.typical.name}, assumed lengths)"
     )
 
@@ -215,16 +222,16 @@ def _microbatches(config: Config, amount: Work) -> str:
 
 
 def _device_line(
-    config: Config, trainers: Memory, engines: Memory, device_bytes: int, own_memory: bool
+    config: Config, trainers: Memory, engines: Memory | None, device_bytes: int, own_memory: bool
 ) -> str:
     if own_memory:
-        share = (
-            f"trainers use {trainers.total / device_bytes:.0%}, engines "
-            f"{engines.total / device_bytes:.0%} of it"
-        )
-        return f"device memory         {format_bytes(device_bytes)}; {share}"
+        share = f"trainers use {trainers.total / device_bytes:.0%}"
+        if engines is not None:
+            share += f", engines {engines.total / device_bytes:.0%}"
+        return f"device memory         {format_bytes(device_bytes)}; {share} of it"
     together = trainers.total * config.trainer.devices
-    together += engines.total * config.rollout.engines * config.rollout.tensor_parallel
+    if engines is not None:
+        together += engines.total * config.rollout.engines * config.rollout.tensor_parallel
     return (
         f"host memory           {format_bytes(device_bytes)}; all together use "
         f"{together / device_bytes:.0%} of it"

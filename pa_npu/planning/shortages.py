@@ -74,6 +74,8 @@ def shortages(
     """
     if not own_memory:
         return _host_shortages(config, spec, device_bytes)
+    if not config.has_engines:
+        return list(_trainer_shortages(config, spec, device_bytes))
     colocated = config.placement.colocate
     return [
         *_trainer_shortages(config, spec, device_bytes),
@@ -217,13 +219,16 @@ def _host_shortages(config: Config, spec: ModelSpec, host_bytes: int) -> list[Sh
 
     if needed(config) <= USABLE * host_bytes:
         return []
+    named = "engines and trainers together" if config.has_engines else "trainers"
     what = (
-        f"engines and trainers together take about {format_bytes(needed(config))}, more than nine "
+        f"{named} take about {format_bytes(needed(config))}, more than nine "
         f"tenths of the host's {format_bytes(host_bytes)}"
     )
     cache = config.rollout.kv_cache_gib
-    moves = [("rollout.kv_cache_gib", [cache / 2, cache / 4, cache / 8]), *_trainer_moves(config)]
-    moves.append(("rollout.engines", range(config.rollout.engines - 1, 0, -1)))
+    moves = list(_trainer_moves(config))
+    if config.has_engines:
+        moves.insert(0, ("rollout.kv_cache_gib", [cache / 2, cache / 4, cache / 8]))
+        moves.append(("rollout.engines", range(config.rollout.engines - 1, 0, -1)))
     proposal = _search(config, spec, moves, lambda changed: needed(changed) <= USABLE * host_bytes)
     after = "" if proposal is None else f"needs {format_bytes(needed(_changed(config, proposal)))}"
     return [Shortage("host", what, needed(config, exact=True) > host_bytes, proposal, after)]

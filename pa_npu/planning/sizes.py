@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from pa_npu.config.schema import Config
+from pa_npu.config.words import counted
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.prediction.search import Sizes
 
@@ -54,7 +55,7 @@ def choices_of(config: Config, spec: ModelSpec, devices: int, free: Collection[s
 def size_words(config: Config) -> str:
     """Engines beside trainers, or on them, and what holds the trainers in memory."""
     rollout, trainer = config.rollout, config.trainer
-    ranks = f"{trainer.devices} ranks"
+    ranks = counted(trainer.devices, "rank")
     if trainer.backend != "fsdp":
         ranks += f" of TP {trainer.tensor_parallel}"
     if trainer.pipeline_parallel > 1:
@@ -65,6 +66,6 @@ def size_words(config: Config) -> str:
     held += ["offload"] if config.optimizer.offload else []
     where = "on" if config.placement.colocate else "beside"
     return (
-        f"{rollout.engines} engines x {rollout.tensor_parallel} {where} "
+        f"{counted(rollout.engines, 'engine')} x {rollout.tensor_parallel} {where} "
         f"{ranks}{''.join(f', {way}' for way in held)}"
     )

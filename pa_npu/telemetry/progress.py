@@ -21,6 +21,8 @@ def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float
     many are done.
 
     | iteration  2 ( 3/20) | reward  0.512 acc 0.481 | loss  0.0123 KL  0.00012 entropy  1.234 grad   0.451 | ...
+
+    Of rows of data it says how far the data has been gone through, and nothing of rewards.
     """
     width = len(str(total_iterations))
 
@@ -30,9 +32,23 @@ def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float
             return "-".rjust(int(layout.partition(".")[0]))
         return f"{value * scale:{layout}}"
 
-    fields = [
+    number = (
         f"iteration {record['iteration']:{width}d} "
-        f"({record['iteration'] + 1:{width}d}/{total_iterations})",
+        f"({record['iteration'] + 1:{width}d}/{total_iterations})"
+    )
+    if "rows" in record:
+        fields = [
+            number,
+            f"epoch {show('epoch', '6.2f')} rows {show('rows', '5.0f')}",
+            f"loss {show('loss', '8.4f')} entropy {show('entropy', '6.3f')} grad "
+            f"{show('grad_norm', '7.3f')} rate {show('learning_rate', '9.2e')}",
+            f"tokens/s {show('tokens_per_s', '8.0f')}",
+            f"idle trainer {show('trainer_idle', '3.0f', 100)}%",
+            f"ETA {format_duration(eta_s):>7}",
+        ]
+        return PREFIX + " | ".join(fields)
+    fields = [
+        number,
         f"reward {show('reward_mean', '6.3f')} acc {show('accuracy', '5.3f')}",
         f"loss {show('loss', '8.4f')} KL {show('kl', '8.5f')} entropy {show('entropy', '6.3f')} "
         f"grad {show('grad_norm', '7.3f')}",
@@ -50,7 +66,7 @@ def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float
 
 # Fields of the line, by their first word, in the order in which a narrow terminal can do without
 # them.
-_LEAVE_OUT = ("publish", "loss", "length", "TPSPD", "idle", "reward")
+_LEAVE_OUT = ("publish", "loss", "length", "TPSPD", "idle", "reward", "epoch", "tokens/s")
 _SEPARATOR = " | "
 
 

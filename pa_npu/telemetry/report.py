@@ -162,10 +162,16 @@ def run_throughput(
         )
     tokens = {name: sum(number(record, name) for record in kept) for name in _TOKENS}
     found: dict[str, float | None] = {**throughput(tokens, seconds, min(devices))}
-    for name, default in _MEANS.items():
+    # rows of data are trained without engines, to which nothing is published
+    needed, means = _NEEDED, _MEANS
+    if all("rows" in record for record in kept):
+        needed = _NEEDED - {"engine_idle"}
+        means = {name: default for name, default in _MEANS.items() if name != "publish_s"}
+        found["publish_s"] = None
+    for name, default in means.items():
         found[name] = sum(number(record, name, default) for record in kept) / len(kept)
     for name in ("trainer_idle", "engine_idle", "tail_waste", "replica_imbalance"):
-        missing = name not in _NEEDED and any(record.get(name) is None for record in kept)
+        missing = name not in needed and any(record.get(name) is None for record in kept)
         weighted = (number(record, name) * number(record, "iteration_s") for record in kept)
         found[name] = None if missing else sum(weighted) / seconds
     return found | {
@@ -474,11 +480,15 @@ def overlap_line(records: list[dict[str, Any]]) -> str | None:
 
 
 def _accuracy_line(records: list[dict[str, Any]], iterations: int) -> str:
-    evaluations = [(record["version"], number(record, "accuracy")) for record in records]
+    of_rows = bool(records) and "accuracy" not in records[0]
+    measured = "loss" if of_rows else "accuracy"
+    evaluations = [(record["version"], number(record, measured)) for record in records]
     if not evaluations:
         return f"{counted(iterations, 'iteration')}; no evaluation (data.test is not set)"
     (first_version, first), (last_version, last) = evaluations[0], evaluations[-1]
     label = "Greedy accuracy on the held-out questions:"
+    if of_rows:
+        label = "Loss of the held-out rows, in nats a token:"
     if first_version == last_version:
         return f"{label} {first:.3f} at version {first_version}; {counted(iterations, 'iteration')}"
     return (

@@ -62,6 +62,7 @@ def run_rank(config: Config, rank: int) -> None:
                 profiler,
                 parts.checks,
                 parts.border.ends,
+                None if parts.held_out is None else parts.held_out.at_border,
             )
         parts.close()
 

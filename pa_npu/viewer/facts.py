@@ -54,7 +54,7 @@ def _devices(config: Mapping[str, Any]) -> str:
     parts = []
     if isinstance(trainers, int):
         parts.append(f"{trainers} trainer{'' if trainers == 1 else 's'}")
-    if isinstance(engines, int):
+    if isinstance(engines, int) and engines:
         parts.append(f"{engines} engine{'' if engines == 1 else 's'}")
     words = " + ".join(parts)
     if config.get("placement.colocate") is True:
@@ -66,6 +66,8 @@ def _devices(config: Mapping[str, Any]) -> str:
 
 def _schedule(config: Mapping[str, Any]) -> str:
     stream, staleness = config.get("schedule.stream"), config.get("schedule.max_staleness")
+    if config.get("rollout.engines") == 0:
+        return "rows of data"
     if stream is False:
         return "in turns"
     if isinstance(staleness, int) and staleness > 0:

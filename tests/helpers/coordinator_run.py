@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from pa_npu.control.messages import (
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.typed import Topic
+from pa_npu.coordinator import episode
 from pa_npu.coordinator import main as coordinator
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish.messages import (
@@ -50,6 +52,7 @@ from pa_npu.publish.messages import (
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.trainer.border import rollouts_ahead
+from tests.helpers import fault_in_run
 from tests.helpers.preloaded import start_rank
 from tests.helpers.reports import iteration_report, trainers_run_on
 from tests.helpers.stand_in_engine import API_KEY, Served, stand_in_engines
@@ -394,6 +397,8 @@ def coordinator_run(
 
 
 def main(config_file: str) -> None:
-    """Runs a coordinator, in a process that `Run` has forked."""
+    """Runs a coordinator, in a process that `Run` has forked, with the fault that a test names."""
+    if fault := os.environ.get(fault_in_run.VARIABLE):
+        fault_in_run.into_sessions(fault, episode)
     sys.argv[1:] = ["--config", config_file]
     sys.exit(coordinator.main())

@@ -63,7 +63,7 @@ def _place_of(fault: str) -> tuple[str, Callable[[ModuleType], None]]:
     if fault == KEPT_OLD:
         return "pa_npu.engines.weight_calls", _keep_old
     if fault in SESSIONS:
-        return "pa_npu.coordinator.episode", lambda module: _into_sessions(fault, module)
+        return "pa_npu.coordinator.episode", lambda module: into_sessions(fault, module)
     return "pa_npu.trainer.learner", lambda module: _into_learner(fault, module)
 
 
@@ -114,9 +114,9 @@ def _send_old(module: ModuleType) -> None:
         of_layer = [
             name for name in parts if LAYER in name and "down_proj" in name and "lora_A" not in name
         ]
-        parts = {
-            name: _Old(part, kept) if name == of_layer[0] else part for name, part in parts.items()
-        }
+        if of_layer:  # another pipeline stage may hold it
+            parts = dict(parts)
+            parts[of_layer[0]] = _Old(parts[of_layer[0]], kept)
         return start(self, bucket, parts)
 
     module.GatheredWeights._start = changed
@@ -154,44 +154,61 @@ def _keep_old(module: ModuleType) -> None:
     module.LiveWeights.received = lambda self, weights: old(load(self, weights))
 
 
-def _into_sessions(fault: str, module: ModuleType) -> None:
-    """Changes what leaves the coordinator, in iteration 1."""
+def into_sessions(fault: str, module: ModuleType) -> None:
+    """Changes a group that leaves the coordinator, in iteration 1."""
     make = module.ScoredGroup.group
+    changed_groups: list[int] = []
 
     def changed(
         self: Any, run_seed: int, iteration: int, index: int, *rest: Any, **keys: Any
     ) -> Any:
-        if iteration == 1 and index == 1:
-            _change(fault, self)
+        number = _sample_to_change(fault, self.samples)
+        if iteration == 1 and number is not None and not changed_groups:
+            changed_groups.append(index)
+            _change(fault, self, number)
         return make(self, run_seed, iteration, index, *rest, **keys)
 
     module.ScoredGroup.group = changed
 
 
-def _change(fault: str, scored: Any) -> None:
+def _sample_to_change(fault: str, samples: Sequence[Any]) -> int | None:
+    """The first sample that can have the fault: without its only turn one would be no sample."""
+    for number, sample in enumerate(samples):
+        if fault != "a turn of a session not trained" or len(_turns(sample)) > 1:
+            return number
+    return None
+
+
+def _turns(sample: Any) -> list[slice]:
+    """Its stretches of trained tokens."""
+    import numpy as np
+
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], sample.trained, [False]]).astype(int)))
+    return [slice(start, stop) for start, stop in edges.reshape(-1, 2).tolist()]
+
+
+def _change(fault: str, scored: Any, number: int) -> None:
     from dataclasses import replace
 
     import numpy as np
 
     samples = list(scored.samples)
-    first = samples[0]
-    trained = first.trained.copy()
-    starts = np.flatnonzero(np.diff(np.concatenate([[False], trained]).astype(np.int8)) == 1)
-    ends = np.flatnonzero(np.diff(np.concatenate([trained, [False]]).astype(np.int8)) == -1)
-    stretch = slice(int(starts[0]), int(ends[0]) + 1)
+    sample = samples[number]
+    trained = sample.trained.copy()
+    stretch = _turns(sample)[0]
     if fault == "a turn of a session not trained":
         trained[stretch] = False
     elif fault == "a turn of a session trained in part":
         trained[stretch.stop - 1] = False
     elif fault == "a session trained twice":
-        samples[-1] = first
+        samples[-1] = sample
     elif fault == "a session's sample missing":
         samples = samples[:-1]
         scored.result = replace(scored.result, total=scored.result.total[:-1], scored="")
     elif fault == "rewards of another session":
         scored.result = replace(scored.result, total=np.roll(scored.result.total, 1) + 1)
     if fault.startswith("a turn"):
-        logprobs, versions = first.logprobs.copy(), first.versions.copy()
+        logprobs, versions = sample.logprobs.copy(), sample.versions.copy()
         logprobs[~trained], versions[~trained] = 0, -1
-        samples[0] = replace(first, component=trained, logprobs=logprobs, versions=versions)
+        samples[number] = replace(sample, component=trained, logprobs=logprobs, versions=versions)
     scored.samples = samples

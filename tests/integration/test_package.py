@@ -173,3 +173,22 @@ def test_the_self_test_runs_from_the_wheel(length: str, elsewhere: Path, tmp_pat
     assert kept <= {".md", ".json", ".jsonl", ".svg", ".log", ".out", ".yaml"}, (
         "no weights in what is sent"
     )
+
+
+def test_an_editable_install_is_found_from_the_directory_that_holds_the_checkout(
+    tmp_path: Path,
+) -> None:
+    """There `pa_npu` is also the checkout's own folder, which would be an empty namespace package."""
+    checkout, site = tmp_path / "pa_npu", tmp_path / "site"
+    shutil.copytree(
+        ROOT / "pa_npu", checkout / "pa_npu", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(ROOT / name, checkout / name)
+    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    run(sys.executable, "-c", build, site, cwd=checkout)
+    (wheel,) = site.glob("*.whl")
+    shutil.unpack_archive(wheel, site, "zip")
+    ask = "import sys, site; site.addsitedir(sys.argv[1]); import pa_npu; print(pa_npu.__file__)"
+    found = run(sys.executable, "-S", "-c", ask, site, cwd=tmp_path).strip()
+    assert Path(found) == checkout / "pa_npu" / "__init__.py"

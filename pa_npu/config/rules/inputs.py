@@ -10,6 +10,7 @@ from pa_npu.config.sections.learning import REWARDS
 from pa_npu.config.sections.rollout import JudgeConfig
 from pa_npu.config.texts import shown, url_problem
 from pa_npu.config.tree import ConfigTree
+from pa_npu.config.words import choose_among
 
 TEMPLATE_ENDING = ".jinja"
 _SET_NAME = re.compile(r"[\w.-]{1,64}")
@@ -65,7 +66,7 @@ def _unknown_names(c: ConfigTree) -> Iterator[str]:
         if reward.name not in REWARDS and not (separator and module.strip() and function.strip()):
             yield (
                 f"reward.functions: {reward.name!r} is not {', '.join(REWARDS)} or "
-                "module:function; use one of these"
+                f"module:function; {choose_among(reward.name, REWARDS)}"
             )
 
 
@@ -134,7 +135,7 @@ def broken_evaluation(c: ConfigTree) -> Iterator[str]:
                 "and underlines"
             )
     name, _, metric = (e.metric or "").partition("/")
-    names = metric_names(e.samples)
+    names = metric_names(e.samples) if c.has_engines else ["loss"]
     if e.metric is not None and (name not in c.evaluation_sets or metric not in names):
         yield (
             f"evaluate.metric: {e.metric} is none of {', '.join(c.evaluation_sets) or 'no sets'} "

@@ -204,6 +204,12 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
             f"optimizer.min_learning_rate: {c.optimizer.min_learning_rate} exceeds "
             f"optimizer.learning_rate = {c.optimizer.learning_rate}; lower it"
         )
+    if c.optimizer.warmup_share and c.optimizer.warmup_iterations:
+        yield (
+            f"optimizer.warmup_share: {c.optimizer.warmup_share:g} beside "
+            f"optimizer.warmup_iterations = {c.optimizer.warmup_iterations}, which says the same; "
+            "remove one"
+        )
     yield from _broken_adapters(c)
 
 

@@ -48,7 +48,7 @@ class AlgorithmConfig(Section):
     loss: str = Field(
         "clip",
         description="Policy loss: clip, gspo, cispo, reinforce, dpo, or module:function of your "
-        "own.",
+        "own; or cross-entropy, on rows of data.",
     )
     advantage: str = Field(
         "group-std",
@@ -174,6 +174,12 @@ class OptimizerConfig(Section):
         0.0, ge=0, description="Learning rate at the end of the decay."
     )
     warmup_iterations: int = Field(0, ge=0, description="Iterations of linear warm-up.")
+    warmup_share: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="The same as a share of schedule.iterations, in place of warmup_iterations.",
+    )
     decay: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="Shape of the learning rate after warm-up."
     )

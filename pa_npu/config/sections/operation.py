@@ -18,6 +18,13 @@ class ScheduleConfig(Section):
         ge=1,
         description="Number of iterations of the run, each of which publishes one weight version.",
     )
+    epochs: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        description="Where samples are rows of data: go through data.train so many times; "
+        "iterations follows from it, in place of what it is set to.",
+    )
     updates_per_iteration: int = Field(
         1,
         ge=1,

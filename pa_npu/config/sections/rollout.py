@@ -60,10 +60,10 @@ class RolloutConfig(Section):
     )
     engines: int = Field(
         1,
-        ge=1,
+        ge=0,
         le=2**14,
         description="Number of engines (servers) that the run starts with. auto chooses by "
-        "prediction (docs/plan.md).",
+        "prediction (docs/plan.md). 0 where samples are rows of data and nothing is generated.",
     )
     max_engines: int | None = Field(
         None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import time
@@ -9,9 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from pa_npu.errors import printable
+from pa_npu.errors import HIGHLIGHT, plain, printable
 from pa_npu.telemetry.progress import fitted
 from pa_npu.telemetry.records import RecordFile
+
+_HIGHLIGHTS = re.compile("|".join(f"({re.escape(code)})" for code in HIGHLIGHT))
 
 
 class Console:
@@ -31,11 +34,14 @@ class Console:
         self._write(line, sys.stderr)
 
     def _write(self, line: str, stream: TextIO) -> None:
-        line = "\n".join(map(printable, line.split("\n")))  # what processes wrote may hold anything
-        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")
+        # what processes wrote may hold anything
+        line = "\n".join(map(_printable, line.split("\n")))
+        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {plain(line)}")
         try:
             if stream.isatty():
                 line = fitted(line, shutil.get_terminal_size().columns)
+            else:
+                line = plain(line)
             print(line, file=stream, flush=True)
         except OSError:
             pass  # `run ... | head`, or a file on a full disk: the log keeps every line
@@ -52,3 +58,9 @@ class Console:
         traceback: TracebackType | None,
     ) -> None:
         self._log.close()
+
+
+def _printable(line: str) -> str:
+    """The line with escapes for all that a terminal would obey but HIGHLIGHT."""
+    pieces = [piece for piece in _HIGHLIGHTS.split(line) if piece]
+    return "".join(piece if piece in HIGHLIGHT else printable(piece) for piece in pieces)

@@ -28,7 +28,15 @@ const CHARTS = [
     keys: [["kl", "KL"]],
     nonzero: true,
   },
-  { topic: "loss", title: "Loss", unit: "", keys: [["loss", "loss"]] },
+  {
+    topic: "loss",
+    title: "Loss",
+    unit: "",
+    keys: [
+      ["loss", "loss"],
+      ["eval_loss", "held-out rows"],
+    ],
+  },
   {
     topic: "grad_norm",
     title: "Gradient norm",

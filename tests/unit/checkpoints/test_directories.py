@@ -114,6 +114,22 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_one_line_and_the_next_older
         store.read_meta(newest)
 
 
+@pytest.mark.parametrize("named", [".", "checkpoints"])
+def test_a_run_in_place_of_a_checkpoint_is_answered_with_its_newest(
+    named: str, tmp_path: Path
+) -> None:
+    write(tmp_path / "checkpoints", 2)
+    newest = write(tmp_path / "checkpoints", 4)
+    with pytest.raises(UserError, match="it holds 2 checkpoints; give the newest,") as refused:
+        store.read_meta(tmp_path / named)
+    assert str(refused.value).endswith(str(newest))
+
+
+def test_a_directory_that_is_not_there_is_named_as_such(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no such directory"):
+        store.read_meta(tmp_path / "iteration_000004")
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("fuzz"), 4)

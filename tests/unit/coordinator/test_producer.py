@@ -14,6 +14,7 @@ from pa_npu.algorithm.advantages import batch_advantages, group_advantages
 from pa_npu.config.schema import Config
 from pa_npu.coordinator import updates
 from pa_npu.coordinator.delivery import Produced
+from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.updates import EveryGroup, InformativeGroups
 from pa_npu.coordinator.variants import TailMeter
@@ -180,7 +181,7 @@ def make_producer(
 
     if isinstance(window, int):
         window = ScheduleController(replace(Rules.of(config), window=window), work)
-    return Producer(
+    return producer_on_engines(
         config,
         EnginePool(engines),  # type: ignore[arg-type]
         SingleTurn(EnvironmentContext(None, config.rollout.max_response_tokens)),
@@ -216,10 +217,11 @@ async def test_the_controller_is_told_which_engines_serve_each_iteration(store_t
     )
     with pytest.raises(RuntimeError, match="1 engines"):
         await producer.produce(0, prompts())
-    producer.pool.add(engines[1])  # type: ignore[arg-type]
+    pool = producer.source.pool  # type: ignore[attr-defined]
+    pool.add(engines[1])
     with pytest.raises(RuntimeError, match="1 engines"):
         await producer.produce(1, prompts())
-    producer.pool.serve(engines[1])  # type: ignore[arg-type]
+    pool.serve(engines[1])
     with pytest.raises(RuntimeError, match="2 engines"):
         await producer.produce(1, prompts())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.tasks import cancel
 from pa_npu.coordinator import roles as module
 from pa_npu.coordinator.delivery import Produced
-from pa_npu.coordinator.producer import Producer
+from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.roles import Roles
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import Assignment
@@ -206,7 +207,7 @@ async def produce(
     )
     roles._seen.append(np.arange(1.0, LONGEST))
     environment = SingleTurn(EnvironmentContext(None, LONGEST))
-    producer = Producer(
+    producer = producer_on_engines(
         *(
             config,
             pool,
@@ -219,7 +220,8 @@ async def produce(
         ),  # type: ignore[arg-type]
         lambda prompt, responses: float(prompt + sum(responses)),
         store_thread,
-        roles=roles,
+        variants=[roles],
+        streamed=partial(module.RolesDelivery, roles=roles),
     )
     prompts = [
         Prompt(i, np.full(3, i, np.int32), str(i), f"question {i}", {"id": i})

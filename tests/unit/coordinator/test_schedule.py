@@ -15,8 +15,8 @@ from helpers.virtual_cluster import CPU_ENGINE
 
 from pa_npu.attention.trie import pack
 from pa_npu.config.schema import Config
+from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.variants import Pace
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.schedule import EngineSpeed, Reach, Schedule, Turn, same_windows
@@ -163,7 +163,7 @@ def run(
                 engine = Engine(name, speed, lengths)
                 pool.add(engine)
                 pool.serve(engine)
-            producer: Any = Producer(
+            producer: Any = producer_on_engines(
                 config,
                 pool,
                 SingleTurn(EnvironmentContext(None, 64)),

@@ -31,8 +31,8 @@ from pa_npu.algorithm.algorithm import ScoredSamples
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.coordinator.admission import Admitted
+from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.coordinator.producer import Producer
 from pa_npu.data.prompts import Prompt, load_prompts
 from pa_npu.data.records import Record
 from pa_npu.dispatch.assignment import GroupWork
@@ -100,6 +100,7 @@ ASIDE = {
     "algorithm/agreement.py": "statistics of log-prob differences",
     "algorithm/gradient_formulas.py": "the loss's gradient calculated again",
     "algorithm/loss_gradient.py": "what the loss was given, and the gradient that came back",
+    "backends/protocol.py": "refuses attachments that the model does not take",
     "coordinator/answers.py": "what engines answered, to compare samples with",
     "samples/group_digest.py": "digests for the chain",
     "trainer/loss_checks.py": "compares gradients",
@@ -208,7 +209,7 @@ async def produce(config: Config, spec: ModelSpec, tokenizer: Any, buffer: Rollo
         await pool.engines[0].load_weights(0, deadline_s=30)
         with ThreadPoolExecutor(1) as store_thread:
             work = GroupWork(spec, config)
-            producer = Producer(
+            producer = producer_on_engines(
                 *(config, pool, make_environment(config, tokenizer), rewards, buffer),
                 *(
                     ScheduleController(Rules.of(config), work),

@@ -229,7 +229,7 @@ FEATURE_KEYS = {
     ),
     **dict.fromkeys(("rank", "alpha", "targets"), "lora"),
     **dict.fromkeys(("expert_parallel", "shards", "frozen_pass"), "trainer"),
-    **dict.fromkeys(("iterations_ahead", "swaps_in_turn", "delays"), None),
+    "iterations_ahead": None,
     **dict.fromkeys(
         ("num_shared_engines", "trained_groups", "follows_work", "unequal_groups"), None
     ),

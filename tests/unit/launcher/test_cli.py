@@ -89,9 +89,20 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["report"], "the following arguments are required: RUN"),
-        (["frobnicate"], "invalid choice: 'frobnicate'"),
-        ([], "the following arguments are required"),
+        (["report"], "the following arguments are required: RUN; see pa-npu report --help"),
+        (["frobnicate"], "'frobnicate' is no sub-command of run, plan"),
+        (["raport", "runs/none"], "did you mean report?"),
+        (["rnu"], "did you mean run?"),
+        ([], "a sub-command is needed: run, plan"),
+        (["plan", "--device", "gpu"], "--device: invalid choice: 'gpu'"),
+        (["selftest", "--device", "gpu"], "see pa-npu selftest --help"),
+        (["plan", "my.yaml"], "--config my.yaml"),
+        (["plan", "schedule.stream", "=", "false"], "without spaces around ="),
+        (["plan", "--schedule.stream=false"], "schedule.stream=false"),
+        (["plan", "--schedule.stream", "false"], "schedule.stream=VALUE"),
+        (["run", "--help", "optimzer"], "did you mean optimizer?"),
+        (["run", "--help", "rollout.n"], "did you mean rollout.responses_per_prompt?"),
+        (["run", "--help", "optimzer.learning_rate"], "did you mean optimizer"),
         (
             ["report", "runs/none", "--frobnicate"],
             "error: command line: --frobnicate: unknown argument; see --help",
@@ -99,14 +110,26 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["plan", "--config", "none.yaml"], "none.yaml"),
     ],
 )
-def test_a_mistake_ends_with_2_and_says_what(
+def test_a_mistake_ends_with_2_and_says_in_one_line_what_it_was(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
-        code = main(arguments)
-    except SystemExit as ended:  # argparse
-        code = int(ended.code or 0)
-    assert code == 2 and said in capsys.readouterr().err
+    code = main(arguments)
+    printed = capsys.readouterr()
+    assert code == 2 and said in printed.err
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_help_shows_one_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help", "rollout.engines"]) == 0
+    printed = capsys.readouterr().out
+    assert "rollout.engines  (" in printed and "rollout.max_engines" not in printed
+
+
+def test_help_shows_the_keys_below_a_part_of_a_section(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--help", "reward.judge"]) == 0
+    printed = capsys.readouterr().out
+    assert "reward.judge.url" in printed and "reward.functions" not in printed
 
 
 def test_plan_is_a_dry_run(
@@ -162,7 +185,7 @@ def test_help_is_short_and_that_of_a_section_has_its_keys_alone(
     assert main(["run", "--help", "all"]) == 0 and capsys.readouterr().out == keys_help() + "\n"
     assert main(["run", "--help", "rolout"]) == 2
     assert capsys.readouterr().err.startswith(
-        "error: command line: rolout: no section of the configuration"
+        "error: command line: rolout: no section or key of the configuration"
     )
 
 

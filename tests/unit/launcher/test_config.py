@@ -75,7 +75,7 @@ def test_a_maximum_of_engines_needs_a_cluster_and_is_none_below_their_number(bas
     assert message([base], "rollout.max_engines=1").endswith("lower it, or raise the maximum")
     assert (
         message([base], "rollout.engines=1..4")
-        == 'command line: rollout.engines: "1..4" is not allowed; use int >= 1, <= 16384'
+        == 'command line: rollout.engines: "1..4" is not allowed; use int >= 0, <= 16384'
     )
 
 
@@ -195,6 +195,7 @@ OTHER_VALUES = {
     "lora.targets": "[q_proj]",
     "telemetry.project": "a",
     "telemetry.metric_names": "verl",
+    "algorithm.advantage": "centred",
 }
 # What makes a key unread where the default does not.
 BESIDE = {
@@ -205,6 +206,10 @@ BESIDE = {
     "algorithm.dual_clip": ["algorithm.loss=reinforce"],
     "algorithm.delta": ["algorithm.loss=reinforce"],
     "algorithm.aggregation": ["algorithm.loss=dpo", "algorithm.kl_coef=0"],
+    **{
+        f"algorithm.{name}": ["algorithm.loss=cross-entropy", "rollout.engines=0"]
+        for name in ("advantage", "kl_coef", "importance_sampling", "entropy_coef")
+    },
     "trainer.distributed_optimizer": ["trainer.backend=fsdp"],
     "publish.probe_tolerance": ["publish.probe_tokens=0"],
     **{f"telemetry.{name}": ["telemetry.trackers=[]"] for name in ("project", "metric_names")},
@@ -305,7 +310,7 @@ def test_usual_names_texts_and_paths_are_accepted() -> None:
 
 
 def test_first_error_only_with_the_count_of_the_others(base: str) -> None:
-    assert message([base], "rollout.engines=0", "run.seed=-1", "trainer.devices=0").endswith(
+    assert message([base], "rollout.engines=-1", "run.seed=-1", "trainer.devices=0").endswith(
         "(and 2 more errors)"
     )
 

@@ -56,7 +56,7 @@ def test_a_plan_says_what_the_same_devices_take_in_turns_split_with_roles_and_on
     ]
     lines = comparison_lines(split)
     assert lines[0].startswith(
-        f"an iteration          {split.this.seconds:.3g} s: 1 engines x 4 beside 12 ranks of TP 4 "
+        f"an iteration          {split.this.seconds:.3g} s: 1 engine x 4 beside 12 ranks of TP 4 "
         "PP 3 EP 4"
     )
     for way, line in zip(split.ways, lines[1:5], strict=True):

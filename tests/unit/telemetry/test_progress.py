@@ -118,3 +118,20 @@ def test_a_progress_line_leaves_out_what_does_not_fit(columns: int) -> None:
     assert fitted("evaluation of version 3: " + "x" * 200, 80).endswith("x" * 200), (
         "other lines stay whole"
     )
+
+
+def test_a_line_of_rows_says_how_far_the_data_is_and_nothing_of_rewards() -> None:
+    record = {
+        "iteration": 1,
+        "rows": 128,
+        "epoch": 0.5,
+        "loss": 0.1,
+        "entropy": 1.0,
+        "grad_norm": 0.2,
+        "learning_rate": 1e-3,
+        "tokens_per_s": 500.0,
+        "trainer_idle": 0.1,
+    }
+    line = progress_line(record, 20, 3.0)
+    assert "epoch   0.50 rows   128" in line and "tokens/s      500" in line
+    assert "reward" not in line and "publish" not in line

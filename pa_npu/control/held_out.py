@@ -1,0 +1,49 @@
+"""Held-out rows from the coordinator to the trainers, and their loss back, in runs whose samples are rows of data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pa_npu.control.typed import Topic
+
+
+@dataclass(frozen=True)
+class HeldOutSet:
+    """A set of held-out rows. groups: how many of them lie under group_key. rows, tokens: of the
+    set; tokens are those with a loss.
+    """
+
+    name: str
+    groups: int
+    rows: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class HeldOutSets:
+    """All held-out sets of the run, in the configuration's order; their groups are there too."""
+
+    sets: tuple[HeldOutSet, ...]
+
+
+HELD_OUT_SETS = Topic("held_out/sets", HeldOutSets, "the coordinator to read the held-out sets")
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """Mean cross-entropy of the trained tokens of each set, in nats, under a weight version."""
+
+    losses: dict[str, float]
+    seconds: float
+
+
+HELD_OUT_LOSS = Topic(
+    "held_out/{version}/loss",
+    HeldOutLoss,
+    "trainers: the loss of held-out rows under version {version}",
+)
+
+
+def group_key(name: str, number: int) -> str:
+    """The key of a set's group, in the wire format of samples."""
+    return f"held_out/groups/{name}/{number}"

@@ -1,0 +1,214 @@
+"""Groups that engines write: from prompts to scored groups, each admitted whole to one engine.
+
+    prompts, by schedule ──admit──> environment on an engine ──samples──> rewards ──> deliver
+                    (window per engine)          (each group on its own, as soon as the one before
+                                                 its arrow is done)
+
+Groups are admitted in the order, at the times and with the windows of the iteration's schedule,
+which the controller chooses at its border (admission.py). What a group samples follows from its
+index, so a schedule changes times and, with order=completion, slots, but no sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+from pa_npu.algorithm.registry import build_algorithm
+from pa_npu.config.schema import Config
+from pa_npu.control.tasks import TaskScope
+from pa_npu.coordinator.admission import Admission, Admitted, Planner
+from pa_npu.coordinator.answers import answers_of
+from pa_npu.coordinator.delivery import Delivery
+from pa_npu.coordinator.episode import (
+    GroupGenerate,
+    ScoredGroup,
+    run_episode,
+    score,
+    with_components,
+)
+from pa_npu.coordinator.group_source import Deliver
+from pa_npu.coordinator.producer import Producer
+from pa_npu.coordinator.updates import EveryGroup
+from pa_npu.coordinator.variants import Pace, Points, TailMeter, Variant
+from pa_npu.data.prompts import Prompt
+from pa_npu.dispatch.assignment import GroupCost
+from pa_npu.engines.group_session import GroupSession
+from pa_npu.engines.pool import EnginePool, Lease
+from pa_npu.engines.protocol import Sampling
+from pa_npu.environments.protocol import Environment
+from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.rewards.pool import RewardPool
+from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.samples.seeds import group_seed
+from pa_npu.telemetry.timeline import Timeline, now
+
+
+@dataclass(eq=False, repr=False)
+class EngineGroups:
+    """The GroupSource of a run with engines. work: what training a group costs."""
+
+    config: Config
+    pool: EnginePool
+    environment: Environment
+    rewards: RewardPool
+    controller: ScheduleController
+    sampling: Sampling
+    timeline: Timeline
+    work: GroupCost
+
+    def __post_init__(self) -> None:
+        self.algorithm = build_algorithm(self.config)
+        self.planner = Planner(self.config, self.pool, self.controller, self.work)
+
+    async def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
+        """Chooses the schedule of an iteration, in a thread."""
+        planner = self.planner
+        await asyncio.to_thread(
+            lambda: planner.controller.prepare(planner.outlook(iteration, prompts))
+        )
+
+    def begin(
+        self, iteration: int, prompts: Sequence[Prompt], choice: EveryGroup, version: int | None
+    ) -> IterationOnEngines:
+        return IterationOnEngines(
+            source=self,
+            number=iteration,
+            version=version,
+            choice=choice,
+            expected_work=self.planner.expected_work(prompts),
+            tail=TailMeter(self.pool),
+            pace=self.planner.pace(iteration, prompts),
+        )
+
+
+@dataclass(eq=False, repr=False)
+class IterationOnEngines:
+    """The IterationGroups of one iteration. version: by which engines must write it; None: any."""
+
+    source: EngineGroups
+    number: int
+    version: int | None
+    choice: EveryGroup
+    expected_work: float | None
+    tail: TailMeter
+    pace: Pace
+    variants: Sequence[Variant] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.variants = (self.tail, self.pace)
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The admission window that the iteration ended with, and TailMeter's."""
+        return {"window": self.pace.schedule.largest_window, "tail_waste": self.tail.tail_waste}
+
+    async def bring(self, points: Points, deliver: Deliver) -> None:
+        source, choice = self.source, self.choice
+        admission = Admission(
+            source.planner, source.pool, self.number, choice, self.pace, self.version, points
+        )
+        async with TaskScope() as scope:
+            while (admitted := await admission.next()) is not None:
+                scope.start(
+                    self._complete(admitted, admission, points, deliver),
+                    f"group {admitted.index} of iteration {self.number}",
+                )
+                if choice.is_dispatched:
+                    for tell in points.all_dispatched:
+                        tell()
+        await source.pool.sleep()
+        admission.end()
+
+    async def _complete(
+        self, admitted: Admitted, admission: Admission, points: Points, deliver: Deliver
+    ) -> None:
+        """A group, from its engine to the buffer."""
+        group, lease = await self._generate(admitted, points)
+        times = await deliver(admitted.index, group)
+        admission.delivered(admitted.index, group, lease, times.scored_s, times.put_s)
+
+    async def _generate(self, admitted: Admitted, points: Points) -> tuple[ScoredGroup, Lease]:
+        """The group with its rewards, and the lease under which it ended, closed."""
+        source, config = self.source, self.source.config
+        index, prompt, iteration = admitted.index, admitted.prompt, self.number
+        start_s = now()
+        seed = group_seed(config.run.seed, iteration, index)
+        size = config.rollout.responses_per_prompt
+        with GroupSession(
+            source.pool,
+            admitted.lease,
+            self.pace.window,
+            deadline_s=config.rollout.request_timeout_s,
+            again_deadline_s=source.planner.engine_wait_s,
+            what=f"group {index} of iteration {iteration}",
+            version=self.version,
+        ) as session:
+            answers = answers_of(source.environment)
+            generate = GroupGenerate(session, seed, source.sampling, answers)
+            max_tokens = source.sampling.max_tokens
+            samples = await run_episode(
+                config, source.environment, prompt, size, generate, max_tokens
+            )
+        samples = with_components(source.algorithm, samples)
+        generate.answers.expect(generate.num_trained)
+        for tell in points.generated:
+            tell(session.lease)
+        lengths = [sample.num_written for sample in samples]
+        # what a planner fits speeds to
+        shape = {"tokens": sum(lengths), "prompt": len(prompt.tokens), "lengths": lengths}
+        lane = f"engine {session.lease.engine.name}"
+        timeline = source.timeline
+        timeline.complete(f"group {index}", start_s, now(), lane, iteration=iteration, **shape)
+        start_s = now()
+        generate.answers.check_seeds(config.run.seed, iteration, index)
+        group = await score(source.rewards, prompt, samples, generate.counted, generate.answers)
+        timeline.complete(
+            f"reward {index}",
+            start_s,
+            now(),
+            "rewards",
+            iteration=iteration,
+            computed=group.computed,
+        )
+        return group, session.lease
+
+
+def producer_on_engines(
+    config: Config,
+    pool: EnginePool,
+    environment: Environment,
+    rewards: RewardPool,
+    buffer: RolloutBuffer,
+    controller: ScheduleController,
+    sampling: Sampling,
+    timeline: Timeline,
+    work: GroupCost,
+    store_thread: Executor,
+    variants: Sequence[Variant] = (),
+    *,
+    streamed: Callable[..., Delivery] = Delivery,
+) -> Producer:
+    """Makes the producer whose groups engines write; see Producer and EngineGroups."""
+    source = EngineGroups(
+        config=config,
+        pool=pool,
+        environment=environment,
+        rewards=rewards,
+        controller=controller,
+        sampling=sampling,
+        timeline=timeline,
+        work=work,
+    )
+    return Producer(
+        config=config,
+        source=source,
+        buffer=buffer,
+        work=work,
+        store_thread=store_thread,
+        variants=variants,
+        streamed=streamed,
+    )

@@ -1,0 +1,105 @@
+"""Evaluation of a run without engines: the trainers compute the loss of held-out rows, the coordinator records it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pa_npu.algorithm.registry import build_algorithm
+from pa_npu.config.schema import Config
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.held_out import (
+    HELD_OUT_LOSS,
+    HELD_OUT_SETS,
+    HeldOutSet,
+    HeldOutSets,
+    group_key,
+)
+from pa_npu.control.milestones import Milestones
+from pa_npu.coordinator.evaluate import Evaluations
+from pa_npu.coordinator.record import RunRecords
+from pa_npu.coordinator.row_groups import group_of
+from pa_npu.data.row_sets import Row, RowSet
+from pa_npu.data.row_stream import groups_of_rows
+from pa_npu.samples.rollout_buffer import run_columns
+from pa_npu.samples.wire import to_bytes
+from pa_npu.telemetry.timeline import Timeline
+
+
+@dataclass(eq=False, repr=False)
+class HeldOutLosses(Evaluations):
+    """Evaluates by the loss of held-out rows. sets: by name, at least one."""
+
+    config: Config
+    channel: StoreChannel
+    sets: Mapping[str, RowSet]
+    records: RunRecords
+    timeline: Timeline
+    milestones: Milestones
+
+    def send(self) -> None:
+        """Puts all sets where the trainers find them, once."""
+        known = [self._send(name, rows.rows) for name, rows in self.sets.items()]
+        self._known = {held_out.name: held_out for held_out in known}
+        HELD_OUT_SETS.put(self.channel, HeldOutSets(tuple(known)))
+
+    async def before_producing(
+        self, version: int, recorded: Callable[[], Awaitable[None]]
+    ) -> dict[str, Any] | None:
+        """Waits for the trainers, which evaluate before they train; returns the record."""
+        if not self.milestones.is_measured(version):
+            return None
+        await recorded()
+        with self.timeline.span("evaluate", version=version):
+            told = await HELD_OUT_LOSS.wait_async(
+                self.channel, self.config.wait_timeout_s, version=version
+            )
+        sets: dict[str, dict[str, Any]] = {}
+        for name, loss in told.losses.items():
+            known = self._known[name]
+            sets[name] = {
+                "loss": loss,
+                "perplexity": _perplexity(loss),
+                "rows": known.rows,
+                "tokens": known.tokens,
+                "metrics": {
+                    "loss": {"value": loss},
+                    "perplexity": {"value": _perplexity(loss)},
+                },
+            }
+        first = next(iter(sets.values()))
+        record = {
+            "version": version,
+            "loss": first["loss"],
+            "perplexity": first["perplexity"],
+            "seconds": told.seconds,
+            "best_by": -self._chosen(sets),
+            "sets": sets,
+            "time": time.time(),
+        }
+        self.records.write_held_out_loss(record)
+        return record
+
+    def _chosen(self, sets: Mapping[str, Mapping[str, Any]]) -> float:
+        """The loss that checkpoint.keep_best goes by: of the set that evaluate.metric names, or the
+        first.
+        """
+        name = (self.config.evaluate.metric or "").partition("/")[0]
+        chosen = sets.get(name) or next(iter(sets.values()))
+        return float(chosen["loss"])
+
+    def _send(self, name: str, rows: Sequence[Row]) -> HeldOutSet:
+        algorithm, columns = build_algorithm(self.config), run_columns(self.config)
+        groups = groups_of_rows(rows, self.config.microbatch_responses)
+        for number, prompt in enumerate(groups):
+            group = group_of(prompt, algorithm).group(self.config.run.seed, 0, number)
+            self.channel.put_bytes(group_key(name, number), to_bytes(group, columns))
+        tokens = sum(row.num_trained for row in rows)
+        return HeldOutSet(name, len(groups), len(rows), tokens)
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, math.log(1e300)))

@@ -1,0 +1,92 @@
+"""Groups of rows: the stream of rows cut into groups that begin alike, which the trainers compute once.
+
+    rows, in seeded epochs ──take B x G──> sorted by their tokens ──> B groups of G rows
+
+A group stands where a prompt stands in a run with engines: one per slot of an iteration. Rows with
+equal beginnings are neighbours once they are sorted, so that they come into one group as far as G
+allows; a group may also hold rows that have nothing in common, which then are computed apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pa_npu.data.prompts import Prompt
+from pa_npu.data.row_sets import Row
+from pa_npu.data.stream import Outcome, TrainingStream
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroup(Prompt):
+    """The rows of a group. As a prompt it is what all of them begin with, and has the number of the
+    first.
+    """
+
+    rows: tuple[Row, ...] = ()
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> RowGroup:
+        first = rows[0]
+        tokens = first.tokens[: _num_common([row.tokens for row in rows])]
+        sources = {row.source for row in rows}
+        return cls(
+            prompt_id=first.row_id,
+            tokens=tokens,
+            answer="",
+            text=first.text[: first.prompt_characters],
+            row={},
+            source=first.source if len(sources) == 1 else "",
+            rows=tuple(rows),
+        )
+
+
+class RowGroupStream:
+    """Has the calls of a TrainingStream of prompts. size: rows of a group."""
+
+    def __init__(self, rows: TrainingStream[Row], size: int) -> None:
+        self._rows = rows
+        self._size = size
+
+    def take(self, num_groups: int) -> list[RowGroup]:
+        """The next groups, of the next num_groups x size rows, in an order by which replicas that
+        take turns get about as many tokens.
+        """
+        groups = groups_of_rows(self._rows.take(num_groups * self._size), self._size)
+        groups.sort(key=_num_tokens, reverse=True)
+        return groups
+
+    def observe(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+        """Numbers for the record of an iteration: how many times the data has been gone through."""
+        return {"epoch": self._rows.epochs}
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, JSON."""
+        return self._rows.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state` was asked for. Raises DataError where it is of other data."""
+        self._rows.restore(state)
+
+
+def groups_of_rows(rows: Sequence[Row], size: int) -> list[RowGroup]:
+    """The rows in groups of `size`, of which the last may be smaller; neighbours begin alike."""
+    ordered = sorted(rows, key=lambda row: (row.tokens.tolist(), row.row_id))
+    starts = range(0, len(ordered), size)
+    return [RowGroup.of(ordered[start : start + size]) for start in starts]
+
+
+def _num_tokens(group: RowGroup) -> tuple[int, int]:
+    return sum(len(row.tokens) for row in group.rows), -group.prompt_id
+
+
+def _num_common(arrays: Sequence[npt.NDArray[np.int32]]) -> int:
+    """How many tokens all of them begin with."""
+    shortest = min(len(array) for array in arrays)
+    heads = np.stack([array[:shortest] for array in arrays])
+    differs = np.flatnonzero((heads != heads[0]).any(axis=0))
+    return int(differs[0]) if len(differs) else shortest

@@ -1,0 +1,105 @@
+"""The loss of held-out rows on a trainer rank: a forward pass over each set, of the weights as they are at a border.
+
+Every replica computes its share of a set's groups, equally many, of which the last may repeat one
+that another replica counts.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from pa_npu.algorithm.agreement import NUM_MAXIMA, NUM_SUMS
+from pa_npu.algorithm.objective import Outputs, Targets
+from pa_npu.algorithm.update_sums import MetricSums
+from pa_npu.config.schema import Config
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.held_out import (
+    HELD_OUT_LOSS,
+    HELD_OUT_SETS,
+    HeldOutLoss,
+    HeldOutSet,
+    group_key,
+)
+from pa_npu.control.milestones import Milestones
+from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from pa_npu.samples.rollout_buffer import trained_columns
+from pa_npu.samples.wire import from_bytes
+from pa_npu.telemetry.timeline import Timeline
+from pa_npu.trainer.learner import Learner
+
+_SURPRISE = "surprise"
+
+
+@dataclass(frozen=True)
+class _Share:
+    """This replica's microbatches of a set. counted: how many of them are in its sum."""
+
+    held_out: HeldOutSet
+    microbatches: list[Microbatch]
+    counted: int
+
+
+@dataclass(eq=False, repr=False)
+class HeldOutRows:
+    """One rank's part. Every call is collective."""
+
+    config: Config
+    learner: Learner
+    channel: StoreChannel
+    timeline: Timeline
+    milestones: Milestones
+    _shares: list[_Share] | None = field(default=None, init=False)
+
+    def at_border(self, version: int) -> None:
+        """Computes the loss of all sets where that is due, and tells the coordinator."""
+        if not self.milestones.is_measured(version):
+            return
+        start_s = time.perf_counter()
+        with self.timeline.span("evaluate", version=version):
+            if self._shares is None:
+                self._shares = self._read()
+            losses = {share.held_out.name: self._loss(share) for share in self._shares}
+        if self.learner.backend.place.rank == 0:
+            told = HeldOutLoss(losses, time.perf_counter() - start_s)
+            HELD_OUT_LOSS.put(self.channel, told, version=version)
+
+    def _read(self) -> list[_Share]:
+        sets = HELD_OUT_SETS.wait(self.channel, self.config.run.startup_timeout_s).sets
+        return [self._share(held_out) for held_out in sets]
+
+    def _share(self, held_out: HeldOutSet) -> _Share:
+        place, replicas = self.learner.backend.place, self.config.mesh.data
+        own = list(range(place.replica, held_out.groups, replicas))
+        counted = len(own)
+        own += [0] * (-(-held_out.groups // replicas) - counted)
+        microbatches: list[Microbatch] = []
+        for number in own:
+            data = self.channel.get_bytes(group_key(held_out.name, number))
+            group = from_bytes(data, trained_columns(self.config))
+            microbatches += build_microbatches(
+                group,
+                self.config.microbatch_responses,
+                self.config.attention.shared_prompt,
+                self.config.pad_multiple,
+            )
+        return _Share(held_out, microbatches, counted)
+
+    def _loss(self, share: _Share) -> float:
+        backend = self.learner.backend
+        sums = MetricSums(backend.device, (_SURPRISE,))
+        none = torch.zeros(NUM_SUMS + NUM_MAXIMA, device=backend.device)
+        taken = 0
+
+        def take(microbatch: Targets, outputs: Outputs) -> None:
+            nonlocal taken
+            counts = float(taken < share.counted)
+            taken += 1
+            surprise = -outputs.policy.values.float().sum() * counts
+            sums.add({_SURPRISE: surprise}, none, microbatch.ages.max())
+
+        backend.evaluate(share.microbatches, take)
+        total = sums.over_ranks(backend.reductions).sums[_SURPRISE]
+        return total / share.held_out.tokens
