@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 
 from pa_npu import platform as platforms
-from pa_npu.agents.tree import Node, SessionTree
+from pa_npu.agents.tree import SessionTree, TurnNode
 from pa_npu.backends.megatron.patches.table import prepare
 from pa_npu.config.schema import Config
 from pa_npu.engines.protocol import Generation
@@ -312,7 +312,7 @@ def make_sessions(
     system, samples = tokens(args.prompt), []
     for session in range(args.responses):
         tree = SessionTree()
-        nodes: list[Node] = []
+        nodes: list[TurnNode] = []
         for parent in parents:
             shown = tokens(max(1, args.response // 2))
             context = np.concatenate([system, shown]) if parent is None else shown

@@ -1,1 +1,1 @@
-"""The gateway: an OpenAI-compatible server whose clients' sessions become samples, token by token what the policy wrote."""
+"""Trains agents: an OpenAI-compatible server records what the policy writes and makes samples of it."""

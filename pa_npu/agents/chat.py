@@ -1,12 +1,12 @@
-"""Chat requests as text, and the policy's answers as messages: the model's template one way, its tool parser the other.
+"""Renders chat requests as text, and parses the policy's answers into messages with tool calls.
 
-The parsers of tool calls (agent.tool_parser):
+Requests are rendered by the model's chat template. Answers are read by a parser, which
+agent.tool_parser names:
 
-hermes      <tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>, also Qwen's; a call that
-            is no such JSON stays text
-template    what the tokenizer's files say (`parse_response` of transformers), where they say it
-any other   a tool parser of vLLM, by its name there (llama3_json, mistral, ...), where vLLM is
-            installed
+hermes      <tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>, Qwen's format too;
+            a call that is not such JSON stays text
+template    the tokenizer's own rule (`parse_response` of transformers), if its files have one
+any other   vLLM's tool parser of that name (llama3_json, mistral, ...); vLLM must be installed
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pa_npu.agents.openai_format import Refused
+from pa_npu.agents.openai_format import RequestRefused
 from pa_npu.config.schema import Config
 from pa_npu.data.messages import BadMessage, Message, left_out, template_message
 from pa_npu.data.rows import is_text
@@ -33,9 +33,12 @@ _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The policy's answer to the client. text: without special tokens and stop texts. shown: as
-    SessionTree.add has it.
+class ChatAnswer:
+    """The policy's answer as a client gets it.
+
+    text: the answer without special tokens and stop texts.
+    message: the assistant's message of a chat; empty for a plain completion.
+    shown: texts that stand for this answer in later requests (TurnNode.shown).
     """
 
     text: str
@@ -44,7 +47,10 @@ class Answer:
 
 
 class Chat:
-    """A model's chat format. tokenizer: of transformers."""
+    """A model's chat format: template, tokenizer and tool parser.
+
+    tokenizer: a tokenizer of transformers.
+    """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -58,16 +64,18 @@ class Chat:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], *, generate: bool = True
     ) -> str:
-        """The text that the template makes of messages. generate: up to where the policy's answer
-        begins. Raises Refused.
+        """Returns the messages as the template renders them.
+
+        generate: appends the prompt behind which the policy writes its answer.
+        Raises RequestRefused if there is no template, or if it fails or leaves content out.
         """
         if self._template is None:
-            raise Refused(
+            raise RequestRefused(
                 "this model has no chat template; use /v1/completions", code="no_chat_template"
             )
-        read = [self._readable(message) for message in messages]
+        normalised = [self._normalise(message) for message in messages]
 
-        def render(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
+        def apply_template(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
             return rendered(
                 self.tokenizer,
                 self._template,
@@ -79,61 +87,68 @@ class Chat:
 
         try:
             try:
-                text = render(read, tools)
+                text = apply_template(normalised, tools)
             except TemplateFailed:
-                as_texts = _with_odd_calls_as_text(read)
-                if as_texts == read:
+                readable = _with_malformed_calls_as_text(normalised)
+                if readable == normalised:
                     raise
-                read = as_texts
-                text = render(read, tools)
-            lost = left_out(render, text, read, ())
+                normalised = readable
+                text = apply_template(normalised, tools)
+            lost = left_out(apply_template, text, normalised, ())
         except TemplateFailed as failed:
-            raise Refused(f"the chat template {failed}", param="messages") from None
+            raise RequestRefused(f"the chat template {failed}", param="messages") from None
         if lost is not None:
-            raise Refused(f"messages: the chat template leaves out {lost}", param="messages")
+            raise RequestRefused(f"messages: the chat template leaves out {lost}", param="messages")
         return text
 
-    def _readable(self, message: Mapping[str, Any]) -> Message:
-        """A message as templates read it. Raises Refused."""
+    def _normalise(self, message: Mapping[str, Any]) -> Message:
+        """Returns a message in the form that templates read. Raises RequestRefused."""
         try:
-            read = template_message(message)
+            normalised = template_message(message)
         except BadMessage as bad:
-            raise Refused(f"messages: {bad}", param="messages") from None
-        if read["role"] == _DEVELOPER and not self._knows_developer:
-            read["role"] = "system"
-        return read
+            raise RequestRefused(f"messages: {bad}", param="messages") from None
+        if normalised["role"] == _DEVELOPER and not self._knows_developer:
+            normalised["role"] = "system"
+        return normalised
 
     def encode(self, text: str, *, begins: bool, templated: bool) -> list[int]:
-        """Token ids. begins: it is the first text of a branch.
+        """Returns the token ids of a text.
 
-        A template brings its own special tokens, plain text gets them.
+        begins: the text is the first of a branch. Plain text then gets the special tokens of a
+        beginning; a template writes its own.
+        Raises RequestRefused if the text is not valid Unicode.
         """
         _check_text(text)
-        found: list[int] = self.tokenizer(text, add_special_tokens=begins and not templated)[
-            "input_ids"
-        ]
-        return found
+        encoded = self.tokenizer(text, add_special_tokens=begins and not templated)
+        tokens: list[int] = encoded["input_ids"]
+        return tokens
 
-    async def encode_aside(
+    async def encode_in_background(
         self, text: str, *, begins: bool, templated: bool, max_tokens: int
     ) -> list[int] | None:
-        """The same without holding up the event loop; None for a text that has more than max_tokens
-        in any case.
+        """Does the same as `encode` without blocking the event loop.
+
+        Returns None if the text certainly has more than max_tokens.
         """
         _check_text(text)
         return await self._encoder.encode(
             text, max_tokens=max_tokens, special=begins and not templated
         )
 
-    def text_of(self, written: Generation, stop: Sequence[str]) -> tuple[str, str]:
-        """The whole text of an answer, special tokens included, and what the client gets: without
-        these and without stop texts.
+    def decode_answer(self, written: Generation, stop: Sequence[str]) -> tuple[str, str]:
+        """Returns (raw, text) of an answer.
+
+        `raw` includes special tokens. `text` is for the client: it has no special tokens, and ends
+        before the first stop text.
         """
         tokens = written.tokens.tolist()
         raw = self._decode(tokens, special=True)
         text = self._decode(tokens, special=False)
-        ends = [text.index(one) for one in stop if one in text]
-        return raw, text[: min(ends)] if ends else text
+        end = len(text)
+        for stop_text in stop:
+            if stop_text in text:
+                end = min(end, text.index(stop_text))
+        return raw, text[:end]
 
     def answer(
         self,
@@ -143,57 +158,60 @@ class Chat:
         text: str,
         stop: Sequence[str],
         call_ids: str,
-    ) -> Answer:
-        """The message of an answer to `messages`, which were rendered as `text`. call_ids: the
-        beginning of its calls' ids.
-        """
-        raw, content = self.text_of(written, stop)
-        ending = self._ending(written)
-        parsed = self._parse(raw.removesuffix(ending), tools, text) if tools else Parsed(content)
-        if not parsed.calls:
-            return Answer(content, {"role": "assistant", "content": content}, (raw,))
-        calls = [
-            {
-                "id": f"{call_ids}{number}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for number, call in enumerate(parsed.calls)
-        ]
-        message = {"role": "assistant", "content": parsed.content or None, "tool_calls": calls}
-        return Answer(
-            content,
-            message,
-            (raw, *self._as_rendered(parsed, message, messages, tools, text, ending)),
-        )
+    ) -> ChatAnswer:
+        """Makes the message of an answer.
 
-    def _as_rendered(
+        Args:
+            messages: the request's messages, which were rendered as `text`.
+            call_ids: prefix of the ids of the answer's tool calls.
+        """
+        raw, content = self.decode_answer(written, stop)
+        ending = self._final_special_token(written)
+        parsed = ParsedAnswer(content)
+        if tools:
+            parsed = self._parse(raw.removesuffix(ending), tools, text)
+        if not parsed.calls:
+            return ChatAnswer(content, {"role": "assistant", "content": content}, (raw,))
+
+        calls = []
+        for number, call in enumerate(parsed.calls):
+            function = {"name": call.name, "arguments": call.arguments}
+            calls.append({"id": f"{call_ids}{number}", "type": "function", "function": function})
+        message = {"role": "assistant", "content": parsed.content or None, "tool_calls": calls}
+        rendered_form = self._rendered_form(parsed, message, messages, tools, text, ending)
+        return ChatAnswer(content, message, (raw, *rendered_form))
+
+    def _rendered_form(
         self,
-        parsed: Parsed,
+        parsed: ParsedAnswer,
         message: dict[str, Any],
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any],
         text: str,
         ending: str,
     ) -> tuple[str, ...]:
-        """The template's own form of a message with calls, where it says the same: JSON may be
-        written in several ways.
+        """Returns the template's own rendering of a message with calls; empty if it differs.
+
+        The policy may write a call's JSON in another form than the template does. A later request
+        then contains the template's form.
         """
         try:
             whole = self.render([*messages, message], tools, generate=False)
-        except Refused:
+        except RequestRefused:
             return ()
         if not ending or not whole.startswith(text) or ending not in whole[len(text) :]:
             return ()
         shown = whole[len(text) : whole.rindex(ending)]
-        return (shown + ending,) if self._parse(shown, tools, text).says_the_same(parsed) else ()
+        if not self._parse(shown, tools, text).is_equivalent_to(parsed):
+            return ()
+        return (shown + ending,)
 
-    def _ending(self, written: Generation) -> str:
-        """The text of the special token that ended an answer; empty where none did."""
+    def _final_special_token(self, written: Generation) -> str:
+        """Returns the text of the special token that ended an answer; empty if none did."""
         last = int(written.tokens[-1])
-        return (
-            self._decode([last], special=True) if written.finished and last in self._special else ""
-        )
+        if not written.finished or last not in self._special:
+            return ""
+        return self._decode([last], special=True)
 
     def _decode(self, tokens: Sequence[int], *, special: bool) -> str:
         options = {"skip_special_tokens": not special, "clean_up_tokenization_spaces": False}
@@ -202,42 +220,42 @@ class Chat:
 
 def _check_text(text: str) -> None:
     if not is_text(text):
-        raise Refused(
+        raise RequestRefused(
             "a text has half of a surrogate pair (\\uD800 to \\uDFFF), which no token stands for"
         )
 
 
-def _with_odd_calls_as_text(messages: Sequence[Message]) -> list[Message]:
-    """The messages with those calls in their content whose arguments are no object.
+def _with_malformed_calls_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Moves calls whose arguments are not an object into their message's content.
 
-    A parser may have answered such a call, and a template that goes through its arguments fails.
+    A parser may have returned such a call, and a template that iterates over its arguments fails.
     """
-    plain = []
+    readable = []
     for message in messages:
-        calls = message.get("tool_calls", ())
-        odd = [
-            call["function"]
-            for call in calls
-            if not isinstance(call["function"]["arguments"], Mapping)
-        ]
-        if odd:
-            said = [message["content"], *(f"{call['name']}({call['arguments']})" for call in odd)]
-            kept = [call for call in calls if isinstance(call["function"]["arguments"], Mapping)]
-            message = {**message, "content": "\n".join(filter(None, said)), "tool_calls": kept}
-        plain.append(message)
-    return plain
+        texts = [message["content"]]
+        kept = []
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            if isinstance(function["arguments"], Mapping):
+                kept.append(call)
+            else:
+                texts.append(f"{function['name']}({function['arguments']})")
+        if len(texts) > 1:
+            message = {**message, "content": "\n".join(filter(None, texts)), "tool_calls": kept}
+        readable.append(message)
+    return readable
 
 
 @dataclass(frozen=True)
-class Call:
-    """name: of a function. arguments: JSON, an object."""
+class ToolCall:
+    """A call of the function `name`. arguments: a JSON object, as text."""
 
     name: str
     arguments: str
 
     @property
     def canonical(self) -> tuple[str, str]:
-        """Equal for calls that differ in the form of their JSON only."""
+        """A key that is equal for calls that differ only in the form of their JSON."""
         try:
             return self.name, json.dumps(json.loads(self.arguments or "{}"), sort_keys=True)
         except (ValueError, RecursionError):
@@ -245,66 +263,69 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Parsed:
-    """A model's answer: its text without calls, and its calls."""
+class ParsedAnswer:
+    """A model's answer: its text without calls, and its tool calls."""
 
     content: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
 
-    def says_the_same(self, other: Parsed) -> bool:
-        """Whether both differ in form only: in the spaces around their text, and in how their
-        calls' JSON is written.
-        """
-        own, others = ([call.canonical for call in one.calls] for one in (self, other))
-        return self.content.strip() == other.content.strip() and own == others
+    def is_equivalent_to(self, answer: ParsedAnswer) -> bool:
+        """Returns True if the two differ only in outer white space and in the form of JSON."""
+        if self.content.strip() != answer.content.strip():
+            return False
+        return [call.canonical for call in self.calls] == [call.canonical for call in answer.calls]
 
 
-Parser = Callable[[str, Sequence[dict[str, Any]], str], Parsed]
-"""From an answer's text, special tokens included but for the last, the request's tools, and its
-text.
+Parser = Callable[[str, Sequence[dict[str, Any]], str], ParsedAnswer]
+"""Parses (answer, tools, prompt).
+
+The answer includes special tokens except the last. Tools and prompt are the request's.
 """
 
 
-def hermes(text: str, tools: Sequence[dict[str, Any]] = (), prompt: str = "") -> Parsed:
-    """Calls between <tool_call> and </tool_call>, each a JSON object with `name` and `arguments`."""
+def parse_hermes(text: str, tools: Sequence[dict[str, Any]] = (), prompt: str = "") -> ParsedAnswer:
+    """Reads calls between <tool_call> and </tool_call>: JSON objects with `name`, `arguments`."""
     calls = []
-    for found in _HERMES.finditer(text):
+    for match in _HERMES.finditer(text):
         try:
-            call = json.loads(found[1])
-            name, arguments = call["name"], call.get("arguments", {})
+            call = json.loads(match[1])
+            name = call["name"]
+            arguments = call.get("arguments", {})
             written = json.dumps(arguments, ensure_ascii=False)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return Parsed(text)
+            return ParsedAnswer(text)
         if (
             not isinstance(name, str)
             or not isinstance(arguments, dict)
             or not is_text([name, written])
         ):
-            return Parsed(text)
-        calls.append(Call(name, written))
-    return Parsed(text[: text.index("<tool_call>")], tuple(calls)) if calls else Parsed(text)
+            return ParsedAnswer(text)
+        calls.append(ToolCall(name, written))
+    if not calls:
+        return ParsedAnswer(text)
+    return ParsedAnswer(text[: text.index("<tool_call>")], tuple(calls))
 
 
 def make_parser(name: str, tokenizer: Any) -> Parser:
-    """The parser of agent.tool_parser. Raises ConfigError where there is none of this name."""
+    """Makes the parser that agent.tool_parser names. Raises ConfigError for an unknown name."""
     if name == "auto":
         name = "template" if _response_template(tokenizer) else "hermes"
     if name == "hermes":
-        return hermes
+        return parse_hermes
     if name == "template":
         if not _response_template(tokenizer):
             raise ConfigError(
-                "agent.tool_parser: template, but the model's tokenizer does not say how its "
-                "answers are read; set hermes, or the name of a tool parser of vLLM"
+                "agent.tool_parser: template, but the model's tokenizer has no response template; "
+                "set hermes, or the name of a tool parser of vLLM"
             )
-        return _by_template(tokenizer)
-    make = engine_kind("vllm").tool_parser
-    assert make is not None
-    extract = make(name, tokenizer)
+        return _template_parser(tokenizer)
+    make_vllm_parser = engine_kind("vllm").tool_parser
+    assert make_vllm_parser is not None
+    extract = make_vllm_parser(name, tokenizer)
 
-    def parse(text: str, tools: Sequence[dict[str, Any]], prompt: str) -> Parsed:
+    def parse(text: str, tools: Sequence[dict[str, Any]], prompt: str) -> ParsedAnswer:
         content, calls = extract(text, tools)
-        return Parsed(content or "", tuple(Call(*call) for call in calls))
+        return ParsedAnswer(content or "", tuple(ToolCall(*call) for call in calls))
 
     return parse
 
@@ -315,25 +336,31 @@ def _response_template(tokenizer: Any) -> Any:
     )
 
 
-def _by_template(tokenizer: Any) -> Parser:
-    known = inspect.signature(tokenizer.parse_response).parameters  # later versions want more
+def _template_parser(tokenizer: Any) -> Parser:
+    # later versions of transformers have parameters that earlier ones lack
+    parameters = inspect.signature(tokenizer.parse_response).parameters
 
-    def parse(text: str, tools: Sequence[dict[str, Any]], prompt: str) -> Parsed:
-        more = {
-            name: value
-            for name, value in (("prefix", prompt), ("tools", list(tools)))
-            if name in known
-        }
+    def parse(text: str, tools: Sequence[dict[str, Any]], prompt: str) -> ParsedAnswer:
+        options: dict[str, Any] = {}
+        if "prefix" in parameters:
+            options["prefix"] = prompt
+        if "tools" in parameters:
+            options["tools"] = list(tools)
         try:
-            message = tokenizer.parse_response(text, **more)
-            calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-            found = [Call(str(call["name"]), _json(call.get("arguments", {}))) for call in calls]
-        except Exception:  # the template is the model's, and what a policy writes is anything
-            return Parsed(text)
-        return Parsed(str(message.get("content") or ""), tuple(found)) if found else Parsed(text)
+            message = tokenizer.parse_response(text, **options)
+            calls = [_tool_call(call) for call in message.get("tool_calls") or ()]
+        except Exception:  # the template is the model's, and a policy may write anything
+            return ParsedAnswer(text)
+        if not calls:
+            return ParsedAnswer(text)
+        return ParsedAnswer(str(message.get("content") or ""), tuple(calls))
 
     return parse
 
 
-def _json(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+def _tool_call(call: Mapping[str, Any]) -> ToolCall:
+    function = call.get("function", call)
+    arguments = function.get("arguments", {})
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(str(function["name"]), arguments)

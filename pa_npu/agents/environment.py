@@ -1,13 +1,14 @@
-"""A prompt becomes sessions, and their trees become samples: SessionEnvironment, and AgentEnvironment (environment.name=agents).
+"""Makes samples of agents' sessions: one session per attempt at a prompt, one sample per leaf.
 
-    rollout ──num_samples sessions──> a program each, or whoever takes tasks ──requests──> gateway ──> policy
+    rollout ──num_samples sessions──> a program each, or agents that ask for tasks ──requests──> gateway ──> policy
                    └── ended, with outcome and reward ──> one sample per leaf
 
 A session whose program was killed, or whose engine died, begins again with the same seeds. Its
-outcome says how it ended (session.py); agent.discards names those that are not trained. Rewards are
-the agents' where any session of the group has one, and then a session without one has 0; else the
-run's reward functions read the transcript: what follows the first request of the session's last
-branch (Session.last_leaf).
+outcome is how it ended (session.py); agent.discards names the outcomes that are not trained.
+
+If an agent has rewarded any session of a group, the group's rewards are the agents', and a session
+without one gets 0. Otherwise the run's reward functions read each session's transcript: everything
+behind the first request of its last branch (Session.last_leaf).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import replace
 from pa_npu.agents.chat import Chat
 from pa_npu.agents.gateway import Gateway
 from pa_npu.agents.programs import Programs
-from pa_npu.agents.session import Limits, Session, Sessions
+from pa_npu.agents.session import Session, SessionLimits, Sessions
 from pa_npu.agents.tree import num_unique
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.operation import LOOPBACK
@@ -39,50 +40,63 @@ from pa_npu.samples.types import Sample
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 4  # at a session that is lost
-_GRACE_S = 10.0  # for the reward of an agent whose session has reached a limit
-_COME_S = 60.0  # for an agent whose session is over, or that starts, to ask for a task
+_ATTEMPTS = 4  # how often a session is begun that is lost each time
+_GRACE_S = 10.0  # an agent may still give a reward after its session has reached a limit
+_TASK_REQUEST_S = 60.0  # an agent that starts, or ends a session, asks for a task within this
 
 
 class SessionEnvironment(ABC):
-    """Makes samples of sessions; who works at them is its subclass's."""
+    """Makes samples of sessions. A subclass decides who works at them."""
 
-    waits_are_bounded = True  # by the limits of what a session waits for
-    _loss = "its program killed by a signal; look for what kills it, such as a lack of memory"
+    waits_are_bounded = True  # everything that a session waits for has a limit
+    _loss_reason = (
+        "its program killed by a signal; look for what kills it, such as a lack of memory"
+    )
 
     def __init__(self, context: EnvironmentContext) -> None:
         config = context.config
-        assert config is not None, "make_environment gives it"
+        assert config is not None, "make_environment passes it"
         self._config: Config = config
         self._settings = config.agent
         self._chat = Chat(config, context.tokenizer)
-        self._limits = Limits(
-            context.max_turns, config.data.max_prompt_tokens, context.max_response_tokens
+        self._limits = SessionLimits(
+            turns=context.max_turns,
+            prompt=config.data.max_prompt_tokens,
+            response=context.max_response_tokens,
         )
 
     @abstractmethod
     async def _attempt(self, prompt: Prompt, number: int, generate: Generate) -> Session:
-        """A session that has ended, or was lost."""
+        """Returns a session that has ended, or was lost."""
 
     @property
-    def _said(self) -> str:
-        """The last that is known of whoever works at sessions."""
+    def _agent_output(self) -> str:
+        """The last output of the agents, for error messages; empty if it is not known."""
         return ""
 
     async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
         written = await self.sessions_of(prompt, num_samples, generate)
         rewarded = self.are_rewarded(prompt, written)
         trained = [session for session in written if session.outcome not in self._settings.discards]
-        samples = [one for session in trained or written for one in self.samples(session, rewarded)]
-        generate.num_trained = sum(session.tree.num_written for session in trained or written)
+        used = trained or written
+        samples: list[Sample] = []
+        for session in used:
+            samples += self.samples(session, rewarded)
+
+        generate.num_trained = sum(session.tree.num_written for session in used)
         generate.counted.update(
             tokens=sum(len(sample.tokens) for sample in samples), tokens_unique=num_unique(samples)
         )
-        # where nothing may be trained, equal rewards give the group no advantages
-        return samples if trained else [replace(sample, reward=0.0) for sample in samples]
+        if not trained:
+            # nothing may be trained, and equal rewards give a group no advantages
+            return [replace(sample, reward=0.0) for sample in samples]
+        return samples
 
     def are_rewarded(self, prompt: Prompt, sessions: Sequence[Session]) -> bool:
-        """Whether the agents have rewarded the group. Raises EnvironmentFailed where nobody can."""
+        """Returns whether the agents have rewarded the group.
+
+        Raises EnvironmentFailed if they have not and no reward function can.
+        """
         rewarded = any(session.is_rewarded for session in sessions)
         if not rewarded and not prompt.answer and self._config.rewards_read_answers:
             raise EnvironmentFailed(
@@ -95,9 +109,9 @@ class SessionEnvironment(ABC):
     async def sessions_of(
         self, prompt: Prompt, num_sessions: int, generate: Generate
     ) -> list[Session]:
-        """Sessions that have ended and asked the policy for something.
+        """Returns the ended sessions in which the policy wrote something.
 
-        Raises EnvironmentFailed where there is none.
+        Raises EnvironmentFailed if there is none.
         """
         sessions = await gather(
             [self._session(prompt, number, generate) for number in range(num_sessions)]
@@ -108,12 +122,13 @@ class SessionEnvironment(ABC):
             raise EnvironmentFailed(
                 f"environment.name: {self._config.environment.name}: no session of prompt "
                 f"{prompt.prompt_id} asked the policy for anything, the last ended as "
-                f"{sessions[-1].outcome} ({self._said or 'nothing was said'}); correct the agent"
+                f"{sessions[-1].outcome} ({self._agent_output or 'it wrote nothing'}); correct the "
+                "agent"
             )
         return written
 
     async def _session(self, prompt: Prompt, number: int, generate: Generate) -> Session:
-        """An attempt, begun again where it was lost."""
+        """Returns an ended session, which is begun again if it was lost."""
         for attempt in range(1, _ATTEMPTS + 1):
             session = await self._attempt(prompt, number, generate)
             if session.failure is not None:
@@ -128,30 +143,36 @@ class SessionEnvironment(ABC):
             )
         raise EnvironmentFailed(
             f"environment.name: {self._config.environment.name}: a session of prompt "
-            f"{prompt.prompt_id} was lost {_ATTEMPTS} times, {self._loss}"
+            f"{prompt.prompt_id} was lost {_ATTEMPTS} times, {self._loss_reason}"
         )
 
     def samples(self, session: Session, rewarded: bool) -> list[Sample]:
-        """Those of an ended session. rewarded: whether the agents give this group's rewards."""
-        reward = session.reward or 0.0 if rewarded else None
-        ended = session.outcome == "done"
+        """Returns an ended session's samples. rewarded: the agents reward this group."""
+        reward = None
+        if rewarded:
+            reward = session.reward or 0.0
         return session.tree.samples(
-            self._transcript(session), ended=ended, reward=reward, session=session.number
+            self._transcript(session),
+            ended=session.outcome == "done",
+            reward=reward,
+            session=session.number,
         )
 
     def _transcript(self, session: Session) -> str:
-        """Returns as text all that follows the first request of the session's last branch."""
+        """Returns the text behind the first request of the session's last branch."""
         path = session.last_leaf.path
         tokens = session.tree.tokens(path[-1])[len(path[0].context) :]
         return str(self._chat.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
 
 class AgentEnvironment(SessionEnvironment):
-    """sessions: of its gateway; where nobody has given it one, it serves one of its own for as long
-    as it is open.
+    """environment.name=agents: programs, or agents that ask for tasks, work through a gateway.
+
+    sessions: those of the gateway to use. If it is None when the environment opens, the environment
+    serves a gateway of its own until it closes.
     """
 
-    trains_all_turns = True  # of sessions that are not discarded
+    trains_all_turns = True  # all turns of sessions that are not discarded
 
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("agents")
@@ -165,8 +186,8 @@ class AgentEnvironment(SessionEnvironment):
     async def open(self) -> None:
         if self.sessions is None:
             self.sessions = Sessions(secrets.token_hex(32))
-            own = Gateway(self.sessions, self._config.rollout.temperature)
-            await self._stack.enter_async_context(own.serving(LOOPBACK, 0, None))
+            gateway = Gateway(self.sessions, self._config.rollout.temperature)
+            await self._stack.enter_async_context(gateway.serving(LOOPBACK, 0, None))
         if self._settings.command is not None:
             self._programs = Programs(self._settings, self.sessions)
             self._staying = [
@@ -179,14 +200,19 @@ class AgentEnvironment(SessionEnvironment):
         await self._stack.aclose()
 
     @property
-    def _said(self) -> str:
-        return self._programs.last_words if self._programs is not None else ""
+    def _agent_output(self) -> str:
+        return "" if self._programs is None else self._programs.last_output
 
     async def _attempt(self, prompt: Prompt, number: int, generate: Generate) -> Session:
         assert self.sessions is not None
         async with self._room:
             session = Session(
-                self.sessions.new_id(), number, task_of(prompt), generate, self._chat, self._limits
+                id=self.sessions.new_id(),
+                number=number,
+                task=task_of(prompt),
+                generate=generate,
+                chat=self._chat,
+                limits=self._limits,
             )
             self.sessions.add(session)
             working = asyncio.ensure_future(self._work(session))
@@ -202,24 +228,24 @@ class AgentEnvironment(SessionEnvironment):
             return session
 
     async def _work(self, session: Session) -> None:
-        """Until the session has ended; its time runs from when an agent has it."""
+        """Returns once the session has ended. Its time limit starts when an agent has its task."""
         assert self.sessions is not None
         limit_s = self._config.deadlines.environment_timeout_s
         programs = None if self._staying else self._programs
         if programs is None:
             try:
-                await self.sessions.offer(session, limit_s + _COME_S)
+                await self.sessions.offer(session, limit_s + _TASK_REQUEST_S)
             except asyncio.TimeoutError:
                 raise EnvironmentFailed(
                     "environment.name: agents: no agent has taken a task for "
-                    f"{limit_s + _COME_S:g} s (environment.timeout_s and {_COME_S:g} s) while some "
+                    f"{limit_s + _TASK_REQUEST_S:g} s (environment.timeout_s and {_TASK_REQUEST_S:g} s) while some "
                     f"waited; look at the agents, which ask for them at {self.sessions.url}/tasks"
                 ) from None
-        working = asyncio.ensure_future(
-            programs.run(session) if programs is not None else session.ended()
-        )
+        work = session.ended() if programs is None else programs.run(session)
+        working = asyncio.ensure_future(work)
         try:
-            if not (await asyncio.wait([working], timeout=limit_s))[0]:
+            done, _ = await asyncio.wait([working], timeout=limit_s)
+            if not done:
                 session.end("time")
             await working  # a program has a grace period of its own
         finally:
@@ -229,7 +255,7 @@ class AgentEnvironment(SessionEnvironment):
 
 
 class EvaluatedSessions:
-    """The same for evaluations: one sample of every session, its last branch, whatever its outcome."""
+    """Sessions as evaluations use them: the last branch of each, whatever its outcome."""
 
     waits_are_bounded = True
 
@@ -241,22 +267,21 @@ class EvaluatedSessions:
         rewarded = self._agents.are_rewarded(prompt, sessions)
         samples = []
         for session in sessions:
-            place = list(session.tree.leaves()).index(session.last_leaf)
-            samples.append(self._agents.samples(session, rewarded)[place])
+            leaves = list(session.tree.leaves())
+            index = leaves.index(session.last_leaf)
+            samples.append(self._agents.samples(session, rewarded)[index])
         return samples
 
 
 def evaluated(environment: Environment) -> Environment:
-    """The environment as evaluations use it."""
-    return (
-        EvaluatedSessions(environment)
-        if isinstance(environment, SessionEnvironment)
-        else environment
-    )
+    """Returns the environment in the form that evaluations use: one sample per attempt."""
+    if isinstance(environment, SessionEnvironment):
+        return EvaluatedSessions(environment)
+    return environment
 
 
 def task_of(prompt: Prompt) -> dict[str, object]:
-    """Returns the task that an agent is given."""
+    """Returns the task that an agent gets for a prompt, as a JSON object."""
     return {
         "prompt_id": prompt.prompt_id,
         "prompt": prompt.text,

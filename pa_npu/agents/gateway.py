@@ -1,19 +1,20 @@
-"""The gateway: an HTTP server beside the coordinator's loop, which OpenAI's clients use by base URL and key.
+"""The gateway: an HTTP server in the coordinator's process that OpenAI's clients can use.
 
-    GET  /health                                open to all
-    POST /sessions/ID/v1/chat/completions       a session's key, or the run's; answered at once, or
-                                                as a stream of events
-    POST /sessions/ID/v1/completions            the same for a text or token ids
+    GET  /health                             needs no key
+    POST /sessions/ID/v1/chat/completions    the session's key or the run's; answers whole or as
+                                             a stream of events
+    POST /sessions/ID/v1/completions         the same for a text or token ids
     GET  /sessions/ID/v1/models, /v1/models/policy
-    POST /sessions/ID/reward                    {"reward": number, "turn": id of a completion, or
-                                                none}
-    POST /sessions/ID/end                       the agent has done its task; until then, and for a
-                                                while, rewards are taken after a limit was reached
-    GET  /tasks?wait_s=30                       a program's key, or the run's: the next task, or {"task": null}
-    what agent.port adds for the run's key is in coordinator/served_run.py
+    POST /sessions/ID/reward                 {"reward": number, "turn": id of a completion or null}
+    POST /sessions/ID/end                    the agent has done its task; rewards are accepted until
+                                             then, and for a while after a limit was reached
+    GET  /tasks?wait_s=30                    a program's key or the run's; returns the next task, or
+                                             {"task": null}
 
-Errors have OpenAI's form. A body has a largest size and a time to arrive; a connection that asks
-nothing for a while is closed, and more than a set number are not accepted.
+With agent.port, coordinator/served_run.py adds routes for the run's key.
+
+Errors have OpenAI's form. A body has a maximum size and a deadline. A connection without a request
+is closed after a while, and the number of connections is limited.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from pa_npu.agents.openai_format import (
-    Asked,
-    Refused,
+    CompletionRequest,
+    RequestRefused,
     events,
     models,
     named_model,
     read_request,
     whole_answer,
 )
-from pa_npu.agents.session import Session, Sessions, Turn
+from pa_npu.agents.session import AnsweredTurn, Session, Sessions
 from pa_npu.control.tasks import cancel
 from pa_npu.data.rows import is_text
 from pa_npu.engines.http_server import OPEN_PATH, authorised
@@ -51,18 +52,22 @@ logger = logging.getLogger(__name__)
 
 GATEWAY_FILE = "gateway.json"
 LARGEST_REQUEST_BYTES = 2**25
-MOST_CONNECTIONS = 4096
-_READ_S = 30.0  # of a body that drips, and of an event that is not read
-_IDLE_S = 60.0  # of a connection without a request
-_LONGEST_WAIT_S = 60.0
-_SHORT_BYTES = 2**16  # of a body with a reward
+MAX_CONNECTIONS = 4096
+_READ_S = 30.0  # until a body has arrived, and until a client has read an event
+_IDLE_S = 60.0  # after which a connection without a request is closed
+_MAX_WAIT_S = 60.0
+_MAX_REWARD_BYTES = 2**16  # size of a body with a reward
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 CHAT_FIELDS = ("messages", "tools")
 TEXT_FIELDS = ("prompt",)
 
 
 class Gateway:
-    """temperature: the run's. routes: further ones, for the run's key."""
+    """Serves the open sessions over HTTP.
+
+    temperature: the run's.
+    routes: adds further routes to the application; they are for the run's key.
+    """
 
     def __init__(
         self,
@@ -73,11 +78,13 @@ class Gateway:
         self.sessions = sessions
         self._temperature = temperature
         self._routes = routes
-        self._busy: set[Any] = set()  # connections with a request
-        self._seen: dict[Any, float] = {}  # when a connection was busy last, or seen first
+        self._busy: set[Any] = set()  # connections that have a request
+        self._last_busy: dict[Any, float] = {}  # when each was busy last, or was first seen
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=LARGEST_REQUEST_BYTES, middlewares=[self._explain])
+        app = web.Application(
+            client_max_size=LARGEST_REQUEST_BYTES, middlewares=[self._errors_as_openai]
+        )
         add = app.router
         add.add_get(OPEN_PATH, self._health)
         add.add_post("/sessions/{id}/v1/chat/completions", self._chat)
@@ -92,36 +99,37 @@ class Gateway:
         return app
 
     @web.middleware
-    async def _explain(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _errors_as_openai(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         connection = request.protocol
         self._busy.add(connection)
         try:
             return await handler(request)
-        except Refused as refused:
+        except RequestRefused as refused:
             return refused.response()
         except PaNpuError as error:
-            return Refused(str(error)).response()
+            return RequestRefused(str(error)).response()
         except web.HTTPRequestEntityTooLarge:
-            return Refused(
+            return RequestRefused(
                 f"the body is longer than {LARGEST_REQUEST_BYTES} bytes", status=413
             ).response()
         except web.HTTPException as error:
             line = f"{request.method} {request.path}: {error.reason}; see docs/agents.md"
-            return Refused(line, status=error.status).response()
+            return RequestRefused(line, status=error.status).response()
         except asyncio.TimeoutError:
-            return Refused(f"the body did not arrive within {_READ_S:g} s", status=408).response()
-        except ConnectionError:  # nobody is there to read an answer
-            return Refused("the connection was lost").response()
-        except (
-            Exception
-        ) as error:  # a request's content is anything, and clients read errors in this form alone
+            return RequestRefused(
+                f"the body did not arrive within {_READ_S:g} s", status=408
+            ).response()
+        except ConnectionError:  # nobody is left to read an answer
+            return RequestRefused("the connection was lost").response()
+        except Exception as error:
+            # a request may contain anything, and clients understand errors of this form only
             logger.exception("%s %s", request.method, request.path)
-            return Refused(
+            return RequestRefused(
                 f"{type(error).__name__} while answering; see the log", status=500
             ).response()
         finally:
             self._busy.discard(connection)
-            self._seen[connection] = time.monotonic()
+            self._last_busy[connection] = time.monotonic()
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({})
@@ -137,38 +145,40 @@ class Gateway:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         body = await read_json(request, session.check_body)
-        asked = read_request(body, temperature=self._temperature, endpoint_fields=CHAT_FIELDS)
-        return await self._answer(
-            request, session, await session.chat_turn(asked), asked, "chatcmpl"
-        )
+        wanted = read_request(body, temperature=self._temperature, endpoint_fields=CHAT_FIELDS)
+        turn = await session.chat_turn(wanted)
+        return await self._answer(request, session, turn, wanted, "chatcmpl")
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         body = await read_json(request, session.check_body)
-        asked = read_request(body, temperature=self._temperature, endpoint_fields=TEXT_FIELDS)
-        return await self._answer(
-            request, session, await session.completion_turn(asked), asked, "cmpl"
-        )
+        wanted = read_request(body, temperature=self._temperature, endpoint_fields=TEXT_FIELDS)
+        turn = await session.completion_turn(wanted)
+        return await self._answer(request, session, turn, wanted, "cmpl")
 
     async def _answer(
-        self, request: web.Request, session: Session, turn: Turn, asked: Asked, kind: str
+        self,
+        request: web.Request,
+        session: Session,
+        turn: AnsweredTurn,
+        wanted: CompletionRequest,
+        kind: str,
     ) -> web.StreamResponse:
-        name = f"{kind}-{session.id}-{turn.node.number}"
-        written = [(turn.answer, turn.written)]
-        return await send(
-            request, whole_answer(session.chat, name, written, turn.prompt_tokens, asked), asked
-        )
+        completion_id = f"{kind}-{session.id}-{turn.node.number}"
+        choices = [(turn.answer, turn.written)]
+        answer = whole_answer(session.chat, completion_id, choices, turn.prompt_tokens, wanted)
+        return await send_answer(request, answer, wanted)
 
     async def _reward(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        body = await read_json(request, _check_short)
+        body = await read_json(request, _check_reward_size)
         if (
             not isinstance(body, dict)
             or set(body) - {"reward", "turn"}
             or not isinstance(body.get("turn"), (str, type(None)))
         ):
-            raise Refused(
-                'the body must be {"reward": a number, "turn": the id of a completion, or none}'
+            raise RequestRefused(
+                'the body must be {"reward": a number, "turn": the id of a completion, or null}'
             )
         session.give_reward(body.get("reward"), body.get("turn"))
         return web.json_response({})
@@ -178,13 +188,13 @@ class Gateway:
         return web.json_response({})
 
     async def _tasks(self, request: web.Request) -> web.Response:
-        taker = request.headers.get("x-program", "")
-        self.authorise(request, f"program:{taker}")
+        program = request.headers.get("x-program", "")
+        self.authorise(request, f"program:{program}")
         try:
-            wait_s = min(max(0.0, float(request.query.get("wait_s", "0"))), _LONGEST_WAIT_S)
+            wait_s = min(max(0.0, float(request.query.get("wait_s", "0"))), _MAX_WAIT_S)
         except ValueError:
-            raise Refused("wait_s: must be a number of seconds", param="wait_s") from None
-        session = await self.sessions.take(taker, wait_s)
+            raise RequestRefused("wait_s: must be a number of seconds", param="wait_s") from None
+        session = await self.sessions.wait_task(program, wait_s)
         if session is None:
             return web.json_response({"task": None})
         return web.json_response(
@@ -192,28 +202,40 @@ class Gateway:
                 "task": session.task,
                 "session": session.id,
                 "base_url": self.sessions.base_url(session),
-                "api_key": self.sessions.key_of(f"session:{session.id}"),
+                "api_key": self.sessions.derive_key(f"session:{session.id}"),
             }
         )
 
     def _session(self, request: web.Request) -> Session:
-        """The open session of a path, for a client with its key. Raises Refused."""
+        """Returns the open session that the path names, for a client with its key.
+
+        Raises RequestRefused if there is none, or if the key is wrong.
+        """
         session_id = request.match_info["id"]
         self.authorise(request, f"session:{session_id}")
         session = self.sessions.find(session_id)
         if session is None:
-            raise Refused("this session has ended, or never was", status=404, code="session_ended")
+            raise RequestRefused(
+                "this session has ended, or never was", status=404, code="session_ended"
+            )
         return session
 
-    def authorise(self, request: web.Request, what: str | None = None) -> None:
-        """Raises Refused unless the request has the run's key, or the one that belongs to `what`."""
+    def authorise(self, request: web.Request, subject: str | None = None) -> None:
+        """Raises RequestRefused unless the request has the run's key or that of `subject`.
+
+        subject: as Sessions.derive_key takes it; None accepts the run's key only.
+        """
         sent = [
             value.encode("utf-8", "surrogateescape")
             for value in request.headers.getall("Authorization", [])
         ]
-        keys = [self.sessions.key, *([self.sessions.key_of(what)] if what is not None else [])]
-        if not any([authorised(sent, key) for key in keys]):
-            raise Refused(
+        keys = [self.sessions.key]
+        if subject is not None:
+            keys.append(self.sessions.derive_key(subject))
+        # every key is compared, so that the time to answer depends on none of them
+        matches = [authorised(sent, key) for key in keys]
+        if not any(matches):
+            raise RequestRefused(
                 "this key may not do that; send the one that you were given",
                 status=401,
                 code="invalid_api_key",
@@ -221,9 +243,10 @@ class Gateway:
 
     @asynccontextmanager
     async def serving(self, host: str, port: int, run_dir: Path | None) -> AsyncIterator[None]:
-        """Serves in the running event loop; port 0 takes a free one.
+        """Serves in the running event loop; port 0 chooses a free port.
 
-        RUN/gateway.json names it meanwhile. Raises ConfigError.
+        RUN/gateway.json contains the address meanwhile. Raises ConfigError if the port or the file
+        cannot be used.
         """
         runner = web.AppRunner(
             self.app(),
@@ -233,7 +256,7 @@ class Gateway:
             keepalive_timeout=_IDLE_S,
         )
         await runner.setup()
-        file = run_dir / GATEWAY_FILE if run_dir is not None else None
+        file = None if run_dir is None else run_dir / GATEWAY_FILE
         sweeper: asyncio.Task[None] | None = None
         server: asyncio.Server | None = None
         try:
@@ -251,7 +274,7 @@ class Gateway:
             if file is not None:
                 _write_address(file, self.sessions.url)
             sweeper = asyncio.create_task(
-                self._sweep(runner), name="idle connections of the gateway"
+                self._close_idle_connections(runner), name="idle connections of the gateway"
             )
             logger.info("gateway at %s", self.sessions.url)
             yield
@@ -267,22 +290,27 @@ class Gateway:
 
     def _protocol(self, runner: web.AppRunner) -> asyncio.BaseProtocol:
         assert runner.server is not None
-        if len(_alive(runner)) >= MOST_CONNECTIONS:
-            return _NotAccepted()
+        if len(_open_connections(runner)) >= MAX_CONNECTIONS:
+            return _RejectedConnection()
         return runner.server()
 
-    async def _sweep(self, runner: web.AppRunner) -> None:
-        """aiohttp waits for the rest of a request's head, and for a client that does not read its
-        answer, for ever.
+    async def _close_idle_connections(self, runner: web.AppRunner) -> None:
+        """Closes connections that have had no request for _IDLE_S.
+
+        aiohttp itself waits for ever for the rest of a request's head, and for a client that does
+        not read its answer.
         """
         while True:
             await asyncio.sleep(_IDLE_S / 4)
-            now_s, connections = time.monotonic(), _alive(runner)
-            self._seen = {one: self._seen.get(one, now_s) for one in connections}
+            now_s = time.monotonic()
+            connections = _open_connections(runner)
+            self._last_busy = {
+                connection: self._last_busy.get(connection, now_s) for connection in connections
+            }
             for connection in connections:
-                if connection in self._busy or now_s - self._seen[connection] < _IDLE_S:
-                    continue
-                connection.transport.abort()
+                is_idle = now_s - self._last_busy[connection] >= _IDLE_S
+                if is_idle and connection not in self._busy:
+                    connection.transport.abort()
 
 
 def _write_address(file: Path, url: str) -> None:
@@ -290,63 +318,72 @@ def _write_address(file: Path, url: str) -> None:
         file.write_text(json.dumps({"url": url}) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"run.dir: {file} cannot be written ({error.strerror or error}), which tells agents "
-            "the gateway's address; move what is there away, or choose another run.dir"
+            f"run.dir: {file} cannot be written ({error.strerror or error}), from which agents "
+            "read the gateway's address; move what is there away, or choose another run.dir"
         ) from None
 
 
-def _alive(runner: web.AppRunner) -> list[Any]:
-    """Connections without those that aiohttp keeps though they have been lost, as one is whose
-    client did not read.
+def _open_connections(runner: web.AppRunner) -> list[Any]:
+    """Returns the connections that still exist.
+
+    aiohttp also keeps lost ones, such as one whose client did not read its answer.
     """
     assert runner.server is not None
-    return [one for one in runner.server.connections if one.transport is not None]
+    return [
+        connection for connection in runner.server.connections if connection.transport is not None
+    ]
 
 
-class _NotAccepted(asyncio.Protocol):
+class _RejectedConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()
 
 
 async def read_json(request: web.Request, check_size: Callable[[int], None] | None = None) -> Any:
-    """The body. check_size: raises Refused for a number of bytes that is too large to be parsed.
+    """Returns the request's body, parsed as JSON.
 
-    Raises Refused where it is no JSON, or holds what is no text.
+    check_size: is called with the body's size in bytes, and raises RequestRefused if it is too
+    large to be parsed.
+    Raises RequestRefused if the body is not JSON, or contains invalid Unicode.
     """
     if check_size is not None and (request.content_length or 0) <= LARGEST_REQUEST_BYTES:
         check_size(request.content_length or 0)
     data = await asyncio.wait_for(request.read(), _READ_S)
-    if check_size is not None:  # of a body in chunks
+    if check_size is not None:  # a body in chunks has no content_length
         check_size(len(data))
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
-        raise Refused("the body is no JSON") from None
+        raise RequestRefused("the body is not JSON") from None
     if _SURROGATE.search(data) and not is_text(body):
-        raise Refused(
+        raise RequestRefused(
             "the body has half of a surrogate pair (\\uD800 to \\uDFFF), which is no text"
         )
     return body
 
 
-def _check_short(num_bytes: int) -> None:
-    if num_bytes > _SHORT_BYTES:
-        raise Refused(f"the body has {num_bytes} bytes, more than {_SHORT_BYTES}", status=413)
+def _check_reward_size(num_bytes: int) -> None:
+    if num_bytes > _MAX_REWARD_BYTES:
+        raise RequestRefused(
+            f"the body has {num_bytes} bytes, more than {_MAX_REWARD_BYTES}", status=413
+        )
 
 
-async def send(request: web.Request, answer: dict[str, Any], asked: Asked) -> web.StreamResponse:
-    """An answer as the request wants it.
+async def send_answer(
+    request: web.Request, answer: dict[str, Any], wanted: CompletionRequest
+) -> web.StreamResponse:
+    """Sends an answer whole, or as a stream of events if the request wants one.
 
-    A client that hangs up, or reads nothing, ends its stream.
+    The stream ends when the client hangs up or stops reading.
     """
-    if not asked.stream:
+    if not wanted.stream:
         return web.json_response(answer)
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )
     try:
         await response.prepare(request)
-        for event in events(answer, asked.usage):
+        for event in events(answer, wanted.usage):
             await asyncio.wait_for(response.write(event), _READ_S)
         await response.write_eof()
     except (ConnectionError, asyncio.TimeoutError):

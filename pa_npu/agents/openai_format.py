@@ -1,16 +1,18 @@
-"""OpenAI's format of the chat and completions endpoints: requests as they are read, and answers, whole or as a stream of events.
+"""Reads requests in OpenAI's format and writes answers in it, whole or as a stream of events.
 
-A session's policy samples as the run does: temperature, top_p, penalties, logit_bias, seed, forced
-formats and several choices are refused unless they say what is the case anyway. Fields that change
-nothing are accepted. A request outside of a session (`free`) is trained nowhere and may choose
-temperature, top_p, seed and n. A stream begins when all of its answer is written.
+Requests of a session are sampled with the run's settings. A value of temperature, top_p, penalties,
+logit_bias, seed, forced formats or several choices that would change this is refused. Fields that
+change nothing are accepted.
+
+Requests outside of a session (`free`) are not trained and may choose temperature, top_p, seed and
+n. A stream begins once the whole answer is written.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -18,12 +20,12 @@ from aiohttp import web
 from pa_npu.engines.protocol import Generation
 
 if TYPE_CHECKING:
-    from pa_npu.agents.chat import Answer, Chat
+    from pa_npu.agents.chat import Chat, ChatAnswer
 
 MODEL = "policy"
 
-# Accepted without effect.
-_IDLE = frozenset(
+# Fields that are accepted without effect.
+_IGNORED = frozenset(
     {
         "model",
         "user",
@@ -40,7 +42,7 @@ _IDLE = frozenset(
         "skip_special_tokens",
     }
 )
-# What a request may say though it is not its choice.
+# The values that a request may give to fields which the run decides.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "top_p": (1, None),
     "n": (1, None),
@@ -62,13 +64,15 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0, None),
     "ignore_eos": (False, None),
 }
-_MOST_STOPS, _MOST_CHOICES = 16, 128
+_MAX_STOPS = 16
+_MAX_CHOICES = 128
+_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error"}
 
 
-class Refused(Exception):
-    """A request that is not answered, in the form in which OpenAI's clients read errors.
+class RequestRefused(Exception):
+    """A request that is not answered, with the error that OpenAI's clients expect.
 
-    The HTTP status, a line, and what clients branch on (code, param).
+    status: of HTTP. code and param: the fields by which clients tell errors apart.
     """
 
     def __init__(
@@ -80,16 +84,12 @@ class Refused(Exception):
         self.param = param
 
     def response(self) -> web.Response:
-        kind = {401: "authentication_error", 404: "not_found_error"}.get(
-            self.status, "invalid_request_error"
-        )
-        error = {
-            "message": str(self),
-            "type": kind if self.status < 500 else "server_error",
-            "param": self.param,
-            "code": self.code,
-        }
-        headers = {"x-should-retry": "false"} if self.status < 500 else {}
+        headers: dict[str, str] = {}
+        kind = "server_error"
+        if self.status < 500:
+            headers["x-should-retry"] = "false"
+            kind = _ERROR_TYPES.get(self.status, "invalid_request_error")
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return web.Response(
             status=self.status,
             body=json.dumps({"error": error}).encode(),
@@ -99,17 +99,20 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A checked request. max_tokens: None leaves it to the run. logprobs: the client wants them.
-    usage: at a stream's end.
+class CompletionRequest:
+    """A checked request.
+
+    max_tokens: None leaves it to the run.
+    usage: the client wants token counts at a stream's end.
+    logprobs: the client wants log-probs.
     """
 
     body: Mapping[str, Any]
-    max_tokens: int | None
-    stop: tuple[str, ...]
-    stream: bool
-    usage: bool
-    logprobs: bool
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    usage: bool = False
+    logprobs: bool = False
     n: int = 1
     temperature: float | None = None
     top_p: float = 1.0
@@ -117,44 +120,50 @@ class Asked:
 
     @property
     def messages(self) -> Sequence[Mapping[str, Any]]:
-        found = self.body.get("messages")
+        messages = self.body.get("messages")
         if (
-            not isinstance(found, list)
-            or not found
-            or not all(isinstance(message, Mapping) for message in found)
+            not isinstance(messages, list)
+            or not messages
+            or not all(isinstance(message, Mapping) for message in messages)
         ):
-            raise Refused("messages: give a list of messages", param="messages")
-        return found
+            raise RequestRefused("messages: give a list of messages", param="messages")
+        return messages
 
     @property
     def tools(self) -> Sequence[dict[str, Any]]:
-        found = self.body.get("tools") or []
-        if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
-            raise Refused("tools: must be a list of objects", param="tools")
-        return [] if self.body.get("tool_choice") == "none" else found
+        tools = self.body.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+            raise RequestRefused("tools: must be a list of objects", param="tools")
+        return [] if self.body.get("tool_choice") == "none" else tools
 
     @property
     def prompt(self) -> str | list[int]:
-        found = self.body.get("prompt")
-        if isinstance(found, list) and len(found) == 1 and isinstance(found[0], (str, list)):
-            found = found[0]
-        if isinstance(found, str) and found:
-            return found
+        prompt = self.body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+            prompt = prompt[0]
+        if isinstance(prompt, str) and prompt:
+            return prompt
         if (
-            isinstance(found, list)
-            and found
-            and all(type(token) is int and token >= 0 for token in found)
+            isinstance(prompt, list)
+            and prompt
+            and all(type(token) is int and token >= 0 for token in prompt)
         ):
-            return found
-        raise Refused("prompt: give one text or one list of token ids", param="prompt")
+            return prompt
+        raise RequestRefused("prompt: give one text or one list of token ids", param="prompt")
 
 
 def read_request(
     body: Any, *, temperature: float, endpoint_fields: Sequence[str], free: bool = False
-) -> Asked:
-    """The request in a body. temperature: the run's. free: as above. Raises Refused."""
+) -> CompletionRequest:
+    """Reads and checks the request in a body. Raises RequestRefused.
+
+    Args:
+        temperature: the run's, the only one that a session's request may name.
+        endpoint_fields: names of the fields that this endpoint reads besides the common ones.
+        free: the request is outside of a session (see the module's docstring).
+    """
     if not isinstance(body, Mapping):
-        raise Refused("the body must be a JSON object")
+        raise RequestRefused("the body must be a JSON object")
     chosen = {"temperature", "top_p", "seed", "n"} if free else set()
     known = {
         "max_tokens",
@@ -166,16 +175,16 @@ def read_request(
         *endpoint_fields,
     }
     for name, value in body.items():
-        if name in known or name in _IDLE or name in chosen:
+        if name in known or name in _IGNORED or name in chosen:
             continue
         if name not in _FIXED:
             if value is None:
                 continue
-            raise Refused(
+            raise RequestRefused(
                 f"{name}: is not known here; leave it out", code="unsupported_parameter", param=name
             )
         if value not in _FIXED[name]:
-            raise Refused(
+            raise RequestRefused(
                 f"{name}: {value!r:.60} would change what is sampled, which the run decides; leave "
                 "it out",
                 code="unsupported_parameter",
@@ -183,60 +192,61 @@ def read_request(
             )
     wanted = body.get("temperature")
     if not free and wanted is not None and wanted != temperature:
-        raise Refused(
+        raise RequestRefused(
             f"temperature: {wanted!r:.20} differs from the run's rollout.temperature = "
             f"{temperature:g}; leave it out",
             code="unsupported_parameter",
             param="temperature",
         )
-    most = body.get("max_completion_tokens") or body.get("max_tokens")
-    if most is not None and (type(most) is not int or most < 1):
-        raise Refused(
-            f"max_tokens: {most!r:.20} must be a whole number above 0", param="max_tokens"
+    max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+        raise RequestRefused(
+            f"max_tokens: {max_tokens!r:.20} must be a whole number above 0", param="max_tokens"
         )
-    stop = body.get("stop") or ()
-    stop = (stop,) if isinstance(stop, str) else stop
-    if (
-        not isinstance(stop, (list, tuple))
-        or len(stop) > _MOST_STOPS
-        or not all(isinstance(s, str) and s for s in stop)
-    ):
-        raise Refused(f"stop: give up to {_MOST_STOPS} texts", param="stop")
     options = body.get("stream_options") or {}
-    asked = Asked(
+    request = CompletionRequest(
         body=body,
-        max_tokens=most,
-        stop=tuple(stop),
+        max_tokens=max_tokens,
+        stop=_stop_texts(body),
         stream=body.get("stream") is True,
         usage=isinstance(options, Mapping) and options.get("include_usage") is True,
         logprobs=body.get("logprobs") not in (None, False),
     )
-    return _freely(asked, body) if free else asked
+    return _with_free_choices(request) if free else request
 
 
-def _freely(asked: Asked, body: Mapping[str, Any]) -> Asked:
-    n, seed, temperature, top_p = (body.get(name) for name in ("n", "seed", "temperature", "top_p"))
-    for name, value, right in (
-        ("n", n, n is None or (type(n) is int and 1 <= n <= _MOST_CHOICES)),
-        ("seed", seed, seed is None or (type(seed) is int and 0 <= seed < 2**31)),
-        (
-            "temperature",
-            temperature,
-            temperature is None or (_is_number(temperature) and 0 <= temperature <= 100),
-        ),
-        ("top_p", top_p, top_p is None or (_is_number(top_p) and 0 < top_p <= 1)),
+def _stop_texts(body: Mapping[str, Any]) -> tuple[str, ...]:
+    stop = body.get("stop") or ()
+    if isinstance(stop, str):
+        stop = (stop,)
+    if (
+        not isinstance(stop, (list, tuple))
+        or len(stop) > _MAX_STOPS
+        or not all(isinstance(text, str) and text for text in stop)
     ):
-        if not right:
-            raise Refused(f"{name}: {value!r:.20} is out of bounds", param=name)
-    return Asked(
-        **{
-            **vars(asked),
-            "n": n or 1,
-            "seed": seed,
-            "temperature": temperature,
-            "top_p": top_p or 1.0,
-        }
-    )
+        raise RequestRefused(f"stop: give up to {_MAX_STOPS} texts", param="stop")
+    return tuple(stop)
+
+
+def _with_free_choices(request: CompletionRequest) -> CompletionRequest:
+    """Adds the sampling that a request outside of a session chooses. Raises RequestRefused."""
+    n = request.body.get("n")
+    if n is not None and not (type(n) is int and 1 <= n <= _MAX_CHOICES):
+        raise _out_of_bounds("n", n)
+    seed = request.body.get("seed")
+    if seed is not None and not (type(seed) is int and 0 <= seed < 2**31):
+        raise _out_of_bounds("seed", seed)
+    temperature = request.body.get("temperature")
+    if temperature is not None and not (_is_number(temperature) and 0 <= temperature <= 100):
+        raise _out_of_bounds("temperature", temperature)
+    top_p = request.body.get("top_p")
+    if top_p is not None and not (_is_number(top_p) and 0 < top_p <= 1):
+        raise _out_of_bounds("top_p", top_p)
+    return replace(request, n=n or 1, seed=seed, temperature=temperature, top_p=top_p or 1.0)
+
+
+def _out_of_bounds(name: str, value: Any) -> RequestRefused:
+    return RequestRefused(f"{name}: {value!r:.20} is out of bounds", param=name)
 
 
 def _is_number(value: Any) -> bool:
@@ -244,7 +254,7 @@ def _is_number(value: Any) -> bool:
 
 
 def model(version: int | None) -> dict[str, Any]:
-    """The one model, and the version of its weights where that is known."""
+    """Returns the entry of the only model. version: of its weights, None if it is not known."""
     return {
         "id": MODEL,
         "object": "model",
@@ -255,84 +265,98 @@ def model(version: int | None) -> dict[str, Any]:
 
 
 def named_model(name: str, version: int | None) -> dict[str, Any]:
-    """The model of this name. Raises Refused where there is none."""
+    """Returns the entry of the model of this name. Raises RequestRefused if there is none."""
     if name != MODEL:
-        raise Refused(
+        raise RequestRefused(
             f"model: {name!r:.60} is not here; there is {MODEL}", status=404, param="model"
         )
     return model(version)
 
 
 def models(version: int | None) -> dict[str, Any]:
-    """The list of models."""
+    """Returns the list of models."""
     return {"object": "list", "data": [model(version)]}
 
 
 def whole_answer(
     chat: Chat,
     completion_id: str,
-    written: Sequence[tuple[Answer, Generation]],
+    written: Sequence[tuple[ChatAnswer, Generation]],
     prompt_tokens: int,
-    asked: Asked,
+    request: CompletionRequest,
 ) -> dict[str, Any]:
-    """A chat.completion, or a text_completion for an id that begins with `cmpl`, with the version
-    of the weights that wrote it.
+    """Makes a whole answer, with the weight version that wrote it.
+
+    It is a text_completion if completion_id begins with `cmpl`, else a chat.completion. `written`
+    has one pair per choice.
     """
     is_chat = not completion_id.startswith("cmpl")
     choices = []
     for index, (answer, generation) in enumerate(written):
         choice: dict[str, Any] = {"index": index, "logprobs": None}
-        choice |= {"message": answer.message} if is_chat else {"text": answer.text}
-        ended = "stop" if generation.finished else "length"
-        choice["finish_reason"] = "tool_calls" if answer.message.get("tool_calls") else ended
-        if asked.logprobs and len(generation.logprobs):
+        if is_chat:
+            choice["message"] = answer.message
+        else:
+            choice["text"] = answer.text
+        if answer.message.get("tool_calls"):
+            choice["finish_reason"] = "tool_calls"
+        else:
+            choice["finish_reason"] = "stop" if generation.finished else "length"
+        if request.logprobs and len(generation.logprobs):
             choice["logprobs"] = _logprobs(chat, generation, is_chat)
         choices.append(choice)
+
     num_written = sum(len(generation.tokens) for _, generation in written)
     usage = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": num_written,
         "total_tokens": prompt_tokens + num_written,
     }
-    kind = "chat.completion" if is_chat else "text_completion"
-    version = max((generation.version or 0 for _, generation in written), default=0)
-    head = {
+    return {
         "id": completion_id,
-        "object": kind,
+        "object": "chat.completion" if is_chat else "text_completion",
         "created": 0,
         "model": MODEL,
-        "weight_version": version,
+        "weight_version": max((generation.version or 0 for _, generation in written), default=0),
+        "choices": choices,
+        "usage": usage,
     }
-    return {**head, "choices": choices, "usage": usage}
 
 
 def events(answer: dict[str, Any], usage: bool) -> Iterator[bytes]:
-    """Server-sent events that say the same as an answer. usage: the client wants it at the end."""
+    """Yields an answer as server-sent events. usage: the client wants token counts at the end."""
     is_chat = answer["object"] == "chat.completion"
     head = {name: answer[name] for name in ("id", "created", "model", "weight_version")}
     head["object"] = "chat.completion.chunk" if is_chat else "text_completion"
     for choice in answer["choices"]:
-        place = {"index": choice["index"], "finish_reason": None, "logprobs": None}
-        said = {**place, "logprobs": choice["logprobs"]}
-        if is_chat:
-            message = {name: value for name, value in choice["message"].items() if name != "role"}
-            calls = [
-                {"index": number, **call}
-                for number, call in enumerate(message.pop("tool_calls", ()))
-            ]
-            delta = {**message, **({"tool_calls": calls} if calls else {})}
-            parts = [
-                {**place, "delta": {"role": "assistant", "content": ""}},
-                {**said, "delta": delta},
-            ]
-        else:
-            parts = [{**said, "text": choice["text"]}]
-        last: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
-        for part in [*parts, {**place, **last, "finish_reason": choice["finish_reason"]}]:
-            yield _event({**head, "choices": [part]})
+        for chunk in _chat_chunks(choice) if is_chat else _text_chunks(choice):
+            yield _event({**head, "choices": [chunk]})
     if usage:
         yield _event({**head, "choices": [], "usage": answer["usage"]})
     yield b"data: [DONE]\n\n"
+
+
+def _chat_chunks(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the chunks of a chat's choice: the role, the content, and the finish reason."""
+    delta = {name: value for name, value in choice["message"].items() if name != "role"}
+    calls = delta.pop("tool_calls", ())
+    if calls:
+        delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(calls)]
+    common = {"index": choice["index"], "finish_reason": None, "logprobs": None}
+    return [
+        {**common, "delta": {"role": "assistant", "content": ""}},
+        {**common, "logprobs": choice["logprobs"], "delta": delta},
+        {**common, "delta": {}, "finish_reason": choice["finish_reason"]},
+    ]
+
+
+def _text_chunks(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the chunks of a text completion's choice: the text, and the finish reason."""
+    common = {"index": choice["index"], "finish_reason": None, "logprobs": None}
+    return [
+        {**common, "logprobs": choice["logprobs"], "text": choice["text"]},
+        {**common, "text": "", "finish_reason": choice["finish_reason"]},
+    ]
 
 
 def _event(chunk: dict[str, Any]) -> bytes:

@@ -1,19 +1,20 @@
-"""The tree of a session: an agent's requests and the policy's answers as token sequences that share their beginnings.
+"""The tree of a session: requests and answers as token sequences that share their beginnings.
 
     question ──policy──> "<tool_call>..." ──tool's answer──> ──policy──> "42"        a leaf, hence a sample
         └──policy──> "41"                                                            a retry: another leaf
     a sub-agent's question ──policy──> ...                                           a request that continues nothing known
 
-A node is one request: the tokens that it added, and those that the policy wrote. What the policy
-wrote stays the engine's ids, log-probs and version; it is never rendered and tokenised again. Nodes
-are found by text: a request continues the node whose turns its own text begins with, and only what
-follows is tokenised. So a template that renders earlier turns otherwise than they were written
-(without their reasoning, for one) opens a new branch, and no sample holds tokens that the policy
-was not shown.
+A node is one request: the tokens that it added, and those that the policy wrote. Answers keep the
+engine's token ids, log-probs and version; they are never rendered and tokenised again.
 
-Every leaf is a sample. A turn that several leaves share is trained once, by the first of them in
-the order of `leaves`, with that sample's advantage; in the others it is context. The order follows
-from the tokens, not from the time at which requests came.
+Nodes are found by text: a request continues the node whose turns its text begins with, and only the
+rest is tokenised. A template that renders earlier turns in another form than they were written (for
+example without their reasoning) therefore opens a new branch, and no sample contains tokens that
+the policy was not shown.
+
+Every leaf is a sample. A turn that several leaves share is trained once, with the advantage of the
+first of them in the order of `leaves`; in the others it is context. The order depends on the tokens
+only, not on the times of the requests.
 """
 
 from __future__ import annotations
@@ -30,32 +31,35 @@ from pa_npu.samples.types import Sample, SampleBuilder, SampleTurn, num_common
 
 
 @dataclass(eq=False)
-class Node:
-    """One request. number: in order of arrival, from 1; the root, which is none, has 0.
+class TurnNode:
+    """One request and its answer. The root is no request: it has number 0 and no answer.
 
-    context, context_text: what the request added behind its parent. written: the policy's answer.
-    shown: texts that stand for the answer in a later request: its own, and the template's rendering
-    of the same message where that differs in form only.
+    number: order of arrival, from 1.
+    context, context_text: tokens and text that the request added behind its parent.
+    written: the policy's answer.
+    shown: texts that stand for the answer in later requests: its own text, and the template's
+    rendering of the same message if that differs only in form.
     """
 
     number: int
-    parent: Node | None
+    parent: TurnNode | None
     context: npt.NDArray[np.int32]
     context_text: str
     written: Generation | None
     shown: tuple[str, ...]
     reward: float | None = None
-    children: list[Node] = field(default_factory=list)
+    children: list[TurnNode] = field(default_factory=list)
 
     @property
-    def path(self) -> list[Node]:
+    def path(self) -> list[TurnNode]:
         """The nodes from the first request to this one, without the root."""
-        found: list[Node] = []
-        node: Node | None = self
+        nodes: list[TurnNode] = []
+        node: TurnNode | None = self
         while node is not None and node.written is not None:
-            found.append(node)
+            nodes.append(node)
             node = node.parent
-        return found[::-1]
+        nodes.reverse()
+        return nodes
 
     @property
     def identity(self) -> tuple[bytes, bytes]:
@@ -65,70 +69,80 @@ class Node:
 
 
 class SessionTree:
-    """Grows by `add`. nodes: all requests by their number, the root first."""
+    """A session's requests, which `add` extends. nodes: by their number, the root first."""
 
     def __init__(self) -> None:
-        self.root = Node(0, None, np.zeros(0, np.int32), "", None, ())
+        self.root = TurnNode(0, None, np.zeros(0, np.int32), "", None, ())
         self.nodes = [self.root]
 
-    def find(self, text: str) -> tuple[Node, int]:
-        """The node whose turns the text begins with, the one that covers most of it, and where what
-        is new begins.
+    def find(self, text: str) -> tuple[TurnNode, int]:
+        """Finds the node that covers most of a request's text from its beginning.
+
+        Returns the node, and the position in the text at which the new part begins.
         """
 
-        def ends(child: Node, start: int) -> list[int]:
+        def turn_ends(child: TurnNode, start: int) -> list[int]:
+            if not text.startswith(child.context_text, start):
+                return []
             begin = start + len(child.context_text)
-            shown = child.shown if text.startswith(child.context_text, start) else ()
-            return [begin + len(answer) for answer in shown if text.startswith(answer, begin)]
+            return [begin + len(answer) for answer in child.shown if text.startswith(answer, begin)]
 
-        return self._furthest(ends)
+        return self._find_longest(turn_ends)
 
-    def find_tokens(self, tokens: npt.NDArray[np.int32]) -> tuple[Node, int]:
-        """The same for a request of token ids."""
+    def find_tokens(self, tokens: npt.NDArray[np.int32]) -> tuple[TurnNode, int]:
+        """Does the same as `find` for a request of token ids."""
 
-        def ends(child: Node, start: int) -> list[int]:
+        def turn_ends(child: TurnNode, start: int) -> list[int]:
             assert child.written is not None
-            own = np.concatenate([child.context, child.written.tokens])
-            return (
-                [start + len(own)] if np.array_equal(tokens[start : start + len(own)], own) else []
-            )
+            turn = np.concatenate([child.context, child.written.tokens])
+            end = start + len(turn)
+            return [end] if np.array_equal(tokens[start:end], turn) else []
 
-        return self._furthest(ends)
+        return self._find_longest(turn_ends)
 
-    def _furthest(self, ends: Callable[[Node, int], Sequence[int]]) -> tuple[Node, int]:
-        """The node that a request reaches furthest through, and where. ends: where a child's turn
-        ends that begins at a place.
+    def _find_longest(
+        self, turn_ends: Callable[[TurnNode, int], Sequence[int]]
+    ) -> tuple[TurnNode, int]:
+        """Finds the node that covers most of a request, and the position where it ends.
+
+        turn_ends: returns the possible ends of a child's turn that begins at the given position.
         """
-        best, most = self.root, 0
+        best = self.root
+        best_end = 0
         stack = [(self.root, 0)]
         while stack:
             node, start = stack.pop()
-            if start > most:
-                best, most = node, start
+            if start > best_end:
+                best = node
+                best_end = start
             for child in reversed(node.children):
-                stack += [(child, end) for end in ends(child, start)]
-        return best, most
+                stack += [(child, end) for end in turn_ends(child, start)]
+        return best, best_end
 
-    def tokens(self, node: Node) -> npt.NDArray[np.int32]:
-        """All tokens from the first request's to the last that the node's answer has."""
-        parts = [
-            part
-            for one in node.path
-            if one.written is not None
-            for part in (one.context, one.written.tokens)
-        ]
-        return np.concatenate(parts, dtype=np.int32) if parts else np.zeros(0, np.int32)
+    def tokens(self, node: TurnNode) -> npt.NDArray[np.int32]:
+        """Returns all tokens from the first request to the end of the node's answer: [tokens]."""
+        parts = [np.zeros(0, np.int32)]
+        for ancestor in node.path:
+            assert ancestor.written is not None
+            parts += [ancestor.context, ancestor.written.tokens]
+        return np.concatenate(parts, dtype=np.int32)
 
     def add(
         self,
-        parent: Node,
+        parent: TurnNode,
         context: npt.NDArray[np.int32],
         context_text: str,
         written: Generation,
         shown: Sequence[str],
-    ) -> Node:
-        node = Node(
-            len(self.nodes), parent, context, context_text, written, tuple(dict.fromkeys(shown))
+    ) -> TurnNode:
+        """Adds an answered request behind `parent`. The arguments are TurnNode's."""
+        node = TurnNode(
+            number=len(self.nodes),
+            parent=parent,
+            context=context,
+            context_text=context_text,
+            written=written,
+            shown=tuple(dict.fromkeys(shown)),
         )
         parent.children.append(node)
         self.nodes.append(node)
@@ -136,11 +150,11 @@ class SessionTree:
 
     @property
     def num_written(self) -> int:
-        """Tokens that the policy has written, in all turns."""
+        """How many tokens the policy has written, in all turns."""
         return sum(len(node.written.tokens) for node in self.nodes if node.written is not None)
 
-    def leaves(self) -> Iterator[Node]:
-        """Nodes that nothing continues, depth first: leaves that share turns follow one another."""
+    def leaves(self) -> Iterator[TurnNode]:
+        """Yields nodes without children, depth first, so that leaves with shared turns are adjacent."""
         stack = [self.root]
         while stack:
             node = stack.pop()
@@ -150,8 +164,8 @@ class SessionTree:
                 yield node
 
     @property
-    def most_shown(self) -> Node:
-        """The leaf whose last request showed the policy most tokens, the first of several."""
+    def longest_leaf(self) -> TurnNode:
+        """The leaf whose last request had the most tokens; the first of several."""
         return max(
             self.leaves(),
             key=lambda leaf: len(self.tokens(leaf.parent or self.root)) + len(leaf.context),
@@ -160,22 +174,26 @@ class SessionTree:
     def samples(
         self, text: str, *, ended: bool, reward: float | None, session: int = 0
     ) -> list[Sample]:
-        """One sample per leaf. text: the session's, which reward functions read. ended: by itself,
-        not at a limit.
-        session: its number in the group.
+        """Makes one sample per leaf.
 
-        reward: the session's; a leaf has that and those of the turns on its path. None leaves it to
-        the reward functions.
+        Args:
+            text: the session's transcript, which reward functions read.
+            ended: the session ended by itself, not at a limit.
+            reward: the session's; a leaf gets it plus the rewards of the turns on its path. None
+                leaves rewards to the reward functions.
+            session: number of the session in the group.
         """
         samples = []
         trained: set[int] = set()
-        places: dict[int, int] = {}  # of nodes in the order of leaves
+        places: dict[int, int] = {}  # each node's position in the order of leaves
         for leaf in self.leaves():
             path = leaf.path
-            sample, turns = SampleBuilder(path[0].context), []
+            sample = SampleBuilder(path[0].context)
+            turns = []
             for node in path:
                 assert node.written is not None
-                written, is_new = node.written, node.number not in trained
+                written = node.written
+                is_new = node.number not in trained
                 if node is not path[0]:
                     sample.show(node.context)
                 if is_new:
@@ -189,18 +207,20 @@ class SessionTree:
                     )
                 )
             trained.update(node.number for node in path)
-            own = None if reward is None else reward + sum(node.reward or 0.0 for node in path)
-            last = path[-1].written
-            samples.append(
-                sample.finish(ended and last is not None and last.finished, text, own, turns)
-            )
+
+            leaf_reward = None
+            if reward is not None:
+                leaf_reward = reward + sum(node.reward or 0.0 for node in path)
+            assert leaf.written is not None
+            finished = ended and leaf.written.finished
+            samples.append(sample.finish(finished, text, leaf_reward, turns))
         return samples
 
 
 def num_unique(samples: Sequence[Sample]) -> int:
-    """Tokens of all samples where those of a common beginning count once."""
-    # neighbours have most in common
+    """Counts the tokens of all samples, with those of a common beginning counted once."""
+    # in this order the longest common beginnings are those of neighbours
     ordered = sorted(samples, key=lambda sample: sample.prefix_keys.astype(np.int64).tobytes())
-    return sum(len(sample.tokens) for sample in ordered) - sum(
-        map(num_common, ordered, ordered[1:])
-    )
+    num_tokens = sum(len(sample.tokens) for sample in ordered)
+    num_shared = sum(map(num_common, ordered, ordered[1:]))
+    return num_tokens - num_shared

@@ -17,7 +17,7 @@ from pa_npu.algorithm.normaliser import Counts
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.config.user_code import describe, source_of
-from pa_npu.control.worker_process import ask, serve
+from pa_npu.control.worker_process import run_trial, serve
 from pa_npu.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def check_algorithm(config: Config) -> None:
     users = [value for value in named if value.count(":") > 1]
     if not users:
         return
-    problem = ask(
+    problem = run_trial(
         "pa_npu.algorithm.trial",
         config.model_dump_json().encode(),
         TIME_LIMIT_S,

@@ -1,4 +1,4 @@
-"""HTTP requests whose time and size are bounded, whatever the other side sends: at most so many seconds and bytes in all."""
+"""Makes HTTP requests with a limit on their total time and on the size of the answer."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import aiohttp
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
-async def read_at_most(reply: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    """Read an answer's body; raises ValueError where it is larger, before all of it is read."""
-    too_large = ValueError(f"its answer is longer than {most_bytes} bytes")
-    if (reply.content_length or 0) > most_bytes:
+async def read_at_most(reply: aiohttp.ClientResponse, max_bytes: int) -> bytes:
+    """Reads an answer's body. Raises ValueError if it is larger, before all of it is read."""
+    too_large = ValueError(f"its answer is longer than {max_bytes} bytes")
+    if (reply.content_length or 0) > max_bytes:
         raise too_large
     if reply.content_length is not None and not reply.headers.get("Content-Encoding"):
-        return await reply.read()  # as long as it says, at once
-    found = bytearray()
+        return await reply.read()  # the header's length is exact and within the limit
+    body = bytearray()
     async for part in reply.content.iter_any():
-        found += part
-        if len(found) > most_bytes:
+        body += part
+        if len(body) > max_bytes:
             raise too_large
-    return bytes(found)
+    return bytes(body)
 
 
 async def bounded_request(
@@ -35,16 +35,19 @@ async def bounded_request(
     deadline_s: float,
     body: bytes | None = None,
 ) -> tuple[int, bytes]:
-    """Status and body of one answer. Raises OSError or ValueError when there is no such answer."""
+    """Returns the status and the body of one answer.
+
+    Raises OSError if no complete answer comes within deadline_s, ValueError if it is too large.
+    """
     import aiohttp
 
-    # a total time, because one for each read is none for an answer that drips
+    # a limit on the total time: a limit on each read would not end an answer that drips
     timeout = aiohttp.ClientTimeout(total=deadline_s)
     try:
         async with session.request(
             method, url, headers=headers, data=body, timeout=timeout, allow_redirects=False
         ) as reply:
-            return reply.status, await read_at_most(reply, _MOST_BYTES)
+            return reply.status, await read_at_most(reply, _MAX_BYTES)
     except asyncio.TimeoutError:
         raise OSError(f"no complete answer within {deadline_s:g} s") from None
     except aiohttp.ClientError as error:
@@ -52,7 +55,7 @@ async def bounded_request(
 
 
 def bounded_get(url: str, headers: Mapping[str, str], deadline_s: float) -> tuple[int, bytes]:
-    """The same for one GET. Not for use in an event loop."""
+    """Does the same as `bounded_request` for one GET, outside of an event loop."""
 
     async def get() -> tuple[int, bytes]:
         import aiohttp

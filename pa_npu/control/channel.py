@@ -1,10 +1,10 @@
-"""StoreChannel: deadlines and large values on top of the c10d key-value store that the launcher hosts.
+"""Adds deadlines and large values to the c10d key-value store that the launcher hosts.
 
-A wait polls `check` instead of calling the store's own blocking `wait`: that one holds the client
-for its whole duration, ignores Python signals, and logs two warnings per expiry. The pause between
-polls grows with the time already waited (1% of it), so a wait ends at most 1% or `_LONGEST_PAUSE_S`
-late, and a long wait costs the server next to nothing. Every operation is short, hence threads may
-share one channel and none blocks another.
+A wait polls `check` instead of calling the store's own blocking `wait`, which holds the client for
+its whole duration, ignores Python signals, and logs two warnings per expiry. The pause between
+polls is 1% of the time already waited, at most `_LONGEST_PAUSE_S`. So a wait ends hardly late, and
+a long one costs the server next to nothing. Every operation is short, so threads may share one
+channel without blocking each other.
 """
 
 from __future__ import annotations
@@ -33,37 +33,40 @@ CHUNK_BYTES = 4 * 2**20
 _SHORTEST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.02
 _PAUSE_SHARE = 0.01
-_INLINE, _CHUNKED = b"\x00", b"\x01"
+# The first byte of a value: the data follows, or it is in chunks under keys of their own.
+_INLINE = b"\x00"
+_CHUNKED = b"\x01"
 _CHUNK_HEADER = struct.Struct("<IQ")
 ADDRESS_VARIABLE = "PA_NPU_ADDRESS"
-"""Variable of a trainer rank: the address at which its node's processes listen."""
-_STORE_TIMEOUT_S = 30.0  # of a store that this process hosts
+"""Environment variable of a trainer rank: the address at which its node's processes listen."""
+_STORE_TIMEOUT_S = 30.0  # timeout of a store that this process hosts
 
 
 def attempt_prefix(attempt: int | None = None) -> str:
-    """Prefix of the keys of one attempt of a run: what is started again must not meet what was
-    there before.
+    """Returns the prefix of the keys of one attempt of a run.
 
-    attempt: None is that of this process (PA_NPU_ATTEMPT).
+    A restarted run must not read the keys of the attempt before.
+    attempt: None stands for this process's (PA_NPU_ATTEMPT).
     """
-    return f"pa/{os.environ.get('PA_NPU_ATTEMPT', '0') if attempt is None else attempt}/"
+    number = os.environ.get("PA_NPU_ATTEMPT", "0") if attempt is None else attempt
+    return f"pa/{number}/"
 
 
 class StoreError(PaNpuError):
-    """The store cannot be reached any more, or a key that must be there is not."""
+    """The store cannot be reached any more, or a required key is missing."""
 
 
 def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """A new client of the store at host:port.
+    """Makes a client of the store at host:port.
 
-    Raises DeadlineExceeded when nothing listens there within timeout_s.
+    Raises DeadlineExceeded if nothing listens there within timeout_s.
     """
     start = time.monotonic()
     while True:
         remaining = timeout_s - (time.monotonic() - start)
         try:
-            # A plain socket first: TCPStore's own retries overrun their timeout and log C++ stack
-            # traces.
+            # A plain socket connects first, because TCPStore's own retries overrun their timeout
+            # and log C++ stack traces.
             socket.create_connection((host, port), timeout=max(remaining, 0.001)).close()
             return dist.TCPStore(
                 host,
@@ -82,22 +85,22 @@ def connect(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 class StoreChannel:
-    """Chunked, deadline-bound access to one c10d store under a key prefix.
+    """Accesses one c10d store under a key prefix, with deadlines and values of any size.
 
-    Safe to share between threads.
+    Threads may share a channel.
     """
 
     def __init__(self, store: dist.Store, prefix: str = "pa/0/") -> None:
         self._store = store
         self._prefix = prefix
-        self._address = (
-            f"store at {store.host}:{store.port}" if isinstance(store, dist.TCPStore) else "store"
-        )
+        self._address = "store"
+        if isinstance(store, dist.TCPStore):
+            self._address = f"store at {store.host}:{store.port}"
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        """Stores data under key; the key becomes visible only when all of it is there.
+        """Stores data under key, replacing an earlier value.
 
-        Replaces an earlier value.
+        The key becomes visible only once all data is stored.
         """
         if len(data) < CHUNK_BYTES:
             self._call("set", key, _INLINE + data)
@@ -109,9 +112,7 @@ class StoreChannel:
         self._call("set", key, _CHUNKED + _CHUNK_HEADER.pack(len(starts), len(data)))
 
     def get_bytes(self, key: str) -> bytes:
-        """The value of a key that is there; raises StoreError at once if it is not (use wait_bytes
-        to wait).
-        """
+        """Returns the value of a key. Raises StoreError at once if the key does not exist."""
         value = self._get(key)
         if value[:1] == _INLINE:
             return value[1:]
@@ -132,15 +133,16 @@ class StoreChannel:
         return self.get_bytes(key)
 
     async def wait_bytes_async(self, key: str, timeout_s: float, what: str) -> bytes:
-        """`wait_bytes` for the event loop: cancellable, and nothing but the short polls runs on the
-        loop.
-        """
+        """Does the same as `wait_bytes` in an event loop, and can be cancelled."""
         for pause_s in self._polls(key, timeout_s, what):
             await asyncio.sleep(pause_s)
         return self.get_bytes(key)
 
     def wait(self, key: str, timeout_s: float, what: str) -> float:
-        """Returns the seconds waited until key is there; raises DeadlineExceeded after timeout_s."""
+        """Waits until key exists and returns the seconds it took.
+
+        Raises DeadlineExceeded after timeout_s.
+        """
         start = time.monotonic()
         for pause_s in self._polls(key, timeout_s, what):
             time.sleep(pause_s)
@@ -150,22 +152,19 @@ class StoreChannel:
         return bool(self._call("check", key))
 
     def add(self, key: str, amount: int) -> int:
-        """Atomically adds to a counter (0 at first) and returns the sum.
-
-        Counters are deleted like any key.
-        """
+        """Adds to a counter atomically and returns the sum. A new counter begins at 0."""
         return int(self._call("add", key, amount))
 
     def delete(self, key: str) -> bool:
-        """Removes a key with its chunks; says whether it was there."""
-        found = bool(self._call("delete_key", key))
+        """Removes a key with its chunks. Returns whether the key existed."""
+        existed = bool(self._call("delete_key", key))
         number = 0
         while self._call("delete_key", _chunk_key(key, number)):
             number += 1
-        return found
+        return existed
 
     def _polls(self, key: str, timeout_s: float, what: str) -> Iterator[float]:
-        """Yields pauses in seconds until key is there."""
+        """Yields the seconds to sleep before the next look, until key exists."""
         start = time.monotonic()
         while not self.exists(key):
             waited_s = time.monotonic() - start
@@ -187,10 +186,11 @@ class StoreChannel:
 
     def _call(self, operation: str, key: str, *values: Any) -> Any:
         name = self._prefix + key
+        method = getattr(self._store, operation)
         try:
-            return getattr(self._store, operation)(
-                [name] if operation == "check" else name, *values
-            )
+            if operation == "check":  # takes a list of keys
+                return method([name])
+            return method(name, *values)
         except dist.DistError as error:
             raise StoreError(
                 f"{self._address}: {operation} of {name} failed ({_first_line(error)}); the "
@@ -199,8 +199,10 @@ class StoreChannel:
 
 
 class NoAnswer(PaNpuError):
-    """asked: the call was made and did not return in time; else it was not made, because one before
-    it had not.
+    """A bounded call has no result.
+
+    asked: True if the call was made and did not return in time; False if it was not made, because
+    an earlier one had not returned.
     """
 
     def __init__(self, asked: bool) -> None:
@@ -209,34 +211,32 @@ class NoAnswer(PaNpuError):
 
 
 class BoundedCalls:
-    """Gives a deadline to calls that have none of their own, e.g. of a store whose process has been
-    stopped.
+    """Gives a deadline to calls without one, such as those of a store whose process is stopped.
 
-    Calls run one after another in a thread of this name. timeout_s: how long a caller waits for its
-    own.
+    Calls run one after another in a thread called `name`. timeout_s: how long each caller waits.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        # one thread, because what is called keeps one connection, and no executor's, because the
-        # end of the program would wait for a call that never returns
+        # One thread, because the callee keeps one connection. No executor, because the program
+        # would wait at its end for a call that never returns.
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
         self._gave_up = False
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def __call__(self, call: Callable[[], T]) -> T:
-        """Call it: return what it returns, raise what it raises.
+        """Returns what the call returns, or raises what it raises.
 
         Raises NoAnswer after timeout_s, and from then on at once.
         """
-        if self._gave_up:  # whoever comes next need not wait as long again
+        if self._gave_up:  # later callers need not wait as long again
             raise NoAnswer(asked=False)
         future: Future[T] = Future()
         self._calls.put((call, future))
         try:
             return future.result(self._timeout_s)
         except FutureTimeout:
-            if future.done():  # at the last moment, or this timeout is the call's own
+            if future.done():  # it ended at the last moment, or the call itself raised a timeout
                 return future.result()
             self._gave_up = True
             raise NoAnswer(asked=True) from None
@@ -246,7 +246,7 @@ class BoundedCalls:
             call, future = self._calls.get()
             try:
                 future.set_result(call())
-            except BaseException as error:  # whatever it is, the caller has to hear of it
+            except BaseException as error:  # the caller gets every error
                 future.set_exception(error)
 
 
@@ -259,18 +259,20 @@ def _first_line(error: BaseException) -> str:
 
 
 def host_store(host: str, port: int) -> dist.TCPStore:
-    """Host a c10d store on host:port (0: a free port). Raises OSError when the port is taken. It
-    lives as long as what is returned.
+    """Hosts a c10d store on host:port for as long as the returned object exists.
 
-    The store gets a socket bound to `host`, because by itself it would listen on all addresses of
+    port: 0 chooses a free one. Raises OSError if the port is taken.
+
+    The store gets a socket that is bound to `host`. By itself it would listen on all addresses of
     the machine.
     """
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(1024)
         store = _store_on(listener, host)
-        listener.detach()  # the store's now
+        listener.detach()  # the store owns the socket now
     return store
 
 
@@ -285,7 +287,6 @@ def _store_on(listener: socket.socket, host: str) -> dist.TCPStore:
     }
     try:
         return dist.TCPStore(**arguments)
-    except (
-        NotImplementedError
-    ):  # torch 2.7: its libuv server takes no socket, and the other one has no size limit
+    except NotImplementedError:
+        # the libuv server of torch 2.7 accepts no socket; the other server has no size limit
         return dist.TCPStore(**arguments, use_libuv=False)

@@ -1,25 +1,25 @@
-"""Run one command so that nothing it starts outlives it, its keeper or the launcher. Standard library only.
+"""Runs one command such that nothing it starts outlives it, its keeper or the launcher.
 
     launcher ──lifeline pipe──> keeper ──fork──> command ──> whatever the command starts
 
-- The keeper is the reaper of all the command's descendants, also of those that left its process
-  group or session.
-- The command ends: the keeper kills what it left behind and ends the same way (exit code or
+- The keeper is the reaper of all the command's descendants, including those that have left its
+  process group or session.
+- If the command ends, the keeper kills what it left behind and ends in the same way (exit code or
   signal).
-- SIGTERM to the keeper: SIGTERM to the command's process group, and after GRACE seconds SIGKILL to
-  every descendant.
-- The launcher dies, however: the lifeline closes, and the keeper kills every descendant at once,
-  even if it was stopped until then.
-- The keeper is killed: the kernel kills the command, and the launcher, the next reaper, kills the
-  rest.
-- PA_NPU_SCRATCH=DIRECTORY in the environment: the keeper removes it in the end.
-- PA_NPU_LAST=COMMAND, quoted as for a shell: the keeper runs it in the end, to remove what others
-  do for the command (a container).
-- PA_NPU_SESSION in the command's environment: its process id, which is its session's too.
+- On SIGTERM the keeper sends SIGTERM to the command's process group, and after GRACE seconds
+  SIGKILL to every descendant.
+- If the launcher dies, the lifeline closes, and the keeper kills every descendant at once, even if
+  it was stopped until then.
+- If the keeper is killed, the kernel kills the command, and the launcher, which is the next reaper,
+  kills the rest.
+- In the end the keeper removes the directory that its variable PA_NPU_SCRATCH names, and runs the
+  command in PA_NPU_LAST (quoted as for a shell), for example to remove a container.
+- The command's variable PA_NPU_SESSION is its process id, which is also its session's.
 
 Usage: python keeper.py LIFELINE_FD GRACE_S CORES -- COMMAND [ARGUMENT ...]      (CORES: "0,3", or "" for no pinning)
-The parent-death signal and the reaper are Linux calls; elsewhere only descendants in the command's
-group are reached.
+
+Only the standard library is imported. The parent-death signal and the reaper are Linux calls;
+elsewhere only descendants in the command's group are reached.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ SESSION = "PA_NPU_SESSION"
 
 
 def become_reaper() -> None:
-    """Orphaned descendants of this process become its children instead of init's."""
+    """Makes orphaned descendants of this process its children instead of init's."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_descendants(spare: frozenset[int] = frozenset()) -> list[int]:
-    """SIGKILL all descendants of this process but `spare` and what is below those; reap and return
-    them.
+    """Kills and reaps all descendants of this process, and returns their ids.
 
-    Repeats until none is left, because a process may fork between the look and the kill. Gives up
-    on processes that the kernel does not let go within 5 s.
+    spare: processes that are left alive, with their descendants.
+    Repeats until no descendant is left, because a process may fork between the look and the kill.
+    Gives up on processes that the kernel does not let go within 5 s.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + _LONGEST_KILL_S
@@ -63,7 +63,7 @@ def kill_descendants(spare: frozenset[int] = frozenset()) -> list[int]:
                 os.kill(pid, signal.SIGKILL)
         killed.update(pids)
         for pid in pids:
-            # a grandchild; it is ours to reap once its parent is gone
+            # a grandchild becomes our child, and can be reaped, once its parent is gone
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         if time.monotonic() > deadline:
@@ -73,23 +73,26 @@ def kill_descendants(spare: frozenset[int] = frozenset()) -> list[int]:
 
 
 def descendants(root: int, spare: frozenset[int] = frozenset()) -> list[int]:
-    """All processes below `root`, without those in `spare` and what is below these."""
+    """Returns all processes below `root`, without those in `spare` and their descendants."""
+    if not os.path.isdir("/proc"):
+        return []
     children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+    for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                # "pid (command) state ppid ...": the command may hold anything, so split after its
-                # last parenthesis
+                # "pid (command) state ppid ...": the command may contain parentheses, so the line
+                # is split after the last one
                 parent = int(file.read().rpartition(b")")[2].split()[1])
                 children.setdefault(parent, []).append(int(name))
-    found: list[int] = []
+
+    below: list[int] = []
     stack = [root]
     while stack:
         for pid in children.get(stack.pop(), ()):
             if pid not in spare:
-                found.append(pid)
+                below.append(pid)
                 stack.append(pid)
-    return found
+    return below
 
 
 def _prctl(option: int, value: int) -> None:
@@ -98,11 +101,13 @@ def _prctl(option: int, value: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    lifeline, grace_s, cores = int(arguments[0]), float(arguments[1]), arguments[2]
+    lifeline = int(arguments[0])
+    grace_s = float(arguments[1])
+    cores = arguments[2]
     command = arguments[4:]
     os.set_inheritable(lifeline, False)
     become_reaper()
-    # of the launcher's death: the lifeline says nothing to a stopped keeper
+    # wakes a stopped keeper when the launcher dies, so that it sees the closed lifeline
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     wakeup, wakeup_writer = os.pipe()
     os.set_blocking(wakeup, False)
@@ -111,11 +116,14 @@ def main(arguments: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, lambda number, frame: received.append(number))
     signal.set_wakeup_fd(wakeup_writer)
-    scratch, last = os.environ.pop(SCRATCH, None), os.environ.pop(LAST, None)
+    scratch = os.environ.pop(SCRATCH, None)
+    last = os.environ.pop(LAST, None)
+
     pid = _start(command, cores)
     status = _watch(pid, lifeline, wakeup, received, grace_s)
     kill_descendants()
-    # what is imported here takes longer than all the rest, and most commands do without
+
+    # these imports take longer than all the rest, and most commands do not need them
     if scratch is not None:
         import shutil
 
@@ -125,12 +133,11 @@ def main(arguments: list[str]) -> int:
         import subprocess
 
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            quiet = subprocess.DEVNULL
             subprocess.run(
                 shlex.split(last),
-                stdin=quiet,
-                stdout=quiet,
-                stderr=quiet,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
                 timeout=_LONGEST_LAST_S,
                 check=False,
             )
@@ -147,7 +154,7 @@ def _start(command: list[str], cores: str) -> int:
         os.setsid()
         os.environ[SESSION] = str(os.getpid())
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper:  # it died before the line above
+        if os.getppid() != keeper:  # the keeper died before the line above
             os._exit(_COMMAND_NOT_STARTED)
         if cores:
             os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
@@ -158,7 +165,7 @@ def _start(command: list[str], cores: str) -> int:
             signal.SIGCHLD,
             signal.SIGPIPE,
         ):
-            # Python ignores SIGPIPE, and what is ignored stays so after exec
+            # Python ignores SIGPIPE, and exec would keep that
             signal.signal(number, signal.SIG_DFL)
         os.execvp(command[0], command)
     except OSError as error:
@@ -168,9 +175,9 @@ def _start(command: list[str], cores: str) -> int:
 
 
 def _watch(pid: int, lifeline: int, wakeup: int, received: list[int], grace_s: float) -> int | None:
-    """Wait for the command's end and return its wait status; None when it must be killed instead."""
+    """Waits for the command's end and returns its wait status; None if it must be killed."""
     deadline: float | None = None
-    # select.select takes no descriptor beyond 1,023, and who starts us may have as many
+    # select.select accepts no descriptor above 1,023, and a process that starts us may have more
     events = select.poll()
     for descriptor in (lifeline, wakeup):
         events.register(descriptor, select.POLLIN)
@@ -182,38 +189,43 @@ def _watch(pid: int, lifeline: int, wakeup: int, received: list[int], grace_s: f
             deadline = time.monotonic() + grace_s
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGTERM)
-        timeout = None if deadline is None else deadline - time.monotonic()
-        if timeout is not None and timeout <= 0:
-            return None
-        ready = [
-            descriptor for descriptor, _ in events.poll(None if timeout is None else 1000 * timeout)
-        ]
-        if lifeline in ready:  # nothing is ever written to it: readable means closed
+        timeout_ms: float | None = None
+        if deadline is not None:
+            timeout_ms = 1000 * (deadline - time.monotonic())
+            if timeout_ms <= 0:
+                return None
+        ready = [descriptor for descriptor, _ in events.poll(timeout_ms)]
+        if lifeline in ready:  # nothing is ever written to it, so readable means closed
             return None
         if wakeup in ready:
             os.read(wakeup, 4096)
 
 
 def _reap(pid: int) -> int | None:
-    """Reap all children that ended; the wait status of `pid` if it is among them."""
-    found = None
+    """Reaps all children that have ended. Returns the wait status of `pid` if it is among them."""
+    command_status = None
     with contextlib.suppress(ChildProcessError):
         while True:
             ended, status = os.waitpid(-1, os.WNOHANG)
             if ended == 0:
                 break
             if ended == pid:
-                found = status
-    return found
+                command_status = status
+    return command_status
 
 
 def _end_like(status: int | None) -> int:
-    number = (
-        signal.SIGKILL if status is None else os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    )
-    if not number:
-        return os.WEXITSTATUS(status or 0)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has dumped its own core
+    """Ends this process as the command ended. status: the command's; None if it was killed.
+
+    Returns the exit code to end with; a signal ends the process before.
+    """
+    if status is None:
+        number = int(signal.SIGKILL)
+    elif os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+    else:
+        return os.WEXITSTATUS(status)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has dumped its core already
     signal.set_wakeup_fd(-1)
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)

@@ -1,8 +1,8 @@
-"""The messages between trainers and coordinator that are not part of a publish: reports, what was dispatched, what each runs with.
+"""The messages between trainers and coordinator: reports, dispatched groups, devices and software.
 
-Each message is a frozen dataclass with its topic below it. Those of the publish are in
-publish/messages.py, those about engines in control/roster.py. Every topic here lives under the
-prefix of one attempt of the run (control.channel.attempt_prefix).
+Each message is a frozen dataclass with its topic below it. The messages of a publish are in
+publish/messages.py, those about engines in control/roster.py. Every topic here is under the prefix
+of one attempt of the run (control.channel.attempt_prefix).
 """
 
 from __future__ import annotations
@@ -28,27 +28,31 @@ class UpdateReport:
     """The report of one optimizer step, equal on all ranks. Means are over the update's trained
     tokens unless said otherwise.
 
-    loss, policy_loss: sums over the update's normaliser. kl: K3's estimate of KL(policy ||
-    reference). logprob_diff_mean,
-    logprob_diff_max: |trainer - engine| log-prob; logprob_k3: K3's estimate of KL(engine ||
-    trainer). importance_*: None without importance sampling; truncated, or masked.
-    effective_sample_size: of the weights of importance and age, or of the ratio to the sampling
-    policy where there are none, as a share; None without either. age_mean, age_max: by how many
-    versions tokens are older than what they train; None with max_staleness=0. With older tokens
-    logprob_* have the updates since in them. kl, clip_ratio and logprob_* are None of rows of data,
-    which no policy wrote.
-    learning_rate: of the step. preference_*: of loss=dpo, else None: groups whose responses are not
-    all equal, and over these the mean margin, and the share with a positive one. expert_*,
-    routing_entropy, replay_changed, routes_missing: of a mixture, see backends.protocol.Routing.
-    tokens_computed: tokens through the model, padding left out. rollout_*: reads of groups from the
-    buffer and their bytes, bytes that came from the store on the head for it, and bytes that ranks
-    got from their replica's reader over collectives.
-    memory_trainer_host_bytes, memory_trainer_device_bytes: MemoryPeak of the fullest rank since the
-    update before. wait_s: waiting for groups; train_s: the rest, the step (step_s) included; all
-    three means over ranks.
+    loss, policy_loss: sums divided by the update's normaliser.
+    kl: K3's estimate of KL(policy || reference).
+    logprob_diff_mean, logprob_diff_max: |trainer - engine| log-prob. For tokens of older versions
+    the updates since then are included, here and in logprob_k3.
+    logprob_k3: K3's estimate of KL(engine || trainer).
+    importance_*: of truncated or masked importance weights; None without importance sampling.
+    effective_sample_size: a share, of the weights of importance and age, or without these of the
+    ratio to the sampling policy; None without either.
+    age_mean, age_max: by how many versions tokens are older than the version that trains them;
+    None with max_staleness=0.
+    kl, clip_ratio, logprob_*: None for rows of data, which no policy wrote.
+    learning_rate: the step's.
+    preference_*: with loss=dpo, else None: the number of groups whose responses are not all equal,
+    their mean margin, and the share of them with a positive margin.
+    expert_*, routing_entropy, experts_untouched, replay_changed, routes_missing: of a mixture of
+    experts, see backends.protocol.Routing.
+    tokens_computed: tokens through the model, without padding.
+    rollout_*: reads of groups from the buffer, their bytes, the part of these bytes that came from
+    the store on the head, and bytes that ranks got from their replica's reader over collectives.
+    memory_trainer_*_bytes: MemoryPeak of the fullest rank since the update before.
+    wait_s: time spent waiting for groups. train_s: the remaining time, step included. step_s: time
+    of the step. All three are means over ranks.
 
-    Beside a field's type stands how the updates of an iteration become one report; without it, by
-    their mean over trained tokens.
+    The annotation of a field's type merges the updates of an iteration into one report (see
+    merge_updates).
     """
 
     loss: Annotated[float, _mean]
@@ -91,8 +95,10 @@ class UpdateReport:
 
 
 def merge_updates(reports: Sequence[UpdateReport]) -> UpdateReport:
-    """One report of an iteration's updates: each field by the rule in its type, or the mean over
-    trained tokens.
+    """Merges the reports of an iteration's updates into one.
+
+    Each field is merged by the function in its type's annotation; a field without one becomes the
+    mean over trained tokens.
     """
     if len(reports) == 1:
         return reports[0]
@@ -113,9 +119,7 @@ def merge_updates(reports: Sequence[UpdateReport]) -> UpdateReport:
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """The probe before an iteration: |trainer - engine| log-prob over its tokens; None without a
-    probe.
-    """
+    """|trainer - engine| log-prob over the tokens of an iteration's probe; None without a probe."""
 
     probe_diff_max: float | None = None
     probe_diff_mean: float | None = None
@@ -123,9 +127,7 @@ class ProbeReport:
 
 @dataclass(frozen=True)
 class AgreementReport:
-    """The differences of log-odds that I5 judges, and their limits in this iteration; None where
-    nothing is judged.
-    """
+    """The differences of log-odds that I5 judges and their limits; None if nothing is judged."""
 
     logodds_diff_mean: float | None = None
     logodds_diff_limit: float | None = None
@@ -135,10 +137,9 @@ class AgreementReport:
 
 @dataclass(frozen=True)
 class IterationReport:
-    """The trainers' part of an iteration's line in metrics.jsonl, but for the border at its end
-    (BorderReport).
+    """The trainers' part of an iteration's line in metrics.jsonl, without its border (BorderReport).
 
-    gradient_norms: of each update, for the run's chain, which has their bits.
+    gradient_norms: of each update, bit by bit, for the run's chain.
     """
 
     iteration: int
@@ -148,8 +149,8 @@ class IterationReport:
     gradient_norms: tuple[float, ...] = ()
 
     def record(self) -> dict[str, Any]:
-        """Its fields under the names of metrics.jsonl, those that are None left out."""
-        return _given(self.training, self.probe, self.agreement)
+        """Returns the fields that are not None, under their names in metrics.jsonl."""
+        return _set_fields(self.training, self.probe, self.agreement)
 
 
 REPORT = Topic(
@@ -161,8 +162,12 @@ REPORT = Topic(
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """The checkpoint work after a publish: seconds that training stood still, a version that
-    failed, and one that was completed with the digest that its pa_npu.json has of itself."""
+    """The checkpoint work after a publish.
+
+    checkpoint_s: seconds that training stood still for it.
+    checkpoint_failed, checkpoint_completed: a version, None without one.
+    checkpoint_digest: the digest of the completed version that its pa_npu.json contains.
+    """
 
     checkpoint_s: float | None = None
     checkpoint_failed: int | None = None
@@ -172,8 +177,12 @@ class CheckpointReport:
 
 @dataclass(frozen=True)
 class DivergenceReport:
-    """With publish.divergence: K3's estimate of KL(engines' policy || trainers' policy) over the
-    last probe, None where there was none, and whether engines keep the version that they have."""
+    """The decision of publish.divergence about a version.
+
+    publish_kl: K3's estimate of KL(engines' policy || trainers' policy) over the last probe; None
+    without a probe.
+    publish_skipped: engines keep the version that they have.
+    """
 
     publish_kl: float | None = None
     publish_skipped: bool | None = None
@@ -181,9 +190,11 @@ class DivergenceReport:
 
 @dataclass(frozen=True)
 class BorderReport:
-    """A border as rank 0 saw it, from its announcement to the end of the publish. border_send_s:
-    its own sending, border_wait_s: the rest. divergence: DivergenceReport of publish.divergence.
-    weights: digest of all ranks' weights, for the run's chain."""
+    """A border as rank 0 saw it, from its announcement to the end of the publish.
+
+    border_send_s: time in which rank 0 sent. border_wait_s: the remaining time.
+    weights: digest of all ranks' weights, for the run's chain.
+    """
 
     border_wait_s: float
     border_send_s: float = 0.0
@@ -192,15 +203,19 @@ class BorderReport:
     weights: str = ""
 
     def record(self) -> dict[str, Any]:
-        """Its fields under the names of metrics.jsonl, those that are None left out."""
+        """Returns the fields that are not None, under their names in metrics.jsonl."""
         numbers = {"border_wait_s": self.border_wait_s, "border_send_s": self.border_send_s}
-        return {**numbers, **_given(self.checkpoint, self.divergence)}
+        return {**numbers, **_set_fields(self.checkpoint, self.divergence)}
 
 
-def _given(*parts: Any) -> dict[str, Any]:
-    return {
-        name: value for part in parts for name, value in asdict(part).items() if value is not None
-    }
+def _set_fields(*reports: Any) -> dict[str, Any]:
+    """Returns the fields of all reports that are not None."""
+    fields = {}
+    for report in reports:
+        for name, value in asdict(report).items():
+            if value is not None:
+                fields[name] = value
+    return fields
 
 
 BORDER = Topic(
@@ -214,10 +229,11 @@ BORDER = Topic(
 class DispatchedGroup:
     """A group in the rollout buffer, or some consecutive responses of it.
 
-    index: its dispatch index. replica: the one that trains these responses. response_tokens:
-    trained
-    tokens of each. first: the number of the first one in the group. leading_tokens: those of the
-    leading component; None where it trains all of them.
+    index: the group's dispatch index.
+    replica: the replica that trains these responses.
+    response_tokens: number of trained tokens of each response.
+    first: number of the first of these responses in the group.
+    leading_tokens: as response_tokens, for the leading component only; None if it trains all.
     """
 
     index: int
@@ -228,13 +244,13 @@ class DispatchedGroup:
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """Tokens of each response that the leading component trains."""
+        """Number of tokens of each response that the leading component trains."""
         return self.response_tokens if self.leading_tokens is None else self.leading_tokens
 
 
 @dataclass(frozen=True)
 class Dispatched:
-    """All groups of an iteration, with indices from 0 on, told when the last is in the buffer."""
+    """All groups of an iteration, with indices from 0; sent once the last is in the buffer."""
 
     iteration: int
     groups: tuple[DispatchedGroup, ...]
@@ -249,7 +265,7 @@ DISPATCHED = Topic(
 
 @dataclass(frozen=True)
 class DataPosition:
-    """TrainingStream.state() of the coordinator before an iteration."""
+    """The coordinator's TrainingStream.state() before an iteration."""
 
     state: dict[str, Any]
 
@@ -263,10 +279,10 @@ DATA_POSITION = Topic(
 
 @dataclass(frozen=True)
 class ProducedAhead:
-    """An iteration all of whose groups are in the buffer before it is trained: numbers and samples
-    of the coordinator's record.
+    """An iteration whose groups are all in the buffer before it is trained.
 
-    For checkpoints, which keep such iterations (pa_npu.checkpoints.ahead).
+    numbers, samples: of the coordinator's record. Checkpoints keep such iterations
+    (pa_npu.checkpoints.ahead).
     """
 
     numbers: dict[str, Any]
@@ -282,9 +298,7 @@ PRODUCED_AHEAD = Topic(
 
 @dataclass(frozen=True)
 class UpdateSize:
-    """With schedule.tokens_per_update: how many groups each replica trains in an iteration, told as
-    soon as that is known.
-    """
+    """How many groups each replica trains in an iteration, with schedule.tokens_per_update."""
 
     groups: int
 
@@ -297,17 +311,17 @@ UPDATE_SIZE = Topic(
 
 
 CARRIED_KEY = "carried"
-"""In the numbers of what a checkpoint has that is no iteration, but groups that are carried to one.
+"""Marks, in a checkpoint's numbers, groups that wait for an update and belong to no iteration yet.
 """
 
 
 @dataclass(frozen=True)
 class CarriedGroups:
-    """Groups that wait for a later update than those that have been produced when a version is
-    saved; they lie in the buffer.
+    """Groups in the buffer that wait for a later update when a version is saved.
 
-    iteration: the first that may train them. groups: what a record says of each. group_tokens:
-    TokenBudget.group_tokens.
+    iteration: the first iteration that may train them.
+    groups: the record of each group.
+    group_tokens: TokenBudget.group_tokens.
     """
 
     iteration: int
@@ -324,9 +338,7 @@ CARRIED = Topic(
 
 @dataclass(frozen=True)
 class EarlyEnd:
-    """The launcher wants the run to end after the iteration that is being trained, with a
-    checkpoint and an export.
-    """
+    """Asks the run to end after the iteration in training, with a checkpoint and an export."""
 
 
 EARLY_END = Topic("early_end", EarlyEnd, "the launcher to ask for an early end")
@@ -349,13 +361,14 @@ SHARD = Topic(
 
 @dataclass(frozen=True)
 class TrainersRunOn:
-    """Rank 0's. device: its kind. collectives: their backend. backend: training backend with its
-    version.
+    """The devices and software of the trainers, as rank 0 reports them.
 
-    kernel, merge: of attention (attention/forms.py); fallback: why the merge is not the platform's
-    fast one, or empty.
-    computation: weight_transfer.computation.Computation of its live modules as JSON, which engines'
-    must agree with.
+    device: kind of device. collectives: their backend.
+    backend: the training backend with its version.
+    kernel, merge: of attention (attention/forms.py).
+    fallback: why the merge is not the platform's fast one; empty if it is.
+    computation: weight_transfer.computation.Computation of rank 0's live modules as JSON; those of
+    engines must agree with it.
     """
 
     ranks: int
@@ -387,8 +400,12 @@ TRAINERS_RUN_ON = Topic(
 
 @dataclass(frozen=True)
 class EngineRunsOn:
-    """One engine. name: its URL. kind: rollout.backend; version: of its software, None where it
-    does not say. device: as rollout.engine_settings has it, None where that says nothing."""
+    """The device and software of one engine.
+
+    name: its URL. kind: rollout.backend.
+    version: of its software; None if it is not known.
+    device: as in rollout.engine_settings; None if these do not name one.
+    """
 
     name: str
     kind: str
@@ -398,24 +415,21 @@ class EngineRunsOn:
 
 @dataclass(frozen=True)
 class RunsOn:
-    """RUN/runs_on.json: devices, software and kernels of a run, as trainers and engines say them
-    themselves, once, at the start.
+    """RUN/runs_on.json: devices, software and kernels, as trainers and engines report at the start.
 
-    Fallbacks are no errors, but nobody should have to guess: the coordinator prints these lines and
-    keeps them.
+    The coordinator also prints them, because a fallback is not an error and would go unnoticed.
     """
 
     trainers: TrainersRunOn
     engines: tuple[EngineRunsOn, ...]
 
     def lines(self) -> list[str]:
-        """One of the trainers, one of each kind of engine and device."""
-        kinds = Counter(
-            f"{engine.kind} "
-            f"{engine.version or '(version unknown)'}{f' on {engine.device}' if engine.device else ''}"
-            for engine in self.engines
-        )
-        return [
-            self.trainers.line(),
-            *(f"engines: {count} x {kind}" for kind, count in kinds.items()),
-        ]
+        """Returns a line for the trainers, and one for each kind of engine and device."""
+        kinds: Counter[str] = Counter()
+        for engine in self.engines:
+            kind = f"{engine.kind} {engine.version or '(version unknown)'}"
+            if engine.device:
+                kind += f" on {engine.device}"
+            kinds[kind] += 1
+        engine_lines = [f"engines: {count} x {kind}" for kind, count in kinds.items()]
+        return [self.trainers.line(), *engine_lines]

@@ -1,13 +1,13 @@
-"""The roster of a run's engines in its store: where launcher, engines that join, and coordinator tell each other of changes.
+"""The list of a run's engines in its store, through which the launcher, engines and coordinator talk.
 
     launcher             publish_config(), announce(url), renew()          replacement_wanted() -> kill and start again
     engine that joins    wait_config(), announce(url, restarts=False), ask_leave()        has_left() -> may end
     coordinator          entries() when changed(), ask_replacement(), confirm_left(), lend_device()    is_lent() -> starts later
 
-The roster outlives the coordinator and the trainers, as the engines do: its keys belong to no
-attempt of the run. The store asks nobody for a password, so every entry is signed with the run's
-API key (HMAC-SHA256 over key and value): an engine that a stranger writes into the store gets no
-prompt and no API key, and a configuration by a stranger starts no engine.
+The roster outlives the coordinator and the trainers, as the engines do, so its keys belong to no
+attempt of the run. The store has no password. Every entry is therefore signed with the run's API
+key (HMAC-SHA256 over key and value): an engine that a stranger writes into the store gets no prompt
+and no API key, and a stranger's configuration starts no engine.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineStart:
-    """The newest start of an engine. generation counts its starts; restarts: whether the launcher
-    starts it again when it ends.
+    """The latest start of an engine.
 
-    shared: it is on a trainer's device.
+    generation: counts its starts.
+    restarts: the launcher starts it again when it ends.
+    shared: it runs on a trainer's device.
     """
 
     url: str
@@ -46,8 +47,9 @@ class EngineStart:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The run's resolved configuration as JSON, with absolute paths, without values of its engines'
-    environment.
+    """The run's resolved configuration as JSON.
+
+    Its paths are absolute. The values of its engines' environment are left out.
     """
 
     tree: dict[str, Any]
@@ -55,16 +57,14 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Said:
-    """Something that is asked of an engine's start or told of it, with a reason where one belongs
-    to it.
-    """
+    """A request or a notice about an engine. reason: for logs; empty if there is none."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class DeviceLent:
-    """Whether a trainer has the engine's device alone."""
+    """Whether the engine's device is lent to a trainer, which then uses it alone."""
 
     to_trainer: bool
 
@@ -85,19 +85,21 @@ CHANGES = Counter("changes")
 
 @dataclass(frozen=True)
 class Entry(EngineStart):
-    """One engine, as `entries` finds it."""
+    """One engine of the roster. leaving: it was asked to leave."""
 
     index: int
     leaving: bool
 
 
 class Unsigned(StoreError):
-    """A value that nobody wrote who has this API key."""
+    """A value that was not signed with this API key."""
 
 
-class _Signed(StoreChannel):
-    """A channel whose values carry a mark that only who has the key can make, and that holds for
-    one place alone.
+class _SignedChannel(StoreChannel):
+    """A channel whose values begin with a signature over the store's key and the data.
+
+    Only processes that have the API key can make the signature, and it is valid for one key of the
+    store only.
     """
 
     def __init__(self, channel: StoreChannel, key: str) -> None:
@@ -118,10 +120,10 @@ class _Signed(StoreChannel):
 
 
 def claimed_config(channel: StoreChannel, timeout_s: float) -> dict[str, Any]:
-    """The configuration of the run whose store this is, as somebody says. Only to find out which
-    API key to check it with.
+    """Returns the configuration in the store without checking its signature.
 
-    Raises DeadlineExceeded where there is none.
+    Use it only to find out which API key the signature has to be checked with.
+    Raises DeadlineExceeded if there is none.
     """
     data = channel.wait_bytes(CONFIG.key, timeout_s, CONFIG.what)
     try:
@@ -131,55 +133,56 @@ def claimed_config(channel: StoreChannel, timeout_s: float) -> dict[str, Any]:
 
 
 class Roster:
-    """channel: with the prefix PREFIX. key: the run's API key."""
+    """Reads and writes the roster. channel: with the prefix PREFIX. key: the run's API key."""
 
     def __init__(self, channel: StoreChannel, key: str) -> None:
-        self._channel = _Signed(channel, key)
-        self._seen = 0
+        self._channel = _SignedChannel(channel, key)
+        self._seen_changes = 0
         self._warned = False
 
     def announce(self, url: str, *, restarts: bool = True, shared: bool = False) -> int:
-        """A new engine, which has been started; returns its index."""
+        """Adds an engine that has been started, and returns its index."""
         index = COUNT.add(self._channel) - 1
         START.put(self._channel, EngineStart(url, 0, restarts, shared), index=index)
         CHANGES.add(self._channel)
         return index
 
     def publish_config(self, tree: dict[str, Any]) -> None:
-        """For engines that join."""
+        """Publishes the run's configuration for engines that join."""
         CONFIG.put(self._channel, RunConfig(tree))
 
     def wait_config(self, timeout_s: float) -> dict[str, Any]:
-        """Raises DeadlineExceeded when no run has published one, MessageError when another version
-        of this program has.
+        """Waits for the run's configuration and returns it.
 
-        Raises Unsigned when it was published with another API key.
+        Raises DeadlineExceeded after timeout_s, MessageError if another version of this program
+        published it, Unsigned if it was published with another API key.
         """
         return CONFIG.wait(self._channel, timeout_s).tree
 
     def is_open(self) -> bool:
-        """True; raises StoreError when the run has ended, and its store with it."""
+        """Returns True. Raises StoreError if the run has ended, and its store with it."""
         return CONFIG.exists(self._channel)
 
     def renew(self, index: int, generation: int, url: str) -> None:
-        """The engine has been started again, on another node perhaps."""
+        """Records that the engine was started again, possibly on another node."""
         start = START.get(self._channel, index=index)
         START.put(self._channel, replace(start, generation=generation, url=url), index=index)
         CHANGES.add(self._channel)
 
     def changed(self) -> bool:
-        """Whether anything was written since the last call; true at first."""
-        seen, self._seen = self._seen, CHANGES.value(self._channel)
-        return self._seen != seen
+        """Returns whether the roster was changed since the last call, or since the start."""
+        seen = self._seen_changes
+        self._seen_changes = CHANGES.value(self._channel)
+        return self._seen_changes != seen
 
     def entries(self) -> list[Entry]:
-        """All engines but those that have left, by index."""
+        """Returns all engines that have not left, by index."""
         entries = []
         for index in range(COUNT.value(self._channel)):
             if self.has_left(index):
                 continue
             start = self._read(START, index=index)
-            if start is None:  # counted, not written yet
+            if start is None:  # the engine is counted, but its entry is not written yet
                 continue
             leaving = self._read(LEAVE, index=index) is not None
             entries.append(Entry(**asdict(start), index=index, leaving=leaving))
@@ -189,9 +192,9 @@ class Roster:
         REPLACE.put(self._channel, Said(reason), index=index, generation=generation)
 
     def replacement_wanted(self, index: int, generation: int) -> str | None:
-        """Why this start of the engine is to be replaced, if it is."""
-        found = self._read(REPLACE, index=index, generation=generation)
-        return found.reason if found is not None else None
+        """Returns why this start of the engine is to be replaced; None if it is not."""
+        request = self._read(REPLACE, index=index, generation=generation)
+        return None if request is None else request.reason
 
     def ask_leave(self, index: int) -> None:
         LEAVE.put(self._channel, Said(), index=index)
@@ -204,21 +207,22 @@ class Roster:
         return self._read(LEFT, index=index) is not None
 
     def lend_device(self, index: int, *, to_trainer: bool) -> None:
-        """A trainer needs the memory of the engine's device, in which none can start meanwhile; or
-        no more.
+        """Lends the engine's device to a trainer, or ends the loan.
+
+        No engine can start on the device while the trainer uses its memory.
         """
         LENT.put(self._channel, DeviceLent(to_trainer), index=index)
 
     def is_lent(self, index: int) -> bool:
-        found = self._read(LENT, index=index)
-        return found is not None and found.to_trainer
+        loan = self._read(LENT, index=index)
+        return loan is not None and loan.to_trainer
 
     def _read(self, topic: Topic[T], **place: Any) -> T | None:
-        """Reads a message if it is there and signed."""
+        """Returns a message; None if there is none, or if its signature is wrong."""
         try:
             return topic.get_if_there(self._channel, **place)
         except Unsigned as unsigned:
             if not self._warned:
-                log.warning("%s, so it is left out; who else can reach this store?", unsigned)
+                log.warning("%s, so it is ignored; who else can reach this store?", unsigned)
             self._warned = True
             return None

@@ -1,11 +1,12 @@
-"""Time in which processes could run: the wall clock without what they waited for a processor, so that others take nothing of it.
+"""Limits the time of processes without counting the time in which they waited for a processor.
 
-    limit = TimeLimit(root, limit_s)          begins now, for a process and all that it has started
-    limit.is_over()                           asked every limit.look_again_s() seconds
+    limit = TimeLimit(root, limit_s)          begins now, for a process and all its descendants
+    limit.is_over()                           has to be called every limit.look_again_s() seconds
 
-The kernel counts for each thread how long it was ready and had no processor (schedstat, Linux). A
-function that sleeps or hangs is never ready, so its time is that of the clock. Whatever waits
-longer than STARVED_FACTOR times its limit has reached it.
+The kernel counts for each thread how long it was ready and had no processor (schedstat, Linux).
+Other processes on the machine therefore take nothing from the limit. A function that sleeps or
+hangs is never ready, so all its time counts. The limit is also reached after STARVED_FACTOR times
+its length of wall clock.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pa_npu.config.sections.rollout import STARVED_FACTOR
 from pa_npu.control.keeper import descendants
 
 _LONGEST_LOOK_S = 1.0
-_LOOKS = 10  # of a short limit, so that a tenth of it at most is counted by the clock alone
+_LOOKS = 10  # looks during a short limit; at most a tenth of it is counted by the clock alone
 
 
 class TimeLimit:
@@ -27,9 +28,10 @@ class TimeLimit:
 
     Args:
         root: id of the process.
-        limit_s: what they have, from now on.
-        longest_s: of wall clock; None for STARVED_FACTOR times the limit.
-        waits: returns nanoseconds that each thread has waited for a processor; for tests.
+        limit_s: the limit, from now on.
+        longest_s: limit of wall clock; None stands for STARVED_FACTOR times limit_s.
+        waits: returns the nanoseconds that each thread of a process has waited for a processor; a
+            test may replace it.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class TimeLimit:
         self._clock = clock
         self._began = self._looked = clock()
         self._counted_s = 0.0
-        # read at the first look, since most that is limited ends before
+        # read at the first look, because most limited work ends before
         self._waits: dict[str, int] | None = None
 
     def is_over(self) -> bool:
@@ -57,29 +59,26 @@ class TimeLimit:
         waits = self._read_waits(self._root)
         longest_wait_s = 0.0
         if self._waits is not None:
-            grown = (waited - self._waits.get(thread, 0) for thread, waited in waits.items())
-            longest_wait_s = max(grown, default=0) / 1e9
+            new_waits = (waited - self._waits.get(thread, 0) for thread, waited in waits.items())
+            longest_wait_s = max(new_waits, default=0) / 1e9
         interval_s = now - self._looked
         self._counted_s += interval_s - min(interval_s, max(0.0, longest_wait_s))
-        self._waits, self._looked = waits, now
+        self._waits = waits
+        self._looked = now
         return self._counted_s >= self._limit_s or now - self._began >= self._longest_s
 
     def look_again_s(self) -> float:
-        """Returns after how many seconds the limit may be reached, or the processes have to be
-        looked at again.
-        """
+        """Returns after how many seconds `is_over` has to be called again."""
         look_s = min(_LONGEST_LOOK_S, self._limit_s / _LOOKS)
         left_s = min(self._limit_s - self._counted_s, self._began + self._longest_s - self._looked)
-        # not ever shorter, where half of the time that is left is waited for a processor again and
-        # again
+        # a lower bound, or looks would become ever shorter if the processes hardly run
         return min(look_s, max(left_s, look_s / _LOOKS))
 
 
 def waits_of(root: int) -> dict[str, int]:
-    """Returns the nanoseconds that each thread of a process and of its descendants has waited for a
-    processor.
+    """Returns for each thread of a process and its descendants how long it waited for a processor.
 
-    Empty where the kernel does not say.
+    The times are in nanoseconds. The result is empty if the kernel does not count them.
     """
     waits: dict[str, int] = {}
     for pid in (root, *descendants(root)):

@@ -1,4 +1,4 @@
-"""Finds a short directory for sockets: their paths have 107 bytes at most, and TMPDIR alone may be longer than that."""
+"""Finds a short directory for sockets, whose paths have at most 107 bytes; TMPDIR may be longer."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import tempfile
 from collections.abc import Iterator
 
 _LONGEST_SOCKET_BYTES = 107
-# DIRECTORY/pa-xxxxxxxx/ and vLLM's name of a socket, a UUID
+# a socket's path is DIRECTORY/pa-xxxxxxxx/NAME, and vLLM's name of a socket is a UUID
 LONGEST_DIRECTORY_BYTES = _LONGEST_SOCKET_BYTES - len("/pa-xxxxxxxx/") - 36
 _SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def short_directories() -> Iterator[str]:
-    """Directories for temporary files whose own paths leave room for a socket's, that of TMPDIR
-    first.
-    """
+    """Yields directories for temporary files that are short enough for sockets, TMPDIR first."""
     usual = tempfile.gettempdir()
     if len(os.fsencode(usual)) <= LONGEST_DIRECTORY_BYTES:
         yield usual

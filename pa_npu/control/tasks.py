@@ -1,4 +1,4 @@
-"""Structured concurrency for Python 3.10: tasks that never outlive the block or call that started them; turns; a program's end."""
+"""Structured concurrency for Python 3.10: tasks never outlive the block that started them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ LONGEST_S = 4.0
 
 
 class TaskScope:
-    """`async with TaskScope() as scope:` ends when all tasks started in it have; the first failure
-    cancels all and is raised.
+    """A block that ends when all tasks started in it have ended.
 
-    A failure also interrupts the block itself, so that a dispatcher that waits for room does not
+    Usage: `async with TaskScope() as scope:`. The first failure cancels all other tasks and is
+    raised. It also interrupts the block itself, so that a dispatcher that waits for room does not
     wait for a dead engine.
     """
 
@@ -55,8 +55,7 @@ class TaskScope:
                 while self._tasks:
                     await asyncio.wait(set(self._tasks))
         finally:
-            # reached with tasks left only when something failed, or when this task itself is
-            # cancelled
+            # tasks are left only if something failed, or if this task itself is cancelled
             await cancel(self._tasks)
         if self._failure is not None and (error is None or self._interrupted):
             if self._interrupted and hasattr(self._owner, "uncancel"):
@@ -68,15 +67,18 @@ class TaskScope:
         if task.cancelled() or (error := task.exception()) is None or self._failure is not None:
             return
         self._failure = error
-        for other in self._tasks:
-            other.cancel()
+        for remaining in self._tasks:
+            remaining.cancel()
         if self._in_block and self._owner is not None:
             self._interrupted = True
             self._owner.cancel()
 
 
 async def gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:
-    """asyncio.gather that leaves nothing running: the first failure cancels the rest and is raised."""
+    """Does what asyncio.gather does, and leaves nothing running.
+
+    The first failure cancels the other tasks and is raised.
+    """
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)
@@ -85,9 +87,9 @@ async def gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:
 
 
 async def guarded(work: Awaitable[T], *guards: Awaitable[object]) -> T:
-    """The result of `work`, unless a guard raises before; one that returns says nothing.
+    """Returns the result of `work`, or raises what a guard raises before.
 
-    Leaves nothing running.
+    A guard that returns is ignored. Nothing is left running.
     """
     working = asyncio.ensure_future(work)
     watching = [asyncio.ensure_future(guard) for guard in guards]
@@ -103,9 +105,10 @@ async def guarded(work: Awaitable[T], *guards: Awaitable[object]) -> T:
         await cancel([working, *watching])
 
 
-async def held(call: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
-    """Returns users' code's result, or what it raises: SystemExit, left to a task, would end the
-    event loop and all groups.
+async def catch(call: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException | None]:
+    """Runs a user's code and returns its result, or the exception that it raises.
+
+    Raised in a task, SystemExit would end the event loop and with it all groups.
     """
     try:
         return await call(), None
@@ -116,9 +119,11 @@ async def held(call: Callable[[], Awaitable[Any]]) -> tuple[Any, BaseException |
 
 
 async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait for their end; what they raise meanwhile is dropped. The task that
-    calls this is left out. A cancellation of the caller is not mistaken for one of theirs: it is
-    raised, once they have ended."""
+    """Cancels tasks and waits for their end. What they raise meanwhile is dropped.
+
+    The task that calls this is left out. If the caller is cancelled, that cancellation is raised
+    once the tasks have ended.
+    """
     left = [task for task in tasks if not task.done()]
     if not left:
         return
@@ -128,43 +133,43 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*left, return_exceptions=True)
 
 
-class Turns:
-    """So many requests at once, those of the group that came first before those of all later ones,
-    whenever they ask.
+class GroupSemaphore:
+    """Limits the requests that run at once; requests of earlier groups go before those of later ones.
 
-    `async with turns.of(group):` stands around a request, with groups numbered as they come. For
-    one event loop. A retry, or the next test of a program, then waits for no group behind its own:
-    what the oldest group may take follows from its own requests, however many groups wait
+    Usage: `async with semaphore.request(group):`, with groups numbered in their order, in one event
+    loop. A retry, or the next test of a program, waits for no later group. So the time that the
+    oldest group needs follows from its own requests, however many groups wait
     (Deadlines.reward_limit_s).
     """
 
     def __init__(self, number: int) -> None:
-        self._free = number  # above 0 only where nobody waits
+        self._free = number  # above 0 only if no request waits
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._asked = itertools.count()
+        self._order = itertools.count()
 
     @asynccontextmanager
-    async def of(self, group: int) -> AsyncIterator[None]:
-        await self._take(group)
+    async def request(self, group: int) -> AsyncIterator[None]:
+        """Waits until a request of this group may run, and keeps its place during the block."""
+        await self._acquire(group)
         try:
             yield
         finally:
-            self._give()
+            self._release()
 
-    async def _take(self, group: int) -> None:
+    async def _acquire(self, group: int) -> None:
         if self._free:
             self._free -= 1
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (group, next(self._asked), turn))
+        heapq.heappush(self._waiting, (group, next(self._order), turn))
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._give()  # it had come already
+                self._release()  # the turn had come already
             raise
 
-    def _give(self) -> None:
+    def _release(self) -> None:
         while self._waiting:
             turn = heapq.heappop(self._waiting)[2]
             if not turn.done():
@@ -174,22 +179,23 @@ class Turns:
 
 
 def run_until_terminated(work: Coroutine[Any, Any, None]) -> None:
-    """asyncio.run, in the main thread; with SIGTERM the work is cancelled, and when it has ended
-    the process ends by SIGTERM.
+    """Runs the work in an event loop of the main thread; SIGTERM cancels it and ends the process.
 
     The launcher stops all processes of a run as soon as one fails or the run is over, which may be
-    right after an iteration. The cancelled work closes every file that it owns. LONGEST_S after the
-    first SIGTERM, or with a second one, the process ends whatever it is doing.
+    right after an iteration. The cancelled work closes every file that it owns, and then the
+    process ends by SIGTERM. LONGEST_S after the first SIGTERM, or at a second one, the process ends
+    in any case.
     """
     terminated = False
 
     async def watched() -> None:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
 
         def terminate() -> None:
             nonlocal terminated
             terminated = True
-            loop.remove_signal_handler(signal.SIGTERM)  # from here on it has its usual effect
+            loop.remove_signal_handler(signal.SIGTERM)  # a second SIGTERM has its usual effect
             timer = threading.Timer(LONGEST_S, _end)
             timer.daemon = True
             timer.start()
@@ -203,7 +209,7 @@ def run_until_terminated(work: Coroutine[Any, Any, None]) -> None:
         asyncio.run(watched())
     except BaseException:
         if not terminated:
-            raise  # else it is what came of cancelling
+            raise  # after SIGTERM it is a consequence of cancelling
     if terminated:
         _end()
 

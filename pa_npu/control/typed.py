@@ -1,4 +1,4 @@
-"""Topic: a key of the store with the one dataclass that is put there; how processes exchange typed messages.
+"""Typed messages between processes: a topic is a key of the store with its dataclass.
 
     MEMBERS = Topic("publish/{version}/{attempt}/members", Members, "engines that can load weight
     version {version}")
@@ -6,9 +6,9 @@
     MEMBERS.put(channel, Members(epoch=0, workers=2), version=3, attempt=0)
     members = MEMBERS.wait(channel, timeout_s, version=3, attempt=0)
 
-A topic is a module constant next to its dataclass, so that a key is spelled once. What is stored is
-JSON with the message's name: a program of another version, or a foreign writer, ends in one
-MessageError instead of a KeyError far from the cause.
+A topic is a module constant next to its dataclass, so that a key is spelled once. The stored value
+is JSON with the message's name. A value of another version of the program, or of a foreign writer,
+therefore raises a MessageError instead of a KeyError far from the cause.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ T = TypeVar("T")
 
 
 class MessageError(PaNpuError):
-    """A key of the store holds something else than the message that belongs there."""
+    """The value of a key is not the message of its topic."""
 
 
 @dataclass(frozen=True)
 class Topic(Generic[T]):
-    """A family of keys, and what is stored under each.
+    """A family of keys, and the message that is stored under each.
 
-    key: template; its fields are the keyword arguments of every method. message: a frozen
-    dataclass. what: completes "waited 3 s for ...", sender included, with the key's fields.
+    key: a template; its fields are the keyword arguments of every method.
+    message: a frozen dataclass.
+    what: completes "waited 3 s for ...", sender included; may contain the key's fields.
 
     Fields of a message are int, float, str, bool, None, Any, dataclasses of these, and their
     tuple[X, ...], list[X], dict[str, X] and unions; msgspec reads them.
@@ -46,14 +47,14 @@ class Topic(Generic[T]):
     what: str
 
     def at(self, **place: Any) -> str:
-        """The key. Raises TypeError where a field is missing or unknown."""
+        """Returns the key for these fields. Raises TypeError if one is missing or unknown."""
         names = {name for _, name, _, _ in Formatter().parse(self.key) if name is not None}
         if names != place.keys():
             raise TypeError(f"{self.key}: got {sorted(place)}, needs {sorted(names)}")
         return self.key.format(**place)
 
     def put(self, channel: StoreChannel, message: T, **place: Any) -> None:
-        """Replaces an earlier message."""
+        """Stores a message, replacing an earlier one."""
         if type(message) is not self.message:
             raise TypeError(
                 f"{self.key}: {type(message).__name__} is not a {self.message.__name__}"
@@ -65,27 +66,27 @@ class Topic(Generic[T]):
         return channel.exists(self.at(**place))
 
     def get(self, channel: StoreChannel, **place: Any) -> T:
-        """The message that is there.
+        """Returns the stored message.
 
-        Raises StoreError when none is, MessageError when it is none of this topic's.
+        Raises StoreError if there is none, MessageError if it is not of this topic's type.
         """
         return self._decode(channel.get_bytes(self.at(**place)), place)
 
     def get_if_there(self, channel: StoreChannel, **place: Any) -> T | None:
+        """Returns the stored message; None if there is none."""
         return self.get(channel, **place) if self.exists(channel, **place) else None
 
     def wait(self, channel: StoreChannel, timeout_s: float, **place: Any) -> T:
-        """Raises DeadlineExceeded after timeout_s, MessageError as `get`."""
-        return self._decode(
-            channel.wait_bytes(self.at(**place), timeout_s, self.what.format(**place)), place
-        )
+        """Waits for the message. Raises DeadlineExceeded after timeout_s, MessageError as `get`."""
+        awaited = self.what.format(**place)
+        data = channel.wait_bytes(self.at(**place), timeout_s, awaited)
+        return self._decode(data, place)
 
     async def wait_async(self, channel: StoreChannel, timeout_s: float, **place: Any) -> T:
-        """`wait` for the event loop: cancellable."""
-        return self._decode(
-            await channel.wait_bytes_async(self.at(**place), timeout_s, self.what.format(**place)),
-            place,
-        )
+        """Does the same as `wait` in an event loop, and can be cancelled."""
+        awaited = self.what.format(**place)
+        data = await channel.wait_bytes_async(self.at(**place), timeout_s, awaited)
+        return self._decode(data, place)
 
     def _decode(self, data: bytes, place: dict[str, Any]) -> T:
         where = f"store key {self.at(**place)}"
@@ -94,13 +95,14 @@ class Topic(Generic[T]):
             envelope = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise MessageError(
-                f"{where}: {len(data)} bytes that are no JSON ({error}); {remedy}"
+                f"{where}: {len(data)} bytes that are not JSON ({error}); {remedy}"
             ) from error
         if not isinstance(envelope, dict) or envelope.keys() != {"message", "fields"}:
             raise MessageError(f"{where}: is no message; {remedy}")
-        found, expected = envelope["message"], self.message.__name__
-        if found != expected:
-            raise MessageError(f"{where}: holds {found}, this program reads {expected}; {remedy}")
+        stored = envelope["message"]
+        expected = self.message.__name__
+        if stored != expected:
+            raise MessageError(f"{where}: holds {stored}, this program reads {expected}; {remedy}")
         try:
             message = msgspec.convert(envelope["fields"], self.message)
         except msgspec.ValidationError as error:
@@ -121,7 +123,7 @@ class Counter:
     key: str
 
     def add(self, channel: StoreChannel, amount: int = 1) -> int:
-        """The sum, this amount included."""
+        """Adds an amount and returns the new sum."""
         return channel.add(self.key, amount)
 
     def value(self, channel: StoreChannel) -> int:

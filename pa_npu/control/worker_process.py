@@ -1,9 +1,10 @@
-"""A process that runs users' code: JSON lines both ways, and an end that takes along all that it started.
+"""Runs users' code in a process of its own that exchanges JSON lines with this one.
 
     parent ──lifeline, requests──> keeper ──fork──> python -m MODULE ──fork──> whatever users' code starts
       ^──────────────── replies ───────────────────────────┘
 
-Its keeper (keeper.py) kills all of it when the process ends, when this one does, and on `kill`.
+The keeper (keeper.py) kills the process and all that it started when the process ends, when the
+parent ends, and on `kill`.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from pa_npu.errors import ConfigError, DeadlineExceeded, PaNpuError
 
 REAP_TIMEOUT_S = 5.0  # a killed process is gone within milliseconds
 REPLY_LIMIT_BYTES = 64 << 20
-KILLED_STARTS = 3  # in a row, before what is loaded is taken to be the cause
+KILLED_STARTS = 3  # so many killed starts in a row are attributed to the code that is loaded
 
 log = logging.getLogger(__name__)
 
 
 class WorkerProcess:
-    """A running process. ready: its first reply, empty where it ended before one."""
+    """A running process. ready: its first reply; empty if it ended without one."""
 
     def __init__(self, process: asyncio.subprocess.Process, lifeline: int) -> None:
         assert process.stdin is not None and process.stdout is not None
@@ -46,12 +47,12 @@ class WorkerProcess:
     async def start(
         cls, arguments: Sequence[str], first: Mapping[str, Any] | None, startup_s: float
     ) -> WorkerProcess:
-        """Return it with its first reply. One that is killed while it loads is started again.
+        """Starts a process and waits for its first reply. One that is killed first starts again.
 
         Args:
-            arguments: a module of this package and what it is given.
-            first: what it reads first, as a line of JSON; None where that is nothing.
-            startup_s: until its first reply; raises DeadlineExceeded after that.
+            arguments: a module of this package and its arguments.
+            first: the message that it gets first; None sends nothing.
+            startup_s: deadline of the first reply; raises DeadlineExceeded after that.
         """
         for number in range(1, KILLED_STARTS + 1):
             worker = cls(*await _start_module(*arguments))
@@ -78,23 +79,21 @@ class WorkerProcess:
         raise AssertionError("unreachable: the last start returns or raises")
 
     async def _was_killed(self) -> bool:
-        """Whether a signal ended the process, which has closed its output."""
+        """Returns whether a signal ended the process, which has closed its output."""
         with contextlib.suppress(asyncio.TimeoutError):
             return await asyncio.wait_for(self._process.wait(), REAP_TIMEOUT_S) < 0
         return False
 
     @property
     def pid(self) -> int:
-        """Of its keeper, below which all of it is."""
+        """Process id of the keeper, whose descendants are the process and all that it started."""
         return self._process.pid
 
     def write(self, line: bytes) -> None:
         self._stdin.write(line)
 
     async def read(self) -> dict[str, Any] | None:
-        """Return the next reply; None when there will be no more, because the process died or its
-        output makes no sense.
-        """
+        """Returns the next reply; None if the process died or its output cannot be read."""
         try:
             line = await self._stdout.readline()
             return json.loads(line) if line else None
@@ -103,18 +102,19 @@ class WorkerProcess:
             return None
 
     def kill(self) -> None:
-        """Kill the process and all that it started."""
-        lifeline, self._lifeline = self._lifeline, None
-        if lifeline is not None:
-            os.close(lifeline)
-            if self._process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    # its keeper may have been stopped. Not by send_signal, which takes the exit
-                    # code from the event loop
-                    os.kill(self._process.pid, signal.SIGCONT)
+        """Kills the process and all that it started."""
+        lifeline = self._lifeline
+        self._lifeline = None
+        if lifeline is None:
+            return
+        os.close(lifeline)
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                # wakes a stopped keeper; send_signal would take the exit code from the event loop
+                os.kill(self._process.pid, signal.SIGCONT)
 
     async def reap(self) -> str:
-        """Kill, wait for the end, and say how the process ended."""
+        """Kills the process, waits for its end, and returns in words how it ended."""
         self.kill()
         self._stdin.close()
         try:
@@ -130,60 +130,65 @@ class WorkerProcess:
 async def start_kept(
     command: Sequence[str], environment: Mapping[str, str], **options: Any
 ) -> tuple[asyncio.subprocess.Process, int]:
-    """A keeper with this command, and its lifeline: the descriptor with whose end all of it ends.
+    """Starts a command under a keeper. Returns the keeper's process and its lifeline.
 
+    The lifeline is a file descriptor; closing it kills the command and all that it started.
     options: of asyncio.create_subprocess_exec.
     """
-    theirs, lifeline = os.pipe()
+    read_end, lifeline = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-I",
             "-S",
             keeper.__file__,
-            str(theirs),
+            str(read_end),
             "0",
             "",
             "--",
             *command,
             env=environment,
-            pass_fds=(theirs,),
-            start_new_session=True,  # a Ctrl-C in the terminal is for the parent
+            pass_fds=(read_end,),
+            start_new_session=True,  # a Ctrl-C in the terminal is for the parent only
             **options,
         )
     except BaseException:
         os.close(lifeline)
         raise
     finally:
-        os.close(theirs)
+        os.close(read_end)
     return process, lifeline
 
 
-def ask(module: str, request: bytes, limit_s: float, what: str, too_slow: str) -> str | None:
-    """Have a user's code tried in a process of its own, because it may do anything: what is wrong
-    with it in one line, or None.
+def run_trial(
+    module: str, request: bytes, limit_s: float, subject: str, too_slow: str
+) -> str | None:
+    """Tries a user's code in a process of its own, because it may do anything.
 
-    The process is python -m `module`, which serves the request (`serve`).
+    Returns in one line what is wrong with the code; None if nothing is.
+    Raises ConfigError if the process does not answer.
 
-    what: names key and code; too_slow: rule and remedy where the limit is reached. Raises
-    ConfigError, beginning with `what`, where the process does not answer.
+    Args:
+        module: run with python -m; it calls `serve`.
+        request: the input of the process.
+        limit_s: deadline of the answer.
+        subject: names the key and the code in error messages.
+        too_slow: rule and remedy for the error message if limit_s is reached.
     """
     output, code = asyncio.run(_run(module, request, limit_s))
     if code is None:
-        raise ConfigError(f"{what}: {too_slow}")
+        raise ConfigError(f"{subject}: {too_slow}")
     try:
         problem: str | None = json.loads(output)["problem"]
     except (ValueError, LookupError, TypeError):
         raise ConfigError(
-            f"{what}: the process that tried it ended with {code}; correct what its output says"
+            f"{subject}: the process that tried it ended with {code}; correct what its output says"
         ) from None
     return problem
 
 
 async def _run(module: str, request: bytes, limit_s: float) -> tuple[bytes, int | None]:
-    """Return what a process wrote that was given this request, and its exit code; None where the
-    limit was reached.
-    """
+    """Returns a process's output for this request, and its exit code; None after limit_s."""
     process, lifeline = await _start_module(module)
     try:
         output, _ = await asyncio.wait_for(process.communicate(request), limit_s)
@@ -196,8 +201,9 @@ async def _run(module: str, request: bytes, limit_s: float) -> tuple[bytes, int 
 
 
 async def _start_module(*arguments: str) -> tuple[asyncio.subprocess.Process, int]:
-    """A module of this package and what it is given, kept, with pipes to its input and from its
-    output.
+    """Starts a module of this package under a keeper, with pipes to its input and output.
+
+    arguments: the module and its arguments.
     """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "limit": REPLY_LIMIT_BYTES}
     return await start_kept([sys.executable, "-m", *arguments], _environment(), **pipes)
@@ -208,20 +214,19 @@ def json_line(message: Mapping[str, Any]) -> bytes:
 
 
 def _environment() -> dict[str, str]:
-    """Return ours, with this package importable wherever the working directory is."""
+    """Returns this process's environment, with this package importable in every directory."""
     package_root = str(Path(pa_npu.__file__).resolve().parents[1])
     search_path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), package_root)))
     return {**os.environ, "PYTHONPATH": search_path}
 
 
-# The process itself: it keeps its pipes from users' code.
+# The functions below run in the started process, which hides its pipes from users' code.
 
 
 def private_pipes() -> tuple[Any, Any]:
-    """(input, output): takes stdin and stdout away from everything that runs in this process later,
-    children included.
-    """
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    """Returns (input, output), and hides stdin and stdout from users' code and child processes."""
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -230,16 +235,16 @@ def private_pipes() -> tuple[Any, Any]:
 
 
 def send(replies: Any, message: Mapping[str, Any]) -> None:
-    """One reply, a line of JSON."""
-    replies.write(json.dumps(message).encode() + b"\n")
+    """Writes one reply, a line of JSON."""
+    replies.write(json_line(message))
     replies.flush()
 
 
 def serve(attempt: Callable[[bytes], None]) -> NoReturn:
-    """Answer one `ask`: {"problem": null | one line}, which a PaNpuError of the attempt says.
+    """Answers one `run_trial` with {"problem": null or one line}, and ends the process.
 
-    It is the process's whole life. What the user's code prints goes to stderr, and its threads do
-    not keep anybody waiting.
+    The line is the message of a PaNpuError that the attempt raises. What the user's code prints
+    goes to stderr, and its threads do not delay the end.
     """
     requests, replies = private_pipes()
     problem = None

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pa_npu.config.load import load_tree
 from pa_npu.config.schema import Config
-from pa_npu.control.worker_process import ask, serve
+from pa_npu.control.worker_process import run_trial, serve
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.errors import ConfigError
@@ -52,7 +52,7 @@ def check_environment(config: Config, prompt: Prompt | None) -> None:
         else _TRIED_CALLS * config.deadlines.environment_timeout_s
     )
     limit_s = _TIME_LIMIT_S + own_s
-    problem = ask(
+    problem = run_trial(
         "pa_npu.coordinator.environment_trial",
         json.dumps(request, default=str).encode(),
         limit_s,

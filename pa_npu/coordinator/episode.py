@@ -19,7 +19,7 @@ from pa_npu.algorithm.algorithm import Algorithm, ScoredSamples, TokenValues
 from pa_npu.algorithm.rules import needs_whole_groups
 from pa_npu.config.schema import Config
 from pa_npu.config.user_code import describe
-from pa_npu.control.tasks import gather, held
+from pa_npu.control.tasks import catch, gather
 from pa_npu.coordinator.answers import Answers
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.group_session import GroupSession
@@ -169,7 +169,7 @@ async def run_episode(
             samples = await environment.rollout(prompt, num_samples, generate)
         else:
             task = asyncio.ensure_future(
-                held(lambda: environment.rollout(prompt, num_samples, generate))
+                catch(lambda: environment.rollout(prompt, num_samples, generate))
             )
             await ended(
                 task, config.deadlines.environment_timeout_s * num_samples, generate.idle_s, what

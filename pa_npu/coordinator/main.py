@@ -137,7 +137,7 @@ async def run(config: Config) -> None:
         store_thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="store"))
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
-        freshness = Freshness.of(config)
+        freshness = Freshness.from_config(config)
         publication_class = publication_kind(config.publish)
         buffer = open_buffer(config, buffer_channel, ahead=publication_class.CONCURRENT_ITERATIONS)
         work = GroupWork(spec, config)

@@ -71,7 +71,7 @@ async def run_on_rows(config: Config) -> None:
             work=work,
             store_thread=store_thread,
         )
-        freshness = Freshness.of(config)
+        freshness = Freshness.from_config(config)
         evaluations = Evaluations()
         if held_out:
             milestones = Milestones.from_sections(

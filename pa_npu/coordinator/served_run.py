@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 from aiohttp import web
 
-from pa_npu.agents.chat import Answer, Chat
-from pa_npu.agents.gateway import CHAT_FIELDS, TEXT_FIELDS, Gateway, read_json, send
+from pa_npu.agents.chat import Chat, ChatAnswer
+from pa_npu.agents.gateway import CHAT_FIELDS, TEXT_FIELDS, Gateway, read_json, send_answer
 from pa_npu.agents.openai_format import (
-    Asked,
-    Refused,
+    CompletionRequest,
+    RequestRefused,
     models,
     named_model,
     read_request,
@@ -82,7 +82,9 @@ class _Kept:
         known = ", ".join((_ABOUT, *PER_TOKEN, *_FOLLOWING, *PER_SAMPLE)) + (
             f", {own}" if own else ""
         )
-        raise Refused(f"columns: {name!r:.40} is unknown; there are {known}", param="columns")
+        raise RequestRefused(
+            f"columns: {name!r:.40} is unknown; there are {known}", param="columns"
+        )
 
 
 @dataclass(eq=False)
@@ -183,7 +185,7 @@ class ServedRun(Variant):
             )
             for place, one in enumerate(await self._sample(tokens, asked, number))
         ]
-        return await send(
+        return await send_answer(
             request,
             whole_answer(self._chat, f"chatcmpl-{number}", written, len(tokens), asked),
             asked,
@@ -198,21 +200,27 @@ class ServedRun(Variant):
             else prompt
         )
         if max(tokens, default=0) >= len(self._chat.tokenizer):
-            raise Refused(f"prompt: token {max(tokens)} is none of the model's", param="prompt")
+            raise RequestRefused(
+                f"prompt: token {max(tokens)} is none of the model's", param="prompt"
+            )
         number = next(self._requests)
         found = await self._sample(tokens, asked, number)
-        written = [(Answer(self._chat.text_of(one, asked.stop)[1], {}, ()), one) for one in found]
-        return await send(
+        written = [
+            (ChatAnswer(self._chat.decode_answer(one, asked.stop)[1], {}, ()), one) for one in found
+        ]
+        return await send_answer(
             request, whole_answer(self._chat, f"cmpl-{number}", written, len(tokens), asked), asked
         )
 
-    async def _read(self, request: web.Request, fields: Sequence[str]) -> Asked:
+    async def _read(self, request: web.Request, fields: Sequence[str]) -> CompletionRequest:
         body = await read_json(request)
         return read_request(
             body, temperature=self.sampling.temperature, endpoint_fields=fields, free=True
         )
 
-    async def _sample(self, tokens: Sequence[int], asked: Asked, number: int) -> list[Generation]:
+    async def _sample(
+        self, tokens: Sequence[int], asked: CompletionRequest, number: int
+    ) -> list[Generation]:
         """Written by one version: again where weights change meanwhile."""
         longest = self.config.data.max_prompt_tokens + self.sampling.max_tokens
         left = min(longest - len(tokens), self.sampling.max_tokens)
@@ -221,7 +229,7 @@ class ServedRun(Variant):
                 f"{len(tokens)} tokens; a prompt has at least one, and with its answer at most "
                 f"{longest}"
             )
-            raise Refused(line, code="context_length_exceeded", param="prompt")
+            raise RequestRefused(line, code="context_length_exceeded", param="prompt")
         sampling = replace(
             self.sampling,
             max_tokens=min(left, asked.max_tokens or left),
@@ -241,7 +249,9 @@ class ServedRun(Variant):
             try:
                 await asyncio.wait_for(self._holds.wait(), self.config.deadlines.wait_timeout_s)
             except asyncio.TimeoutError:
-                raise Refused("the engines wait for weights; try later", status=503) from None
+                raise RequestRefused(
+                    "the engines wait for weights; try later", status=503
+                ) from None
             task = asyncio.create_task(
                 self._write(prompt, asked.n, seed, sampling), name=f"sample {number}"
             )
@@ -255,7 +265,7 @@ class ServedRun(Variant):
                 try:
                     return task.result()
                 except PaNpuError as error:  # a sample for others ends no run
-                    raise Refused(str(error), status=503) from None
+                    raise RequestRefused(str(error), status=503) from None
 
     async def _write(
         self, prompt: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling
@@ -282,12 +292,14 @@ class ServedRun(Variant):
         try:
             asked = msgspec.convert(await read_json(request), TakeGroups)
         except msgspec.ValidationError as error:
-            raise Refused(str(error)) from None
+            raise RequestRefused(str(error)) from None
         if asked.task not in self._tasks and len(self._tasks) >= _MOST_TASKS:
-            raise Refused(f"task: there are {_MOST_TASKS} already; use one of them", param="task")
+            raise RequestRefused(
+                f"task: there are {_MOST_TASKS} already; use one of them", param="task"
+            )
         task = self._tasks.get(asked.task, _Task(asked.columns))
         if task.asked != asked.columns:
-            raise Refused(
+            raise RequestRefused(
                 f"task: {asked.task} takes {list(task.asked)}; give another set another name",
                 param="task",
             )

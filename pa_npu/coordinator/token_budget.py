@@ -72,7 +72,7 @@ class BudgetedUpdates(Updates):
 
     def choose(self, iteration: int, prompts: Sequence[Prompt]) -> BudgetedGroups:
         num_due = sum(
-            not self.freshness.holds(iteration + 1, group.version) for group in self._carried
+            not self.freshness.allows(iteration + 1, group.version) for group in self._carried
         )
         if iteration == self._last:
             num_due = len(self._carried) + len(prompts)

@@ -1,4 +1,4 @@
-"""The Environment protocol: one method that turns a prompt into samples, and what it is given to work with."""
+"""The protocol of environments: one method that turns a prompt into samples."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ from pa_npu.samples.types import Sample, SampleBuilder
 
 
 class EnvironmentFailed(PaNpuError):
-    """An environment raised, or returned what is no sample; the message names it, the group, and
-    the place in its code.
+    """An environment raised, or returned something that is not a sample.
+
+    The message names the environment, the group, and the place in its code.
     """
 
 
 class Generate(ABC):
-    """Lets the policy write.
+    """Lets the policy write continuations for one group.
 
-    The same arguments give the same tokens, whatever engine answers and however often it is asked.
+    The same arguments give the same tokens, whichever engine answers and however often.
     """
 
     num_trained: int | None = None
-    """How many tokens the group's samples train in all, where the environment knows that from the
-    turns and sets it (I2).
+    """How many tokens the group's samples train in all. An environment that knows the number from
+    its turns sets it, and it is checked (I2).
     """
 
     @cached_property
     def counted(self) -> Counter[str]:
-        """Numbers that the environment counts of the group; metrics.jsonl has their sums of an
-        iteration under `environment`.
+        """Numbers that the environment counts for the group.
+
+        metrics.jsonl has their sums over an iteration under `environment`.
         """
         return Counter()
 
@@ -55,43 +57,45 @@ class Generate(ABC):
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> list[Generation]:
-        """Writes `n` continuations of `tokens`. Requests may run at the same time.
+        """Writes `n` continuations of `tokens`. Requests may run in parallel.
 
         Args:
-            sample: number in the group of the first continuation's sample; those of the others
-            follow.
-            turn: of these samples, from 0.
-            max_tokens: of each; None is rollout.max_response_tokens.
-            stop: texts that end a continuation, which keeps the tokens that complete one.
-        Every generation's `version` is the weight version that wrote it. Raises ValueError for
-        fewer than one, or than one token.
+            sample: number in the group of the first continuation's sample; the other samples have
+                the next numbers.
+            turn: number of the turn in these samples, from 0.
+            max_tokens: limit of each continuation; None stands for rollout.max_response_tokens.
+            stop: texts that end a continuation. The tokens that complete such a text are kept.
+
+        Every generation's `version` is the weight version that wrote it. Raises ValueError if `n`
+        or max_tokens is below 1.
         """
 
 
 class Environment(Protocol):
-    """How a prompt becomes samples. A class of your own: environment.name=module:Class, made with
-    an EnvironmentContext.
+    """Turns prompts into samples. environment.name=module:Class names a class of your own.
 
-    It may have `async open()` and `async close()`, for what it needs during a run
-    (registry.opened): a server, a pool of processes, a connection to another program that writes
-    the samples. They are called once, before the first rollout and after the last. It may have
-    `async def trial(prompt)`, which is called once before a run and raises ConfigError for what it
-    cannot work with.
+    The class is made with an EnvironmentContext. It may have further methods:
+
+    - `async open()` and `async close()` are called once, before the first rollout and after the
+      last (registry.opened). They manage resources of a run, such as a server, a pool of processes
+      or a connection to another program that writes the samples.
+    - `async trial(prompt)` is called once before a run, and raises ConfigError if the environment
+      cannot work.
     """
 
     async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
-        """The samples of a prompt, in order: num_samples attempts at it.
+        """Returns the samples of num_samples attempts at a prompt, in order.
 
-        An attempt may be several samples, such as those of sub-agents or of a context that was
-        compacted, and one that came to nothing may be none; one sample at least is needed. What
-        depends on exactly num_samples of them refuses others in one line
-        (algorithm.rules.needs_whole_groups). A continuation is trained as a whole, once, or not at
-        all; a class that trains parts of some on purpose says `trains_whole_answers = False`.
+        An attempt may give several samples, such as those of sub-agents or of a compacted context,
+        or none; the group needs at least one. Algorithms that need exactly num_samples refuse other
+        groups with an error (algorithm.rules.needs_whole_groups). A continuation is trained as a
+        whole, once, or not at all; a class that trains parts of continuations on purpose sets
+        `trains_whole_answers = False`.
 
-        Runs in the coordinator's event loop beside all other groups: wait with `await`, and give
-        what blocks to a thread or a process. Its own work has limits (environments/time_limit.py),
-        beyond which the run ends and says where it stood. What does not follow from its arguments,
-        such as a clock, makes runs that cannot be repeated.
+        The method runs in the coordinator's event loop together with all other groups. Wait with
+        `await`, and give blocking work to a thread or a process. The environment's own work has
+        time limits (environments/time_limit.py); beyond them the run ends with an error. Results
+        that depend on anything but the arguments, such as a clock, make a run irreproducible.
         """
 
 
@@ -99,10 +103,12 @@ class Environment(Protocol):
 class EnvironmentContext:
     """The arguments that an environment is made with.
 
-    tokenizer: the model's, of transformers. max_response_tokens: most tokens behind the prompt,
-    over all turns. max_turns: most turns of the policy. timeout_s: of the environment's own work in
-    one turn. options: environment.options.
-    config: the run's; None where an environment is made by hand.
+    tokenizer: the model's, of transformers.
+    max_response_tokens: limit of the tokens behind the prompt, over all turns.
+    max_turns: limit of the policy's turns.
+    timeout_s: limit of the environment's own work in one turn.
+    options: environment.options.
+    config: the run's; None for an environment that is made by hand.
     """
 
     tokenizer: Any
@@ -113,18 +119,16 @@ class EnvironmentContext:
     config: Config | None = None
 
     def refuse_options(self, environment: str, known: Sequence[str] = ()) -> None:
-        """Raises ConfigError where environment.options has a key that the environment does not
-        read.
-        """
+        """Raises ConfigError if environment.options has a key that the environment does not know."""
         for name in self.options:
             if name not in known:
-                wanted = f"one of {', '.join(known)}" if known else "none"
+                valid = ", ".join(known) or "none"
                 raise ConfigError(
-                    f"environment.options: {name!r} is unknown to {environment}, which has "
-                    f"{wanted}; remove it"
+                    f"environment.options: {name!r} is unknown to {environment}, whose options are "
+                    f"{valid}; remove it"
                 )
 
 
 def write(sample: SampleBuilder, generation: Generation) -> None:
-    """Adds what the policy wrote to a sample, with the columns that the engine filled."""
+    """Appends a generation's tokens to a sample, with the columns that the engine filled."""
     sample.write(generation.tokens, generation.logprobs, generation.written_by, generation.columns)

@@ -1,4 +1,4 @@
-"""Which environment a configuration names, made and checked before anything starts."""
+"""Makes the environment that a configuration names, and opens and closes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.config.user_code import check_name, describe, import_function
-from pa_npu.control.tasks import held
+from pa_npu.control.tasks import catch
 from pa_npu.environments.protocol import Environment, EnvironmentContext, EnvironmentFailed
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.environments.time_limit import LEAST_S, interrupting
@@ -19,61 +19,60 @@ from pa_npu.errors import ConfigError, PaNpuError
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_S = 10.0  # what is left after that ends with the process that opened it
+_CLOSE_S = 10.0  # whatever is open after that ends with this process
 
 ENVIRONMENTS: dict[str, Callable[[EnvironmentContext], Environment]] = {
     "single_turn": SingleTurn,
     "tools": ToolEnvironment,
 }
-# Of a room above this one, hence named and not imported.
-_ELSEWHERE = {
+# Classes of a package above this one, which are therefore named and not imported.
+_NAMED = {
     "agents": "pa_npu.agents.environment:AgentEnvironment",
     "remote": "pa_npu.agents.remote:RemoteEnvironment",
 }
 
 
 def make_environment(config: Config, tokenizer: Any) -> Environment:
-    """The environment of environment.name: a registered one, or a class that module:Class names.
+    """Makes the environment of environment.name: a registered one, or the class of module:Class.
 
-    Raises ConfigError.
+    Raises ConfigError if there is none, or if it cannot be made.
     """
-    chosen = config.environment
+    settings = config.environment
+    name = settings.name
     context = EnvironmentContext(
-        tokenizer,
-        config.rollout.max_response_tokens,
-        chosen.max_turns,
-        config.deadlines.environment_timeout_s,
-        chosen.options,
-        config,
+        tokenizer=tokenizer,
+        max_response_tokens=config.rollout.max_response_tokens,
+        max_turns=settings.max_turns,
+        timeout_s=config.deadlines.environment_timeout_s,
+        options=settings.options,
+        config=config,
     )
-    check_name("environment.name", chosen.name, [*ENVIRONMENTS, *_ELSEWHERE], "module:Class")
+    check_name("environment.name", name, [*ENVIRONMENTS, *_NAMED], "module:Class")
     try:
-        known = ENVIRONMENTS.get(chosen.name)
-        make = known or import_function(
-            "environment.name", _ELSEWHERE.get(chosen.name, chosen.name)
-        )
+        make = ENVIRONMENTS.get(name)
+        if make is None:
+            make = import_function("environment.name", _NAMED.get(name, name))
         environment = make(context)
     except (ConfigError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # a user's class may raise whatever it likes
+    except BaseException as error:  # a user's class may raise anything
         raise ConfigError(
-            f"environment.name: {chosen.name} cannot be made ({describe(error)}); correct its "
-            "__init__, which gets an EnvironmentContext"
+            f"environment.name: {name} cannot be made ({describe(error)}); correct its __init__, "
+            "which gets an EnvironmentContext"
         ) from error
     if not callable(getattr(environment, "rollout", None)):
         raise ConfigError(
-            f"environment.name: {chosen.name} has no method rollout(prompt, num_samples, "
-            "generate); add it"
+            f"environment.name: {name} has no method rollout(prompt, num_samples, generate); add it"
         )
     return environment
 
 
 @asynccontextmanager
 async def opened(environment: Environment, limit_s: float) -> AsyncIterator[Environment]:
-    """The environment between its `open` and its `close`, where it has them; limit_s: for opening.
+    """Opens the environment, yields it, and closes it, if it has such methods.
 
-    Raises EnvironmentFailed where it cannot be opened. A failure of `close` is logged: the run is
-    over by then.
+    limit_s: deadline of `open`. Raises EnvironmentFailed if it cannot be opened. A failure of
+    `close` is only logged, because the run is over then.
     """
     name = type(environment).__name__
     try:
@@ -101,8 +100,8 @@ async def opened(environment: Environment, limit_s: float) -> AsyncIterator[Envi
 
 
 async def _call(environment: Environment, method: str, limit_s: float) -> None:
-    found = getattr(environment, method, None)
-    if found is not None:
-        _, failed = await asyncio.wait_for(held(found), limit_s)
-        if failed is not None:
-            raise failed
+    bound_method = getattr(environment, method, None)
+    if bound_method is not None:
+        _, error = await asyncio.wait_for(catch(bound_method), limit_s)
+        if error is not None:
+            raise error

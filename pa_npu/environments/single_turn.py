@@ -1,4 +1,4 @@
-"""The single turn: every sample is the prompt and one response, all responses from one request."""
+"""The default environment: every sample is the prompt and one response."""
 
 from __future__ import annotations
 
@@ -16,28 +16,31 @@ from pa_npu.samples.types import Sample, SampleBuilder, SampleRow, check_one_eac
 
 
 class SingleTurn:
-    """The default environment; it has no options."""
+    """Gets all responses of a prompt from one request. It has no options."""
 
-    waits_are_bounded = True  # it waits for the policy alone
-    trains_all_answers = True  # each is a sample
+    waits_are_bounded = True  # it waits only for the policy
+    trains_all_answers = True  # every response is a sample
 
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("single_turn")
 
     async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
-        return samples_of(prompt.tokens, await generate(prompt.tokens, n=num_samples))
+        generations = await generate(prompt.tokens, n=num_samples)
+        return samples_of(prompt.tokens, generations)
 
 
 def samples_of(prompt: npt.NDArray[np.int32], generations: Sequence[Generation]) -> list[Sample]:
-    """Makes a sample of the prompt and each generation, equal to a SampleBuilder's.
+    """Makes one sample of the prompt and each generation.
 
-    Every group comes through here: arrays are made for all samples together, in half the time of
-    one by one, and cut apart.
+    The result equals a SampleBuilder's. Because every group comes through here, the arrays of all
+    samples are made together and then cut apart, which takes half the time.
     """
     if any([generation.columns for generation in generations]):
         return [_sample(prompt, generation) for generation in generations]
     bounds = [0, *accumulate(len(prompt) + len(generation.tokens) for generation in generations)]
-    parts = [part for generation in generations for part in (prompt, generation.tokens)]
+    parts: list[npt.NDArray[np.int32]] = []
+    for generation in generations:
+        parts += [prompt, generation.tokens]
     tokens = np.concatenate(parts, dtype=np.int32)
     component = np.zeros(bounds[-1], np.uint8)
     logprobs = np.zeros(bounds[-1], np.float32)

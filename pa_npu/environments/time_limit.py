@@ -1,8 +1,9 @@
 """Ends an environment that never returns, or that blocks the event loop in which all groups run.
 
-Its own work is what it does while the policy owes it no answer. Between two answers that may take
-environment.timeout_s for each of the prompt's samples, and at least a minute. A blocked loop can
-tell nobody, so a timer of the process interrupts what blocks it.
+An environment's own work is what it does while it waits for no answer of the policy. Between two
+answers this work may take environment.timeout_s for each of the prompt's samples, and at least a
+minute. A blocked event loop cannot check this, so a timer of the process interrupts the code that
+blocks it.
 """
 
 from __future__ import annotations
@@ -19,37 +20,41 @@ from typing import Any
 from pa_npu.config.user_code import place_of
 from pa_npu.environments.protocol import Environment, EnvironmentFailed
 
-LEAST_S = 60.0  # a turn of pure Python, on a machine that computes much else
+LEAST_S = 60.0  # enough for a turn of pure Python on a busy machine
 _BEAT_S = 1.0
 _SLACK_S = 0.01
 _END_S = 5.0
 
 
 async def ended(
-    task: asyncio.Future[Any], own_s: float, idle_s: Callable[[], float], what: str
+    task: asyncio.Future[Any], own_s: float, idle_s: Callable[[], float], subject: str
 ) -> None:
-    """Wait for an environment's rollout, which gets own_s, and at least LEAST_S, for its own work
-    between two answers.
+    """Waits for an environment's rollout. Raises EnvironmentFailed if it takes too long.
 
-    idle_s: seconds since the policy owed it an answer. Raises EnvironmentFailed where it takes
-    longer. what: for messages.
+    Args:
+        task: the rollout.
+        own_s: limit of the environment's own work between two answers, at least LEAST_S.
+        idle_s: returns the seconds since the environment last waited for an answer of the policy.
+        subject: names the environment and the group in the error message.
     """
     limit_s = max(LEAST_S, own_s)
     try:
         while idle_s() < limit_s:
-            if (await asyncio.wait([task], timeout=limit_s - idle_s() + _SLACK_S))[0]:
+            done, _ = await asyncio.wait([task], timeout=limit_s - idle_s() + _SLACK_S)
+            if done:
                 return
         raise EnvironmentFailed(
-            f"{what}: it has neither asked the policy nor returned for {limit_s:g} s; end what it "
-            "waits for, or raise environment.timeout_s"
+            f"{subject}: it has neither asked the policy nor returned for {limit_s:g} s; end what "
+            "it waits for, or raise environment.timeout_s"
         )
     finally:
         await _end(task)
 
 
 async def _end(task: asyncio.Future[Any]) -> None:
-    """Cancel it and wait for its end, also where this wait is itself cancelled; one that does not
-    end in time is left behind.
+    """Cancels a task and waits for its end, even if this wait is itself cancelled.
+
+    A task that does not end within _END_S is left behind.
     """
     task.cancel()
     deadline_s = time.monotonic() + _END_S
@@ -60,37 +65,37 @@ async def _end(task: asyncio.Future[Any]) -> None:
 
 @contextmanager
 def interrupting(environment: Environment, limit_s: float) -> Iterator[None]:
-    """Raises EnvironmentFailed inside code of the environment that keeps the running loop from
-    going on for limit_s.
+    """Raises EnvironmentFailed inside the environment's code if it blocks the loop for limit_s.
 
-    Only in a main thread, where signals are handled, and where nobody else uses its timer.
+    Does nothing outside of the main thread, which alone handles signals, or if SIGALRM is in use.
     """
-    free = (
+    can_use_timer = (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
     )
-    if not free:
+    if not can_use_timer:
         yield
         return
     loop = asyncio.get_running_loop()
     beat: asyncio.TimerHandle | None = None
 
-    def go_on() -> None:
+    def restart_timer() -> None:
         nonlocal beat
         signal.setitimer(signal.ITIMER_REAL, limit_s)
-        beat = loop.call_later(min(_BEAT_S, limit_s / 2), go_on)
+        beat = loop.call_later(min(_BEAT_S, limit_s / 2), restart_timer)
 
-    def late(_: int, frame: FrameType | None) -> None:
+    def interrupt(_: int, frame: FrameType | None) -> None:
         signal.setitimer(signal.ITIMER_REAL, limit_s)
-        if place := place_of(frame):
+        place = place_of(frame)
+        if place:
             raise EnvironmentFailed(
                 f"environment {type(environment).__name__}: it has blocked all groups for "
                 f"{limit_s:g} s at {place}; wait with await, and give what blocks to "
                 "asyncio.to_thread or to a process"
             )
 
-    signal.signal(signal.SIGALRM, late)
-    go_on()
+    signal.signal(signal.SIGALRM, interrupt)
+    restart_timer()
     try:
         yield
     finally:

@@ -1,10 +1,10 @@
 """The process that runs a user's tool: calls in, answers out, one JSON object per line.
 
     stdout  {"ready": true} or {"unusable": reason}      first line
-    stdin   {"call": text}        stdout  {"answer": text}, with "failure": true where it is the tool's failure, in order
+    stdin   {"call": text}        stdout  {"answer": text}, with "failure": true if the tool failed
 
-What the function prints goes to standard error. The process ends with its input, and its keeper
-kills it when its parent dies.
+Answers are in the order of the calls. What the function prints goes to standard error. The process
+ends with its input, and its keeper kills it when its parent dies.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ def _answer(function: Any, call: str) -> dict[str, Any]:
         reason = f"returned {type(answer).__name__}, not a text or a number"
     except UnicodeEncodeError:
         reason = "returned half of a surrogate pair, which is no text"
-    except (
-        BaseException
-    ) as error:  # a tool's failure is what the policy reads, also where it would end its process
+    except BaseException as error:
+        # the policy reads a tool's failure as an answer, even one that would end the process
         reason = f"{type(error).__name__}: {error}"
     line = " ".join(reason.split())[:_LONGEST_REASON].encode("utf-8", "replace").decode()
     return {"answer": f"error: {line}", "failure": True}

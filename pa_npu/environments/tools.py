@@ -1,23 +1,22 @@
-"""The tool environment: several turns, in which the policy may call a tool and reads its answer before it goes on.
+"""The tool environment: the policy may call a tool in several turns, and reads its answers.
 
     prompt ──policy──> ... <<48/2>> ──tool──> =24 ──policy──> ... #### 24 <end>
                        trained        not trained  trained
 
-Token in, token out: what the policy wrote is never rendered to text and tokenised again; only the
-tool's answer is tokenised, and follows what was written. A turn ends with a call, with the policy's
-end token, or at a limit; the sample ends when a turn ends without a call, or when turns or tokens
-are used up. The samples of a group go on independently of each other.
+The policy's tokens are never rendered to text and tokenised again; only the tool's answer is
+tokenised and appended. A turn ends with a call, with the policy's end token, or at a limit. A
+sample ends when a turn ends without a call, or when its turns or tokens are used up. The samples of
+a group are independent of each other.
 
 environment.options:
-    tool    "calculator" (default), or a function of your own, module:function, from the call's text
-            to the answer's. It runs in a process of its own and has environment.timeout_s; its
-            failure is its answer ("error: ...").
-    call    what opens and closes a call; default ["<<", ">>"], the marks of GSM8K's calculator
+    tool    "calculator" (default), or module:function of your own, which returns the answer's text
+            for the call's text. It runs in a process of its own and has environment.timeout_s per
+            call. If it fails, its answer is "error: ..."
+    call    marks that open and close a call; default ["<<", ">>"], the marks of GSM8K's calculator
             annotations (arXiv 2110.14168)
-    example a call that a tool of your own must answer, tried before the run; default: one of the
-    reference answer, the question
-            and "1+1"
-    answer  what opens and closes a tool's answer; default ["=", "\\n"]
+    answer  marks that open and close a tool's answer; default ["=", "\\n"]
+    example a call that is tried before the run; a tool of your own must answer it. By default it
+            must answer the reference answer, the question or "1+1"
 """
 
 from __future__ import annotations
@@ -40,13 +39,14 @@ from pa_npu.errors import ConfigError, DeadlineExceeded
 from pa_npu.samples.types import Sample, SampleBuilder
 
 Tool = Callable[[str], Awaitable[str]]
-"""From a call's text to the answer's; a failure is an answer that begins with "error: "."""
+"""Returns the answer's text for a call's text; the answer to a failed call begins with "error: "."""
 
 _MODULE = "pa_npu.environments.tool_worker"
 _STARTUP_TIMEOUT_S = 60.0  # importing a user's module on a busy machine
 _OPTIONS = ("tool", "call", "answer", "example")
-_LONGEST = 200  # characters of an expression for the calculator
-_LARGEST = 10**30  # of a value in it
+# Limits of the calculator.
+_LONGEST = 200  # characters of an expression
+_LARGEST = 10**30  # absolute value
 _LARGEST_EXPONENT = 100
 _DECIMALS = 6
 
@@ -61,20 +61,20 @@ logger = logging.getLogger(__name__)
 
 
 class ToolEnvironment:
-    """See the module's docstring."""
+    """Runs num_samples independent dialogues of the policy with a tool."""
 
-    waits_are_bounded = True
+    waits_are_bounded = True  # every call of the tool has a time limit
 
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("tools", _OPTIONS)
         self._context = context
-        self._open, self._close = _pair(context, "call", ("<<", ">>"))
-        self._answer = _pair(context, "answer", ("=", "\n"))
+        self._open, self._close = _marks(context, "call", ("<<", ">>"))
+        self._answer_marks = _marks(context, "answer", ("=", "\n"))
         self._tool: Tool = make_tool(context)
         self._encoder = TextEncoder(context.tokenizer)
 
     async def close(self) -> None:
-        """End the tool's process, where it has one."""
+        """Ends the tool's process, if it has one."""
         if isinstance(self._tool, ToolProcess):
             await self._tool.close()
 
@@ -84,19 +84,19 @@ class ToolEnvironment:
         )
 
     async def trial(self, prompt: Prompt) -> None:
-        """Calls a tool of the user's before a run. Raises ConfigError where it answers nothing."""
+        """Calls a user's tool before a run. Raises ConfigError if it answers no call."""
         example = self._context.options.get("example")
         if example is not None and not isinstance(example, str):
             raise ConfigError(
                 f"environment.options: example must be a text, the call to try, not {example!r:.60}"
             )
+        calls = [prompt.answer, prompt.text, "1+1"] if example is None else [example]
         if isinstance(self._tool, ToolProcess):
-            await self._tool.trial(
-                [example] if example is not None else [prompt.answer, prompt.text, "1+1"]
-            )
+            await self._tool.trial(calls)
 
     async def _sample(self, prompt: Prompt, number: int, generate: Generate) -> Sample:
-        sample, text = SampleBuilder(prompt.tokens), ""
+        sample = SampleBuilder(prompt.tokens)
+        text = ""
         left = self._context.max_response_tokens
         for turn in range(self._context.max_turns):
             (generation,) = await generate(
@@ -108,26 +108,28 @@ class ToolEnvironment:
             call = self._call_at_end(generation.text)
             if call is None:
                 return sample.finish(generation.finished, text)
-            answer = self._answer[0] + await self._tool(call) + self._answer[1]
+            opening, closing = self._answer_marks
+            answer = opening + await self._tool(call) + closing
             if turn == self._context.max_turns - 1:
                 break  # no turn is left to read the answer
             tokens = await self._encoder.encode(answer, max_tokens=left)
             if tokens is None or len(tokens) >= left:
-                break  # no token is left behind it
+                break  # no token is left behind the answer
             sample.show(np.asarray(tokens, np.int32))
             text += answer
             left -= len(tokens)
         return sample.finish(False, text)
 
     def _call_at_end(self, text: str) -> str | None:
-        """Returns the policy's question to the tool at the end of a turn; None if there is none."""
+        """Returns the call at the end of a turn; None if there is none."""
         if not text.endswith(self._close):
             return None
         _, opened, call = text.removesuffix(self._close).rpartition(self._open)
         return call if opened else None
 
 
-def _pair(context: EnvironmentContext, name: str, default: tuple[str, str]) -> tuple[str, str]:
+def _marks(context: EnvironmentContext, name: str, default: tuple[str, str]) -> tuple[str, str]:
+    """Returns the option `name`: an opening and a closing mark. Raises ConfigError."""
     value = context.options.get(name, default)
     if (
         not isinstance(value, (list, tuple))
@@ -139,14 +141,14 @@ def _pair(context: EnvironmentContext, name: str, default: tuple[str, str]) -> t
         )
     if name == "call" and not all(value):
         raise ConfigError(
-            "environment.options: call needs marks that are not empty, or no call could be told "
-            "from text"
+            "environment.options: call must have marks that are not empty, which distinguish a "
+            "call from text; give two texts"
         )
     return value[0], value[1]
 
 
 def make_tool(context: EnvironmentContext) -> Tool:
-    """The tool of environment.options. Raises ConfigError where there is none of this name."""
+    """Makes the tool of environment.options. Raises ConfigError for an invalid name."""
     name = context.options.get("tool", "calculator")
     if name == "calculator":
         return _calculator
@@ -163,8 +165,10 @@ async def _calculator(call: str) -> str:
 
 
 class ToolProcess:
-    """A user's function in a process of its own; calls one after another, each with a time limit,
-    after which it is killed.
+    """A user's function in a process of its own.
+
+    Calls run one after another. A call that exceeds timeout_s kills the process; the next call
+    starts another.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
@@ -174,12 +178,13 @@ class ToolProcess:
         self._worker: WorkerProcess | None = None
 
     async def __call__(self, call: str) -> str:
-        return (await self._answer(call))[0]
+        answer, _ = await self._answer(call)
+        return answer
 
     async def trial(self, calls: Sequence[str]) -> None:
         """Calls the tool before a run.
 
-        Raises ConfigError where it answers none of the calls, or does not answer in time.
+        Raises ConfigError if it answers none of the calls, or not in time.
         """
         try:
             answers = [await self._answer(call) for call in calls]
@@ -194,7 +199,7 @@ class ToolProcess:
             )
 
     async def _answer(self, call: str) -> tuple[str, bool]:
-        """The answer, and whether it is the tool's failure."""
+        """Returns the answer, and whether the tool failed."""
         async with self._turn:
             worker = self._worker or await self._start()
             worker.write(json_line({"call": call}))
@@ -218,11 +223,9 @@ class ToolProcess:
             raise ConfigError(
                 f"environment.options: tool {self._name}: {late}; correct the function"
             ) from None
-        problem = (
-            worker.ready.get("unusable")
-            if worker.ready
-            else "its process ended while importing it, see the log"
-        )
+        problem = "its process ended while importing it, see the log"
+        if worker.ready:
+            problem = worker.ready.get("unusable", "")
         if problem:
             await worker.reap()
             raise ConfigError(
@@ -232,32 +235,31 @@ class ToolProcess:
         return worker
 
     async def close(self) -> None:
-        """End the process; a later call starts another."""
-        worker, self._worker = self._worker, None
+        """Ends the process; a later call starts another."""
+        worker = self._worker
+        self._worker = None
         if worker is not None:
             await worker.reap()
 
 
 def calculate(expression: str) -> str:
-    """The value of + - * / ** and brackets over decimal numbers: whole, or rounded to 6 decimals.
-    "error: ..." otherwise.
+    """Evaluates + - * / ** and brackets over decimal numbers.
+
+    Returns a whole number, a number rounded to 6 decimals, or "error: ...".
     """
     if len(expression) > _LONGEST:
         return f"error: more than {_LONGEST} characters"
+    source = expression.strip().replace(",", "").replace("^", "**")
     try:
-        return _written(
-            _value(
-                ast.parse(expression.strip().replace(",", "").replace("^", "**"), mode="eval").body
-            )
-        )
+        return _format(_evaluate(ast.parse(source, mode="eval").body))
     except ZeroDivisionError:
         return "error: division by zero"
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return "error: not an expression"
 
 
-def _value(node: ast.AST) -> Fraction:
-    """Raises ValueError for everything that is no arithmetic."""
+def _evaluate(node: ast.AST) -> Fraction:
+    """Returns a node's value. Raises ValueError if it is not arithmetic, or too large."""
     if (
         isinstance(node, ast.Constant)
         and isinstance(node.value, (int, float))
@@ -265,14 +267,18 @@ def _value(node: ast.AST) -> Fraction:
     ):
         value = Fraction(str(node.value))
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
-        value = _value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
+        value = _evaluate(node.operand)
+        if isinstance(node.op, ast.USub):
+            value = -value
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-        base, exponent = _value(node.left), _value(node.right)
+        base = _evaluate(node.left)
+        exponent = _evaluate(node.right)
         if exponent.denominator != 1 or abs(exponent) > _LARGEST_EXPONENT:
             raise ValueError("exponent")
         value = base ** int(exponent)
     elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-        value = _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+        operation = _OPERATIONS[type(node.op)]
+        value = operation(_evaluate(node.left), _evaluate(node.right))
     else:
         raise ValueError("not arithmetic")
     if abs(value) > _LARGEST:
@@ -280,7 +286,7 @@ def _value(node: ast.AST) -> Fraction:
     return value
 
 
-def _written(value: Fraction) -> str:
+def _format(value: Fraction) -> str:
     if value.denominator == 1:
         return str(value.numerator)
     scaled = round(value * 10**_DECIMALS)

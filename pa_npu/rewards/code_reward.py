@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pa_npu.config.sections.rollout import CodeConfig
-from pa_npu.control.tasks import Turns
+from pa_npu.control.tasks import GroupSemaphore
 from pa_npu.errors import DataError
 from pa_npu.rewards.code_program import program_of
 from pa_npu.rewards.code_results import same_output, same_result
@@ -45,7 +45,7 @@ class CodeReward:
 
     def __init__(self, config: CodeConfig, programs: int) -> None:
         self._config = config
-        self._turns = Turns(programs)
+        self._turns = GroupSemaphore(programs)
         self._groups = itertools.count()
         self._harness = _HARNESS.read_text(encoding="utf-8")
         self.problem: str | None = None
@@ -149,7 +149,7 @@ class CodeReward:
         )
         for attempt in range(_ATTEMPTS):
             try:
-                async with self._turns.of(group):
+                async with self._turns.request(group):
                     outcome = await run(arguments, stdin.encode("utf-8", "replace"), limits, files)
                 break
             except SandboxFailed:

@@ -33,7 +33,7 @@ from pa_npu.config.sections.rollout import (
     JudgeConfig,
 )
 from pa_npu.control.bounded_http import read_at_most
-from pa_npu.control.tasks import Turns
+from pa_npu.control.tasks import GroupSemaphore
 from pa_npu.errors import DataError
 from pa_npu.rewards.answers import final_text
 from pa_npu.rewards.functions import RewardInput
@@ -74,7 +74,7 @@ class JudgeReward:
         self._config = config
         self._lowest, self._highest = config.scores
         self._cache = JudgeCache(cache)
-        self._turns = Turns(config.concurrency)
+        self._turns = GroupSemaphore(config.concurrency)
         self._groups = itertools.count()
         self._asked: dict[str, asyncio.Task[float]] = {}
         self._session: Any = None
@@ -151,7 +151,7 @@ class JudgeReward:
     async def _ask(self, group: int, content: list[Any], body: Mapping[str, Any]) -> float:
         for attempt in range(1, JUDGE_ATTEMPTS + 1):
             try:
-                async with self._turns.of(group):
+                async with self._turns.request(group):
                     answer = await self._post(body)
                 score = self._score(answer)
                 self._cache.put(content, score, answer)

@@ -34,7 +34,7 @@ from typing import Any
 
 from pa_npu.config.user_code import describe
 from pa_npu.control.running_time import TimeLimit
-from pa_npu.control.tasks import held
+from pa_npu.control.tasks import catch
 from pa_npu.control.worker_process import private_pipes, send
 from pa_npu.errors import UserError
 from pa_npu.rewards.comparer import preload
@@ -221,7 +221,7 @@ class _Waiting:
             )
             return values, problem, False
         async with self._turn:
-            task = asyncio.ensure_future(held(lambda: function(group)))
+            task = asyncio.ensure_future(catch(lambda: function(group)))
             limit = TimeLimit(os.getpid(), self._timeout_s)
             while not task.done():
                 await asyncio.wait({task}, timeout=limit.look_again_s())

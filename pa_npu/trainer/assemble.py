@@ -133,7 +133,7 @@ def assemble_rank(
             channel=channel,
             timeline=timeline,
             timeout_s=config.deadlines.border_timeout_s,
-            freshness=Freshness.of(config),
+            freshness=Freshness.from_config(config),
             milestones=milestones,
         )
     else:
@@ -213,7 +213,7 @@ def rollout_source(
     algorithm = build_algorithm(config)
     buffer = open_buffer(config, channel, readers=config.mesh.replica_size, trains=True, own=own)
 
-    freshness, is_told = Freshness.of(config), config.trained_groups is None
+    freshness, is_told = Freshness.from_config(config), config.trained_groups is None
     # a group is carried for max_staleness updates at most
     most = config.groups_per_replica * (1 + freshness.max_staleness * is_told)
 

@@ -87,8 +87,8 @@ def test_other_programs_sample_from_the_current_version_and_take_groups_as_colum
 
     # what is wrong is one line, and the run goes on
     for method, path, wrong, status, line in (
-        ("POST", "/v1/completions", b"{", 400, "no JSON"),
-        ("POST", "/v1/completions", {"prompt": [1, 10**6]}, 400, "none of the model's"),
+        ("POST", "/v1/completions", b"{", 400, "not JSON"),
+        ("POST", "/v1/completions", {"prompt": [1, 10**6]}, 400, "not in the model"),
         ("POST", "/v1/completions", {"prompt": "w5 " * 100}, 400, "at most"),
         (
             "POST",

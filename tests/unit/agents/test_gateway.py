@@ -27,7 +27,7 @@ from pydantic import ValidationError
 
 from pa_npu.agents import environment as environment_module
 from pa_npu.agents import gateway
-from pa_npu.agents.chat import Parsed, hermes, make_parser
+from pa_npu.agents.chat import ParsedAnswer, make_parser, parse_hermes
 from pa_npu.agents.environment import AgentEnvironment, evaluated
 from pa_npu.agents.programs import Programs
 from pa_npu.agents.session import Session, Sessions
@@ -138,7 +138,7 @@ class Client:
 
     def __init__(self, sessions: Sessions, session: Session) -> None:
         self.sessions, self.session = sessions, session
-        self.key = sessions.key_of(f"session:{session.id}")
+        self.key = sessions.derive_key(f"session:{session.id}")
         self.openai = openai.AsyncOpenAI(
             base_url=sessions.base_url(session), api_key=self.key, max_retries=0
         )
@@ -413,7 +413,7 @@ async def test_sessions_cannot_use_each_other_and_strangers_can_use_none(
     assert agents.sessions is not None
     mine, other = [await client_of(agents, Policy(asks_then_answers)) for _ in range(2)]
     for path in ("/v1/chat/completions", "/v1/completions", "/reward", "/end"):
-        for key in (other.key, "", "nonsense", agents.sessions.key_of("program:0")):
+        for key in (other.key, "", "nonsense", agents.sessions.derive_key("program:0")):
             assert (await mine.send(path, {}, key or "-"))[0] == 401
     assert (await mine.send("/reward", {"reward": 1.0}))[0] == 200
     assert (await mine.send("/reward", {"reward": 2.0}, agents.sessions.key))[0] == 200, (
@@ -686,7 +686,7 @@ async def test_a_reward_after_a_limit_is_taken_until_the_agent_says_that_it_has_
             assert isinstance(agents, AgentEnvironment) and agents.sessions is not None
             policy = Policy(lambda shown: f"w{END_OF_TURN}")
             going = asyncio.ensure_future(agents.rollout(PROMPT, 1, policy))
-            session = await agents.sessions.take("", 30.0)
+            session = await agents.sessions.wait_task("", 30.0)
             assert session is not None
             client = Client(agents.sessions, session)
             with pytest.raises(openai.BadRequestError, match="ended: turns"):
@@ -717,7 +717,7 @@ async def test_rows_need_no_answer_where_agents_reward_and_a_session_without_eit
             going = asyncio.ensure_future(
                 agents.rollout(unanswered, 1, Policy(lambda shown: f"w{END_OF_TURN}"))
             )
-            session = await agents.sessions.take("", 30.0)
+            session = await agents.sessions.wait_task("", 30.0)
             assert session is not None
             client = Client(agents.sessions, session)
             await client.chat([user("q")])
@@ -1000,10 +1000,10 @@ async def test_a_sessions_time_runs_from_when_it_is_taken() -> None:
         working = asyncio.create_task(
             agents.rollout(PROMPT, 2, Policy(lambda shown: f"w{END_OF_TURN}"))
         )
-        forgotten = await agents.sessions.take("me", 30.0)
+        forgotten = await agents.sessions.wait_task("me", 30.0)
         assert forgotten is not None
         await forgotten.ended()
-        session = await agents.sessions.take("me", 0.0)
+        session = await agents.sessions.wait_task("me", 0.0)
         assert forgotten.outcome == "time" and session is not None and session.outcome is None
         await Client(agents.sessions, session).chat([user("q")])
         session.end("done")
@@ -1014,7 +1014,7 @@ async def test_a_sessions_time_runs_from_when_it_is_taken() -> None:
 async def test_a_run_whose_tasks_nobody_takes_ends_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pa_npu.agents.environment._COME_S", 0.1)
+    monkeypatch.setattr("pa_npu.agents.environment._TASK_REQUEST_S", 0.1)
     with pytest.raises(EnvironmentFailed, match=r"no agent has taken a task for 0\.2 s"):
         await rollout(config(timeout_s=0.1), 2, asks_then_answers)
 
@@ -1024,7 +1024,9 @@ def test_agents_are_tried_for_as_long_as_their_sessions_may_take(
 ) -> None:
     asked: list[float] = []
     monkeypatch.setattr(
-        environment_trial, "ask", lambda module, request, limit_s, *texts: asked.append(limit_s)
+        environment_trial,
+        "run_trial",
+        lambda module, request, limit_s, *texts: asked.append(limit_s),
     )
     environment_trial.check_environment(config(command="agent", timeout_s=900.0), PROMPT)
     assert asked == [60.0 + 2 * 900.0], "one whose room is taken first, as in a run"
@@ -1055,8 +1057,8 @@ def test_what_is_no_call_stays_text() -> None:
         '<tool_call>{"name": 1}</tool_call>',
         "<tool_call>[1]",
     ):
-        assert hermes(text).content == text and not hermes(text).calls
-    two = hermes(f"a{CALL}\n{CALL}")
+        assert parse_hermes(text).content == text and not parse_hermes(text).calls
+    two = parse_hermes(f"a{CALL}\n{CALL}")
     assert two.content == "a" and len(two.calls) == 2
 
 
@@ -1109,11 +1111,13 @@ def test_calls_are_found_by_the_models_own_format(
     assert found.content.strip() == plain and [one.canonical for one in found.calls] == [
         ("calculator", '{"x": "6*7"}')
     ]
-    assert parse("no call", TOOLS, "<|assistant|>") == Parsed("no call")
+    assert parse("no call", TOOLS, "<|assistant|>") == ParsedAnswer("no call")
 
 
 def test_a_parser_that_there_is_not_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match="template, but the model's tokenizer does not say"):
+    with pytest.raises(
+        ConfigError, match="template, but the model's tokenizer has no response template"
+    ):
         make_parser("template", make_tokenizer())
     pytest.importorskip("vllm")
     for name in ("nonsense", "llama3_json"):
@@ -1167,7 +1171,7 @@ async def test_curl_reads_an_answer_and_a_stream(agents: AgentEnvironment) -> No
 async def test_half_requests_slow_bodies_and_too_many_connections_are_bounded_and_clients_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gateway, "MOST_CONNECTIONS", 50)
+    monkeypatch.setattr(gateway, "MAX_CONNECTIONS", 50)
     monkeypatch.setattr(gateway, "_IDLE_S", 0.4)
     monkeypatch.setattr(gateway, "_READ_S", 0.3)
     monkeypatch.setattr(gateway, "LARGEST_REQUEST_BYTES", 2**16)
@@ -1664,7 +1668,9 @@ async def test_a_client_that_does_not_read_its_answer_is_cut_off_and_others_go_o
             assert (await other.chat([user("q")])).choices[0].message.content == "w"
             # the client has read nothing until its connection is given up
             await within(
-                60.0, lambda: not (made[0]._busy or made[0]._seen), "the end of all connections"
+                60.0,
+                lambda: not (made[0]._busy or made[0]._last_busy),
+                "the end of all connections",
             )
             with contextlib.suppress(ConnectionError):
                 while part := await asyncio.wait_for(loop.sock_recv(connection, 2**20), 30.0):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from pa_npu.config.load import load_config
-from pa_npu.control.worker_process import ask
+from pa_npu.control.worker_process import run_trial
 from pa_npu.rewards.comparer import _Comparer
 
 _PAST = 1100
@@ -38,7 +38,7 @@ def test_a_users_code_is_tried_in_a_kept_process(many_open_files: None) -> None:
         ["model.path=m", "data.train=t", "algorithm.advantage=pa_npu.algorithm.advantages:centred"],
     )
     assert (
-        ask(
+        run_trial(
             "pa_npu.algorithm.trial",
             config.model_dump_json().encode(),
             60.0,

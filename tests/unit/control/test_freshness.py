@@ -18,7 +18,7 @@ def test_versions_from_max_staleness_back_to_the_trained_one_hold_and_no_others(
     for trained in range(6):
         for token in range(8):
             inside = token in range(max(0, trained - max_staleness), trained + 1)
-            assert policy.holds(trained, token) == inside
+            assert policy.allows(trained, token) == inside
             with (
                 nullcontext()
                 if inside

@@ -146,7 +146,7 @@ def test_which_version_produces_which_iteration_follows_from_two_numbers(
     freshness, first, ahead = Freshness(staleness), 2, 2
     produced = {}
     for version in range(first, end):
-        while ahead < end and freshness.holds(ahead, version):
+        while ahead < end and freshness.allows(ahead, version):
             produced[ahead] = version
             ahead += 1
     assert produced == {

@@ -134,7 +134,7 @@ def train(config: Config, budget: TokenBudget | None, lengths: Any) -> tuple[lis
         if budget is None:
             size = len(whole)
         else:
-            due = sum(not freshness.holds(iteration + 1, g[1]) for g in carried)
+            due = sum(not freshness.allows(iteration + 1, g[1]) for g in carried)
             update = budgeted(
                 budget, [g[2] for g in carried], count, len(whole) if is_last else due
             )

@@ -404,13 +404,16 @@ async def test_a_broken_environment_is_one_line_that_names_it(kind: str, message
         ({"name": "builtins:id"}, "has no method rollout"),
         (
             {"name": "tools", "options": {"tols": 1}},
-            "'tols' is unknown to tools, which has one of tool, call, answer",
+            "'tols' is unknown to tools, whose options are tool, call, answer",
         ),
         (
             {"name": "tools", "options": {"call": ["<"]}},
             r"call must be two texts, \[opening, closing\]",
         ),
-        ({"name": "tools", "options": {"call": ["", ">"]}}, "call needs marks that are not empty"),
+        (
+            {"name": "tools", "options": {"call": ["", ">"]}},
+            "call must have marks that are not empty",
+        ),
         (
             {"name": "tools", "options": {"tool": "abacus"}},
             "'abacus' is neither calculator nor module:function",

@@ -81,7 +81,7 @@ def choice_of(config: Config, kls: list[float]) -> PublishedVersions:
     return PublishedVersions(
         probes=Scripted(kls),
         limit=config.publish.divergence,
-        freshness=Freshness.of(config),
+        freshness=Freshness.from_config(config),
         milestones=milestones(config),
     )
 
@@ -160,7 +160,7 @@ def test_without_the_key_every_version_is_published_and_nothing_is_measured() ->
             channel=NO_CHANNEL,
             timeline=Timeline(None, ""),
             timeout_s=1.0,
-            freshness=Freshness.of(chosen),
+            freshness=Freshness.from_config(chosen),
             milestones=milestones(chosen),
         )
 

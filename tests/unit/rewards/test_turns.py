@@ -1,18 +1,18 @@
-"""Turns: so many at once, earlier groups first whenever they ask, and a turn is never lost."""
+"""GroupSemaphore: so many at once, earlier groups first whenever they ask, and a turn is never lost."""
 
 from __future__ import annotations
 
 import asyncio
 
-from pa_npu.control.tasks import Turns
+from pa_npu.control.tasks import GroupSemaphore
 
 
 async def test_the_oldest_group_has_the_next_turn_also_for_what_it_asks_for_last() -> None:
-    turns, order = Turns(1), []
+    turns, order = GroupSemaphore(1), []
     held = asyncio.Event()
 
     async def ask(group: int, hold: bool = False) -> None:
-        async with turns.of(group):
+        async with turns.request(group):
             order.append(group)
             if hold:
                 await held.wait()
@@ -28,11 +28,11 @@ async def test_the_oldest_group_has_the_next_turn_also_for_what_it_asks_for_last
 
 
 async def test_no_more_than_allowed_are_at_once_and_a_cancelled_one_loses_no_turn() -> None:
-    turns, now, most = Turns(2), 0, 0
+    turns, now, most = GroupSemaphore(2), 0, 0
 
     async def ask(group: int) -> None:
         nonlocal now, most
-        async with turns.of(group):
+        async with turns.request(group):
             now += 1
             most = max(most, now)
             await asyncio.sleep(0)
