@@ -24,7 +24,8 @@ from pa_npu.coordinator.evaluate import RunEvaluations
 from pa_npu.coordinator.record import Border
 from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.data.prompts import Prompt
-from pa_npu.engines.membership import Fleet, Member
+from pa_npu.engines.member import Member
+from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
 from pa_npu.publish.coordinator_side import CoordinatorPublish, EnginesHold
 from pa_npu.publish.messages import READY

@@ -216,7 +216,7 @@ class Producer:
             this.pace.window,
             deadline_s=self.config.rollout.request_timeout_s,
             again_deadline_s=self._planner.engine_wait_s,
-            what=f"group {index} of iteration {iteration}",
+            label=f"group {index} of iteration {iteration}",
             version=this.version,
         ) as session:
             generate = GroupGenerate(session, seed, self.sampling, answers_of(self.environment))

@@ -247,7 +247,7 @@ class Roles(Variant):
         resting = {seat for unit in [*self._training, *units] for seat in unit.engines}
         self.pool.rest(frozenset(resting))
         seats = {seat for unit in units for seat in unit.engines}
-        await self.pool.hand_on(seats, self.config.rollout.probe_timeout_s)
+        await self.pool.vacate(seats, self.config.rollout.probe_timeout_s)
         await self.pool.sleep(seats)
         for unit in units:
             self._trains(unit)

@@ -212,7 +212,7 @@ class Receiver:
             )
         return arriving.result()[1] if arriving.done() else None
 
-    def take(self, version: int) -> Received:
+    def pop_prepared(self, version: int) -> Received:
         """Hand out what was prepared, which is the caller's from here on.
 
         Raises WeightSyncError until it is here.

@@ -106,7 +106,7 @@ class Engine:
         """(those given, those of each response): token and step of every token, after a look at the
         second layer.
         """
-        found = self.recorder.take(request, n, given)
+        found = self.recorder.pop_routes(request, n, given)
 
         def read(text: str) -> list[Any]:
             rows = np.frombuffer(base64.b64decode(text), np.int16).reshape(-1, LAYERS, TAKEN)
