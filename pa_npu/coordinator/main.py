@@ -90,7 +90,7 @@ def main() -> int:
 
 async def run(config: Config) -> None:
     """Everything from an empty event loop to the last evaluation."""
-    spec = ModelSpec.of(config)
+    spec = ModelSpec.from_config(config)
     store = _store_address()
     # reward functions are users' code, and inherit the environment
     key = os.environ.pop(KEY_VARIABLE, None)

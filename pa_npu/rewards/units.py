@@ -72,7 +72,7 @@ _VOLUMES = (  # in cubic meters
 
 def _units() -> dict[str, MeasureUnit]:
     """Returns all units by name."""
-    units = {}
+    units: dict[str, MeasureUnit] = {}
     for quantity, sizes in _NAMES.items():
         for scale, names in sizes:
             unit = MeasureUnit(measures=((quantity, 1),), scale=Fraction(scale))

@@ -56,7 +56,7 @@ class ModelWorker(WeightCalls):
         parameters: dict[str, torch.Tensor] = {}
         for name, weight in wire_weights(self._model).items():
             source = stored[weight.source]
-            parameters[name] = source if weight.shape == source.shape else weight.of(source)
+            parameters[name] = source if weight.shape == source.shape else weight.view_of(source)
         missing = set(parameters)
         for name, tensor in weights:
             parameter = parameters.get(name)

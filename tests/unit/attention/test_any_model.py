@@ -20,7 +20,7 @@ from tests.helpers.models import OTHERS, make_model, make_other
 
 
 def read(model: Path, **sections: Any) -> ModelSpec:
-    return ModelSpec.of(model_config(model, trainer={"backend": "fsdp"}, **sections))
+    return ModelSpec.from_config(model_config(model, trainer={"backend": "fsdp"}, **sections))
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -57,7 +57,7 @@ def test_a_family_is_read_as_its_file_has_it_and_as_transformers_has_it_where_th
         own.definition.flops(own).per_token, rel=0.01
     )
     with pytest.raises(DataError, match="sliding-window attention"):
-        ModelSpec.of(model_config(model))
+        ModelSpec.from_config(model_config(model))
 
 
 @pytest.mark.parametrize(
