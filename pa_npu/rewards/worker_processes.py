@@ -187,7 +187,7 @@ class _WorkerSlot:
 
     async def start(self) -> None:
         self._process = await start_worker(self._all.first)
-        self._all.other_kind.update(self._process.ready["other_kind"])
+        self._all.other_kind.update(self._process.ready["others"])
         self._server = asyncio.create_task(self._serve(), name=self._name)
 
     async def close(self) -> None:
