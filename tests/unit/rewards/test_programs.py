@@ -256,7 +256,7 @@ def test_tests_may_be_a_column_inside_another_with_what_stands_beside_them() -> 
     truth = {"ground_truth": "def check(c):\n    assert c(1)", "entry_point": "f"}
     for row in ({"reward_model": truth}, {"reward_model": json.dumps(truth)}):
         (test,) = row_tests(row, "reward_model.ground_truth")
-        assert test.given.endswith("check(f)\n") and test.needed == {"f"}
+        assert test.content.endswith("check(f)\n") and test.needed == {"f"}
     (test,) = row_tests({"a.b": ["assert f"]}, "a.b")
     assert test == CodeTest("assertion", "assert f", needed=frozenset({"f"}))
 
