@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ import numpy as np
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.main import make_roles
 from pa_npu.coordinator.producer import Producer
+from pa_npu.coordinator.roles import RolesDelivery
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
@@ -226,7 +228,10 @@ def run(
                 work,
                 Inline(),
             )
-            producer: Any = Producer(*parts, roles=make_roles(config, pool, timeline, controller))
+            producer: Any = Producer(*parts)
+            if (roles := make_roles(config, pool, timeline, controller)) is not None:
+                deliver = partial(RolesDelivery, roles=roles)
+                producer = Producer(*parts, variants=[roles], streamed=deliver)
             for iteration in range(iterations):
                 by_seed.clear()
                 for engine in engines:

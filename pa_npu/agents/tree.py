@@ -200,7 +200,7 @@ class SessionTree:
 def num_unique(samples: Sequence[Sample]) -> int:
     """Tokens of all samples where those of a common beginning count once."""
     # neighbours have most in common
-    ordered = sorted(samples, key=lambda sample: sample.tokens.tobytes())
+    ordered = sorted(samples, key=lambda sample: sample.prefix_keys.astype(np.int64).tobytes())
     return sum(len(sample.tokens) for sample in ordered) - sum(
         map(num_common, ordered, ordered[1:])
     )

@@ -1,4 +1,8 @@
-"""Packing of token sequences into a trie: common prefixes are kept once."""
+"""Packing of token sequences into a trie: common prefixes are kept once.
+
+Sequences are told apart by their tokens, or by keys where tokens do not say all: those of two
+images are equal.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +35,14 @@ def pack(
     sequences: Sequence[Sequence[int] | np.ndarray],
     min_shared: int = 1,
     prompts: Sequence[int] | None = None,
+    keys: Sequence[np.ndarray] | None = None,
 ) -> PackedSequences:
     """Build the trie; a segment is shared only where it has at least `min_shared` tokens.
 
     prompts: tokens at the beginning of each sequence that are shared however few they are; what is
     common behind them is kept once only if that alone has `min_shared` tokens.
+    keys: of each sequence, integers [tokens]; two tokens are the same where their keys and those
+    before them are. None: the tokens are the keys.
     Raises ValueError naming the sequence that is empty, not one-dimensional or not of integers.
     """
     if min_shared < 1:
@@ -43,6 +50,7 @@ def pack(
     arrays = [_as_tokens(number, sequence) for number, sequence in enumerate(sequences)]
     if not arrays:
         raise ValueError("sequence 0: at least one sequence is needed")
+    compared = arrays if keys is None else list(keys)
 
     lengths: list[int] = []
     parents: list[int] = []
@@ -74,15 +82,14 @@ def pack(
         branches: dict[int, list[int]] = {}
         ended: list[int] = []
         for member in members:
-            tokens = arrays[member]
-            if len(tokens) == agreed:
+            of_member = compared[member]
+            if len(of_member) == agreed:
                 ended.append(member)
             else:
-                branches.setdefault(int(tokens[agreed]), []).append(member)
+                branches.setdefault(int(of_member[agreed]), []).append(member)
         for branch in reversed(branches.values()):
-            tasks.append(
-                (branch, start, _agreement([arrays[member] for member in branch], agreed), parent)
-            )
+            agreement = _agreement([compared[member] for member in branch], agreed)
+            tasks.append((branch, start, agreement, parent))
         tasks.extend(([member], start, agreed, parent) for member in reversed(ended))
     return PackedSequences(
         PrefixLayout(tuple(lengths), tuple(parents)),

@@ -21,6 +21,7 @@ from pa_npu.checkpoints.directories import CheckpointMeta
 from pa_npu.checkpoints.saving import PlannedSave
 from pa_npu.config.mesh import Place
 from pa_npu.config.schema import Config
+from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.publish.publisher import WeightSource
@@ -139,6 +140,8 @@ class TrainBackend(Protocol):
 
     Every method is collective: all trainer ranks call it in the same order. What is trained and why
     is the objective's (pa_npu.algorithm.objective), when it is published and saved the trainer's.
+    Whoever runs a model that takes token ids alone refuses microbatches with attachments
+    (refuse_attachments).
     """
 
     @property
@@ -270,6 +273,22 @@ class TrainBackend(Protocol):
 
     def close(self) -> None:
         """Leave the groups."""
+
+
+def refuse_attachments(microbatch: Microbatch, config: Config) -> None:
+    """Raises ConfigError where a microbatch has attachments: for models that take token ids alone,
+    in every pass over it.
+    """
+    if not microbatch.attachments:
+        return
+    names = sorted({name for packed in microbatch.attachments for name in packed.arrays})
+    groups = ", ".join(map(str, microbatch.group_indices))
+    raise ConfigError(
+        f"environment.name: {config.environment.name} attaches {', '.join(names)} to samples of "
+        f"group {groups} of iteration {microbatch.iteration}, but {config.model.path} with "
+        f"trainer.backend={config.trainer.backend} takes token ids alone; choose an environment "
+        "that attaches nothing, or a model and a backend that take attachments"
+    )
 
 
 class BackendModule(Protocol):

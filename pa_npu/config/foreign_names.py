@@ -1,6 +1,6 @@
-"""Keys by the names that other systems have for them, for the message about an unknown key.
+"""Names of other systems for our keys, used when an unknown key is reported.
 
-Whole names, or their last parts.
+A name stands here whole, or by its last parts.
 """
 
 from __future__ import annotations
@@ -112,6 +112,6 @@ FOREIGN = {
     "report_to": "telemetry.trackers",
     "bf16": "model.dtype",
 }
-"""The last parts of a name decide, the longest that are here: actor_rollout_ref.rollout.n is
-rollout.n.
+"""Our keys by foreign name. The longest ending of a name that is here decides, so
+actor_rollout_ref.rollout.n is found as rollout.n.
 """

@@ -1,4 +1,4 @@
-"""Lists the keys of the tree: dotted names, types, defaults, bounds; finds the nearest name to a misspelt one; writes --help."""
+"""Lists all keys with types, defaults and bounds; suggests the nearest key; writes --help."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ from pa_npu.config.sections.rollout import EngineSettings, RewardFunction
 
 @dataclass(frozen=True)
 class Key:
-    """One leaf of the tree.
-
-    `name` is dotted; `type` is for people, e.g. "int >= 1" or "auto | int".
-    """
+    """One leaf of the configuration. `name` is dotted; `type` is readable, e.g. "int >= 1"."""
 
     name: str
     type: str
@@ -43,7 +40,7 @@ def is_union(annotation: Any) -> bool:
 
 
 def all_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[Key]:
-    """Every leaf key, in the order of the schema. A list of sections is one leaf."""
+    """Yields every leaf key in the order of the schema. A list of sections is one leaf."""
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
         if inner is not None:
@@ -56,8 +53,8 @@ def all_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[Key]
 
 
 def find_annotation(path: tuple[str, ...]) -> Any:
-    """The annotation at a dotted path, looking through dictionaries, lists and unions; None when
-    the path leads nowhere.
+    """Returns the type annotation at a dotted path, through dictionaries, lists and unions, or None
+    if the path leads nowhere.
     """
     annotation: Any = Config
     for part in path:
@@ -68,11 +65,8 @@ def find_annotation(path: tuple[str, ...]) -> Any:
 
 
 def _below(annotation: Any, part: str) -> Any:
-    section, origin, arguments = (
-        section_of(annotation),
-        get_origin(annotation),
-        get_args(annotation),
-    )
+    section = section_of(annotation)
+    origin, arguments = get_origin(annotation), get_args(annotation)
     if section is not None:
         return section.model_fields[part].annotation if part in section.model_fields else None
     if origin is dict:
@@ -82,17 +76,18 @@ def _below(annotation: Any, part: str) -> Any:
     if origin is Annotated:
         return _below(arguments[0], part)
     if is_union(annotation):  # a section, or a list of sections, beside a text or nothing
-        below = [(member, _below(member, part)) for member in arguments]
-        return next(
-            (found for member, found in below if section_of(member) or section_of(found)), None
-        )
+        for member in arguments:
+            below = _below(member, part)
+            if section_of(member) or section_of(below):
+                return below
     return None
 
 
 def nearest_key(path: tuple[str, ...], siblings: list[str]) -> str | None:
-    """The key that `path` was probably meant to be; None for no such key.
+    """Returns the key that `path` was probably meant to be, or None.
 
-    One that other systems call so, a sibling nearly alike, or a key of another section.
+    Candidates are, in this order: the key that another system calls so, a similar key of the same
+    section, a similar key of another section.
     """
     if ours := FOREIGN.get(".".join(path)):
         return ours
@@ -155,7 +150,7 @@ ENTRIES: dict[str, type[Section]] = {
 
 
 def sections_help() -> str:
-    """A line per section: its name, how many keys it has, and the first of them."""
+    """Returns a line per section: its name, the number of its keys, and the first five."""
     lines = []
     for section, field in Config.model_fields.items():
         model = section_of(field.annotation)
@@ -168,8 +163,8 @@ def sections_help() -> str:
 
 
 def keys_help(only: str | None = None) -> str:
-    """All sections and keys, one key per two lines, and the fields of list entries below their key.
-    only: one section.
+    """Returns the help text of all keys, or of one section (`only`): a line with name, type and
+    default, a line with the description, and the fields of list entries below their key.
     """
     lines: list[str] = []
     for section, field in Config.model_fields.items():
@@ -191,14 +186,14 @@ def keys_help(only: str | None = None) -> str:
 
 
 def preset_lines(name: PresetName) -> tuple[str, str]:
-    """A preset with its source, and the keys that it fills."""
+    """Returns a preset's name and source, and the keys that it fills, as two lines."""
     preset = PRESETS[name]
     values = " ".join(f"{key}={show(value)}" for key, value in preset.keys().items())
     return f"        {name}: {preset.source}", f"          {values}"
 
 
 def show(value: Any) -> str:
-    """A default as it would be written in YAML."""
+    """Returns a default as it would be written in YAML."""
     if isinstance(value, tuple):
         return "[" + ", ".join(show(item) for item in value) + "]"
     if isinstance(value, BaseModel):

@@ -1,11 +1,10 @@
-"""Load the configuration: YAML files in order, then `a.b=c` overrides, validated into one `Config`.
+"""Loads the configuration: YAML files in order, then `a.b=c` overrides, validated as a `Config`.
 
-An override of a key that holds text is that text, every character of it:
-`data.instruction=Answer after ####`. It is YAML only where it is `null` or `~` and the key may have
-no value, and where all of it stands in YAML's quotes, which may hold escapes. Values of other keys
-are YAML, such as `3`, `true` and `[a, b]`.
+The override of a key that holds text is taken literally: `data.instruction=Answer after ####`.
+There are two exceptions. `null` and `~` mean no value if the key may have none, and a text in YAML's
+quotes is read as YAML, escapes included. Values of other keys are YAML: `3`, `true`, `[a, b]`.
 
-A mistake ends in one ConfigError line: where it was written, the key, the value, the rule, the
+A mistake becomes a ConfigError of one line: where it was written, the key, the value, the rule, the
 remedy.
 """
 
@@ -22,7 +21,7 @@ from pa_npu.config.keys import all_keys, find_annotation, is_union, nearest_key,
 from pa_npu.config.removed import removed
 from pa_npu.config.schema import Config
 from pa_npu.config.texts import leaves
-from pa_npu.config.words import as_json
+from pa_npu.config.words import as_json, counted
 from pa_npu.config.yaml_source import KeyPath, Places, dump_yaml, read_quoted, read_value, read_yaml
 from pa_npu.errors import ConfigError
 
@@ -34,8 +33,8 @@ Rules = Callable[[Config], Iterable[str]]
 
 
 def no_rules(config: Config) -> Iterable[str]:
-    """For a configuration that has been checked before, and for one whose algorithm does not
-    matter.
+    """Yields no broken rule: for a configuration that has been checked before, or whose algorithm
+    does not matter.
     """
     return ()
 
@@ -46,11 +45,15 @@ def load_config(
     values: Mapping[KeyPath, Any] | None = None,
     rules: Rules = no_rules,
 ) -> Config:
-    """Merge the YAML files (later ones win), apply the overrides, then `values`, and validate.
+    """Merges the YAML files (later ones win), applies the overrides, then `values`, and validates.
 
-    values: by the parts of their keys, as Python has them. rules: of rooms above, checked last;
-    each
-    yields lines that begin with a key. Raises ConfigError with one line.
+    Args:
+        paths: YAML files.
+        overrides: `section.key=value` as on the command line.
+        values: Python values by the parts of their keys.
+        rules: rules of rooms above this one, checked last; each yields lines that begin with a key.
+
+    Raises ConfigError with one line.
     """
     tree, places = merged(paths, overrides)
     for path, value in (values or {}).items():
@@ -59,7 +62,7 @@ def load_config(
 
 
 def merged(paths: Iterable[str], overrides: Sequence[str]) -> tuple[dict[str, Any], Places]:
-    """Returns the tree of what is given, unchecked, and where each key was written."""
+    """Returns the merged tree, unchecked, and the place where each key was written."""
     tree: dict[str, Any] = {}
     places: Places = {}
     for path in paths:
@@ -71,9 +74,9 @@ def merged(paths: Iterable[str], overrides: Sequence[str]) -> tuple[dict[str, An
 
 
 def validated(tree: dict[str, Any], places: Places, rules: Rules = no_rules) -> Config:
-    """The configuration of such a tree. rules: as in load_config.
+    """Validates a merged tree. `rules` as in load_config.
 
-    Raises ConfigError with one line, which says where the value was written.
+    Raises ConfigError with one line that says where the value was written.
     """
     for key, value in leaves(tree, ""):
         if isinstance(value, str) and (remedy := removed(f"{key}={value}")):
@@ -91,14 +94,14 @@ def validated(tree: dict[str, Any], places: Places, rules: Rules = no_rules) -> 
 
 
 def dump_config(config: Config) -> str:
-    """The resolved tree as YAML, which `load_config` reads back to an equal Config."""
+    """Returns the resolved tree as YAML, which `load_config` reads back to an equal Config."""
     return dump_yaml(config.model_dump(mode="json"))
 
 
 def load_tree(tree: dict[str, Any], where: str) -> Config:
-    """A configuration that another process dumped (`model_dump(mode="json")`).
+    """Validates a tree that another process dumped by `model_dump(mode="json")`.
 
-    Raises ConfigError that names `where`.
+    Raises ConfigError that begins with `where`.
     """
     try:
         return validated(tree, {})
@@ -128,7 +131,7 @@ def _merge(
 
 def _apply_override(tree: dict[str, Any], places: Places, override: str) -> None:
     name, sign, text = override.partition("=")
-    if not name.isprintable() or any(not _may_be_given(character) for character in text):
+    if not name.isprintable() or any(not _is_allowed(character) for character in text):
         raise ConfigError(
             f"{COMMAND_LINE}: {override!r}: holds control characters; write plain text, or a YAML "
             "file"
@@ -146,15 +149,15 @@ def _apply_override(tree: dict[str, Any], places: Places, override: str) -> None
     )
 
 
-def _may_be_given(character: str) -> bool:
-    """Whether an override's value may hold it: line ends and tabs, no control characters and no
-    halves of characters.
+def _is_allowed(character: str) -> bool:
+    """True if an override's value may hold the character. Line ends and tabs are allowed; other
+    control characters and lone surrogates are not.
     """
     return character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cs")
 
 
 def _value_of(annotation: Any, text: str, where: str) -> Any:
-    """Returns what an override's text means for a key of this annotation.
+    """Returns the value that an override's text has for a key of this type.
 
     Raises ConfigError that begins with `where`.
     """
@@ -176,9 +179,9 @@ def _value_of(annotation: Any, text: str, where: str) -> Any:
 
 
 def _put(tree: dict[str, Any], places: Places, path: KeyPath, value: Any) -> None:
-    """Puts a value at its key, and makes the sections on the way.
+    """Sets the value of a key, and creates the sections above it.
 
-    Raises ConfigError where there is a value instead of one.
+    Raises ConfigError if a value stands where a section is needed.
     """
     name = ".".join(path)
     node: Any = tree
@@ -199,7 +202,7 @@ def _put(tree: dict[str, Any], places: Places, path: KeyPath, value: Any) -> Non
 
 
 def _key_in(node: dict[str, Any] | list[Any], part: str, name: str) -> Any:
-    """Find what a part of a dotted key is in a section, or in a list."""
+    """Returns the part of a dotted key as a section's key or as a list's index."""
     if isinstance(node, dict):
         return part
     if not (part.isascii() and part.isdigit()) or int(part) >= len(node):
@@ -229,7 +232,7 @@ def _unknown_key(path: KeyPath, places: Places) -> str:
 
 
 def _first_line(error: ValidationError, places: Places) -> str:
-    """pydantic's first error as one line of ours, with the number of further keys that have one."""
+    """Returns pydantic's first error as one line, with the number of further keys in error."""
     details = error.errors(include_url=False)
     for detail in details:
         if detail["type"] in ("extra_forbidden", "invalid_key"):
@@ -246,9 +249,10 @@ def _first_line(error: ValidationError, places: Places) -> str:
     below = [number for number, path in enumerate(paths) if path[: len(paths[0])] == paths[0]]
     first = max(below, key=lambda number: len(paths[number]))
     more = len(set(paths) - {paths[0], paths[first]})
-    return _one_line(details[first], places) + (
-        f" (and {more} more error{'s' if more > 1 else ''})" if more else ""
-    )
+    line = _one_line(details[first], places)
+    if more:
+        line += f" (and {counted(more, 'more error')})"
+    return line
 
 
 def _one_line(detail: ErrorDetails, places: Places) -> str:
@@ -257,16 +261,13 @@ def _one_line(detail: ErrorDetails, places: Places) -> str:
     if kind == "value_error" and not path:  # a rule between keys: the message begins with the key
         return _with_place(detail["msg"].removeprefix("Value error, "), places)
     types = {key.name: key.type for key in all_keys()}
-    name, where, shown = ".".join(path), _where(path, places), as_json(detail["input"])
+    name = ".".join(path)
+    where = _where(path, places)
+    shown = as_json(detail["input"])
     if kind == "missing":
-        leaf = next(
-            (
-                key.name
-                for key in all_keys()
-                if key.required and f"{key.name}.".startswith(f"{name}.")
-            ),
-            name,
-        )
+        required = [key.name for key in all_keys() if key.required]
+        below = [leaf for leaf in required if f"{leaf}.".startswith(f"{name}.")]
+        leaf = below[0] if below else name
         return (
             f"{where}{leaf}: required, but not given; write it in the YAML file or as {leaf}=VALUE"
         )
@@ -285,12 +286,12 @@ def _one_line(detail: ErrorDetails, places: Places) -> str:
 
 
 def _with_place(message: str, places: Places) -> str:
-    """A rule's message, which begins with a key, behind the place where that was written."""
+    """Puts the place where a key was written before a rule's message, which begins with the key."""
     return _where(tuple(message.partition(":")[0].split(".")), places) + message
 
 
 def _real_path(loc: tuple[int | str, ...]) -> KeyPath:
-    """pydantic's location without the tags it adds for the members of a union."""
+    """Removes the tags of union members from a location of pydantic's."""
     path: KeyPath = ()
     for part in loc:
         if find_annotation((*path, str(part))) is not None:
@@ -301,7 +302,9 @@ def _real_path(loc: tuple[int | str, ...]) -> KeyPath:
 
 
 def _where(path: KeyPath, places: Places) -> str:
-    """ "file:line: " of the key, or of what was written around or below it; empty for defaults."""
+    """Returns "file:line: " of the key, or of a section around it or a key below it; "" for
+    defaults.
+    """
     for length in range(len(path), 0, -1):
         if path[:length] in places:
             return f"{places[path[:length]]}: "

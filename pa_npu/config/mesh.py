@@ -1,4 +1,4 @@
-"""Mesh: how trainer ranks are laid out, and all arithmetic on ranks. Sizes, groups, who leads, publishes, reads: asked here.
+"""Mesh: the layout of trainer ranks, and all arithmetic on ranks, groups and leaders.
 
     config.mesh                                  the mesh that section trainer describes
     mesh.place(rank), mesh.at(tensor=1, data=2)  one rank's Place: its coordinates, its groups, its
@@ -12,8 +12,8 @@ replica is one value of data, a stage one value of pipeline. Experts divide the 
 another way: expert_tensor fastest, then expert, then expert_data, so that tensor x context x data =
 expert_tensor x expert x expert_data.
 
-A mesh is plain data: a backend looks up its process group for an axis. It stands below all rooms
-because the rules of the configuration ask it too.
+A mesh is plain data; a backend looks up its process group for an axis. It is in this room because
+the rules of the configuration need it too.
 """
 
 from __future__ import annotations
@@ -31,15 +31,19 @@ _EXPERTS: tuple[Axis, ...] = ("expert_tensor", "expert", "expert_data", "pipelin
 
 
 def nodes_of(ranks: Iterable[int], devices_per_node: int) -> set[int]:
-    """Nodes that have these ranks, of which each has one device after another."""
+    """Returns the nodes of these ranks; ranks fill one node after another."""
     return {rank // devices_per_node for rank in ranks}
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Ranks along each axis. experts_tensor: ranks that share one expert, None: as `tensor`.
-    shards: replicas in a row that hold a part of the weights each. Raises ValueError where experts
-    do not divide a stage, or shards not the replicas."""
+    """Number of ranks along each axis.
+
+    experts_tensor: ranks that share one expert; None means as many as `tensor`.
+    shards: number of consecutive replicas that each hold a part of the weights.
+
+    Raises ValueError if experts do not divide a stage, or shards the replicas.
+    """
 
     tensor: int = 1
     pipeline: int = 1
@@ -63,9 +67,11 @@ class Mesh:
 
     @classmethod
     def of(cls, devices: int, tensor: int, pipeline: int, expert: int = 1) -> Mesh:
-        """The mesh of as many whole replicas as `devices` hold, at least one; its `size` is
-        `devices` where that works out. Each expert is on one rank; `expert` is 1 instead where it
-        divides no stage."""
+        """Returns the mesh with as many whole replicas as fit on `devices`, at least one.
+
+        Its `size` equals `devices` if these divide evenly. Each expert is whole on one rank. If
+        `expert` divides no stage, the mesh has expert=1.
+        """
         data = max(1, devices // (tensor * pipeline))
         return cls(
             tensor,
@@ -85,71 +91,71 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """All ranks."""
+        """Number of all ranks."""
         return self.stage_size * self.pipeline
 
     @property
     def replica_size(self) -> int:
-        """Ranks of one replica."""
+        """Number of ranks of one replica."""
         return self.tensor * self.context * self.pipeline
 
     @property
     def stage_size(self) -> int:
-        """Ranks of one pipeline stage, over all replicas."""
+        """Number of ranks of one pipeline stage, over all replicas."""
         return self.tensor * self.context * self.data
 
     def place(self, rank: int) -> Place:
-        """Raises ValueError for a rank that is not on the mesh."""
+        """Returns the rank's place. Raises ValueError for a rank that is not on the mesh."""
         if not 0 <= rank < self.size:
             raise ValueError(f"rank: {rank} is not one of the {self.size} ranks of {self}")
         return Place(self, rank)
 
     def at(self, **coordinates: int) -> Place:
-        """The rank with these of the coordinates tensor, context, data and pipeline; others are 0."""
+        """Returns the place at these coordinates (tensor, context, data, pipeline); default 0."""
         return self.place(sum(self._stride(axis) * coordinates.get(axis, 0) for axis in _DENSE))
 
     def groups(self, *axes: Axis) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ along `axes` alone, by their first ranks; ranks of a
-        group rise.
+        """Returns all groups of ranks that differ along `axes` alone, ordered by their first rank.
+        Ranks inside a group are in rising order.
         """
         return list(dict.fromkeys(self.place(rank).group(*axes) for rank in range(self.size)))
 
     def replica(self, number: int) -> tuple[int, ...]:
-        """The ranks of a replica, stage after stage. The first one reads its groups for all."""
+        """Returns the ranks of a replica, stage after stage. The first reads the replica's groups."""
         return self.at(data=number).group("tensor", "context", "pipeline")
 
     def senders(self) -> tuple[int, ...]:
-        """Ranks whose weights together are the policy: replica 0's without its context copies, and
-        each expert once.
+        """Returns the ranks whose weights together are the policy: those of replica 0 without copies
+        along the context axis, and each expert once.
         """
         return tuple(rank for rank in range(self.size) if self.place(rank).sends)
 
     def shard_groups(self) -> list[tuple[int, ...]]:
-        """All groups of ranks whose shards make the whole."""
+        """Returns all groups of ranks whose shards together are one copy of the weights."""
         return list(dict.fromkeys(self.place(rank).shard_group for rank in range(self.size)))
 
     def slot_of(self, number: int) -> tuple[int, int]:
-        """(replica, slot) of an iteration's group `number`, where replicas take turns."""
+        """Returns (replica, slot) of an iteration's group `number` when replicas take turns."""
         slot, replica = divmod(number, self.data)
         return replica, slot
 
     def number_of(self, replica: int, slot: int) -> int:
-        """The group that `slot_of` puts there."""
+        """Returns the group that `slot_of` puts there."""
         return slot * self.data + replica
 
     def turns_of(self, replica: int, number: int) -> slice:
-        """Those of `number` things that a replica takes, where replicas take turns; more replicas
-        than things share them.
+        """Returns the slice of `number` things that a replica takes when replicas take turns. If
+        there are more replicas than things, several take the same one.
         """
         takers = min(self.data, number)
         return slice(replica % takers, None, takers)
 
     def per_replica(self, groups: int) -> int:
-        """How many of `groups` each replica reads."""
+        """Returns how many of `groups` each replica reads."""
         return groups // self.data
 
     def shares(self, groups: int) -> bool:
-        """Whether `groups` can be shared equally among replicas."""
+        """True if `groups` can be divided equally among replicas."""
         return groups % self.data == 0
 
     def _stride(self, axis: Axis) -> int:
@@ -185,31 +191,31 @@ class Place:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether it holds the LM head and computes the loss."""
+        """True if the rank holds the LM head and computes the loss."""
         return self.stage == self.mesh.pipeline - 1
 
     @property
     def is_tensor_leader(self) -> bool:
-        """Whether it speaks for its tensor-parallel group."""
+        """True if the rank leads its tensor-parallel group."""
         return self.tensor == 0
 
     @property
     def publishes(self) -> bool:
-        """Whether it announces and sends its stage's weights: one rank per stage."""
+        """True if the rank announces and sends its stage's weights: one rank per stage."""
         return (
             self.coordinate("tensor") == self.coordinate("context") == self.coordinate("data") == 0
         )
 
     @property
     def sends(self) -> bool:
-        """Whether its weights are part of what is published: others hold copies."""
+        """True if the rank's weights are part of what is published. Other ranks hold copies."""
         dense = self.coordinate("context") == 0 and self.coordinate("data") < self.mesh.shards
         return dense or (self.mesh.expert > 1 and self.coordinate("expert_data") == 0)
 
     @property
     def shard_group(self) -> tuple[int, ...]:
-        """Ranks whose shards make the weights of this one's stage, itself among them, rising; the
-        first publishes.
+        """Returns the ranks, itself included and in rising order, whose shards together are the
+        weights of its stage. The first one publishes.
         """
         mesh = self.mesh
         size = max(mesh.tensor * mesh.context * mesh.shards, mesh.expert_tensor * mesh.expert)
@@ -217,12 +223,13 @@ class Place:
         return tuple(range(first, first + size))
 
     def group(self, *axes: Axis) -> tuple[int, ...]:
-        """Ranks that differ from this one along `axes` alone, itself among them, rising; the first
-        leads.
+        """Returns the ranks, itself included and in rising order, that differ from this one along
+        `axes` alone. The first one leads.
 
-        Raises ValueError for axes of which some divide a stage for experts and some otherwise.
+        Raises ValueError if `axes` mixes axes of experts with axes of dense layers.
         """
-        layout = next((layout for layout in (_DENSE, _EXPERTS) if set(axes) <= set(layout)), None)
+        layouts = [layout for layout in (_DENSE, _EXPERTS) if set(axes) <= set(layout)]
+        layout = layouts[0] if layouts else None
         if layout is None:
             raise ValueError(
                 f"axes: {', '.join(axes)} divide a stage in different ways; take those of {_DENSE} "

@@ -1,7 +1,7 @@
-"""Opens files that somebody else wrote: regular ones of bounded size only, and never the pointer that Git LFS left in place of one.
+"""Opens files of other people: regular files of bounded size only, and no Git LFS pointers.
 
-Opening never waits, as it would for a named pipe; what is no such file raises OSError with the
-reason as its `strerror`.
+Opening never waits, as it would for a named pipe. Anything else raises OSError with the reason as
+its `strerror`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def open_plain(path: str | Path, *, follow_links: bool = True) -> BinaryIO:
-    """The file to read in binary. Raises OSError."""
+    """Opens the file for reading in binary. Raises OSError."""
     flags = os.O_RDONLY | os.O_NONBLOCK
     if not follow_links:
         flags |= os.O_NOFOLLOW
@@ -37,15 +37,16 @@ def open_plain(path: str | Path, *, follow_links: bool = True) -> BinaryIO:
     return stream
 
 
-def read_plain(path: str | Path, most_bytes: int) -> bytes:
-    """The content. Raises OSError, also for a file that is larger than `most_bytes`."""
+def read_plain(path: str | Path, max_bytes: int) -> bytes:
+    """Returns the content. Raises OSError, also if the file is larger than `max_bytes`."""
     with open_plain(path) as stream:
-        content = stream.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"it is larger than {most_bytes} bytes", str(path))
+        content = stream.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it is larger than {max_bytes} bytes", str(path))
     return content
 
 
 def reason(error: BaseException) -> str:
-    """Why a file could not be read, in a few words without its name."""
-    return " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
+    """Returns why a file could not be read, in a few words without the file's name."""
+    text = getattr(error, "strerror", None) or error
+    return " ".join(str(text).split())[:200]

@@ -1,4 +1,4 @@
-"""Fills keys that the user left unset with the values of a paper, by algorithm.name."""
+"""Presets of algorithm.name: each fills the keys that the user left unset as a paper sets them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PresetName = Literal[
 
 @dataclass(frozen=True)
 class Preset:
-    """source: the paper. algorithm: keys of the section of that name. schedule, reward: likewise."""
+    """The keys that a paper sets, by section. `source` names the paper."""
 
     source: str
     algorithm: Mapping[str, Any]
@@ -34,12 +34,12 @@ class Preset:
         return {"algorithm": self.algorithm, "schedule": self.schedule, "reward": self.reward}
 
     def keys(self) -> dict[str, Any]:
-        """Dotted names and values."""
-        return {
-            f"{name}.{key}": value
-            for name, values in self.sections().items()
-            for key, value in values.items()
-        }
+        """Returns the values by dotted key."""
+        dotted = {}
+        for section, values in self.sections().items():
+            for key, value in values.items():
+                dotted[f"{section}.{key}"] = value
+        return dotted
 
 
 def _keys(
@@ -50,18 +50,15 @@ def _keys(
     kl: float,
     **more: Any,
 ) -> dict[str, Any]:
-    """All keys that tell the algorithms apart, so that a changed default cannot change a preset.
-    clip: range, low and high.
+    """Returns every key that distinguishes the algorithms, so that a changed default cannot change a
+    preset. `clip` is (clip_low, clip_high), or None for losses that do not clip.
     """
-    range_of_ratio = {} if clip is None else {"clip_low": clip[0], "clip_high": clip[1]}
-    return {
-        "loss": loss,
-        "advantage": advantage,
-        "aggregation": aggregation,
-        **range_of_ratio,
-        "kl_coef": kl,
-        **more,
-    }
+    keys = {"loss": loss, "advantage": advantage, "aggregation": aggregation}
+    if clip is not None:
+        keys["clip_low"], keys["clip_high"] = clip
+    keys["kl_coef"] = kl
+    keys.update(more)
+    return keys
 
 
 PRESETS: dict[PresetName, Preset] = {
@@ -121,16 +118,16 @@ assert set(PRESETS) == set(get_args(PresetName))
 
 
 def preset_keys(name: str | None) -> dict[str, Any]:
-    """Returns the dotted keys of the preset of this name, with their values; none where it is no
-    preset's.
+    """Returns the values of preset `name` by dotted key; an empty dictionary if there is no such
+    preset.
     """
     preset = PRESETS.get(name)  # type: ignore[call-overload]
     return {} if preset is None else preset.keys()
 
 
 def fill_preset(tree: Any) -> Any:
-    """The unvalidated configuration tree with the preset's values in the keys that are not set;
-    anything else as it is.
+    """Returns the unvalidated configuration tree with the preset's values in keys that are not set.
+    Anything but a tree is returned unchanged.
     """
     if not isinstance(tree, dict):
         return tree
@@ -146,7 +143,7 @@ def fill_preset(tree: Any) -> Any:
 
 
 def set_keys(section: Any) -> dict[str, Any]:
-    """Returns the keys that the user wrote in a section, which is a mapping or, in code, a model."""
+    """Returns the keys that the user set in a section, which is a mapping or, in code, a model."""
     if isinstance(section, BaseModel):
         return section.model_dump(exclude_unset=True)
     return section if isinstance(section, dict) else {}

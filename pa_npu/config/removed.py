@@ -1,6 +1,6 @@
-"""Keys and values that earlier releases had: what took their place, or why there is none.
+"""Keys and values of earlier releases, each with what replaced it or why nothing did.
 
-One that is removed gets a row here.
+Whoever removes a key adds a row here.
 """
 
 from __future__ import annotations
@@ -147,10 +147,9 @@ REMOVED: dict[str, str] = {
 
 
 def removed(key: str) -> str | None:
-    """Returns the remedy for a key, a section or a key=value that an earlier release had; None if
-    no release had it.
-    """
+    """Returns the remedy for a key, a section or a key=value of an earlier release, or None."""
     key = re.sub(r"\.\d+", "[]", key)  # an entry of a list
-    return next(
-        (remedy for old, remedy in REMOVED.items() if f"{key}.".startswith(f"{old}.")), None
-    )
+    for old, remedy in REMOVED.items():
+        if f"{key}.".startswith(f"{old}."):
+            return remedy
+    return None

@@ -1,8 +1,8 @@
-"""Config: the tree of the configuration with what is filled in before its keys are read and the rules that are checked after.
+"""Config: the whole configuration, with presets filled in and rules between keys checked.
 
-The keys are in `pa_npu.config.sections`, what follows from several of them in `pa_npu.config.tree`,
-rules between keys in `pa_npu.config.rules`; rules that need the model, the disk or devices are in
-`pa_npu.launcher.run_checks`. None of them imports anything heavier than pydantic, so that a
+Keys are in `pa_npu.config.sections`, values derived from several keys in `pa_npu.config.tree`, rules
+between keys in `pa_npu.config.rules`. Rules that need the model, the disk or devices are in
+`pa_npu.launcher.run_checks`. This room imports nothing heavier than pydantic, so that a
 configuration loads quickly in every process.
 """
 
@@ -18,23 +18,20 @@ from pa_npu.config.tree import ConfigTree
 
 
 class Config(ConfigTree):
-    """A configuration that keeps all rules.
+    """A configuration that satisfies all rules.
 
-    Raises pydantic's ValidationError with the first that is broken.
+    Raises pydantic's ValidationError with the first rule that is broken.
     """
 
     @model_validator(mode="before")
     @classmethod
     def fill_preset(cls, tree: Any) -> Any:
-        """The keys of algorithm.name's preset that the user left unset."""
+        """Fills the keys of algorithm.name's preset that the user left unset."""
         return fill_preset(tree)
 
     @model_validator(mode="after")
     def check_rules(self) -> Config:
-        """Rules between keys.
-
-        Each message names the keys, their values, the rule and the remedy.
-        """
+        """Checks the rules between keys. A message names keys, values, rule and remedy."""
         for broken in broken_rules(self):
             raise ValueError(broken)
         return self

@@ -1,4 +1,4 @@
-"""Rules for keys that hold text the system takes literally: paths, URLs, environment variables, arguments."""
+"""Rules for texts that the system takes literally: paths, URLs, variables, arguments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def broken_texts(c: ConfigTree) -> Iterator[str]:
-    """One line per text that cannot be used: key, value, rule, remedy."""
+    """Yields a line for each text that cannot be used: key, value, rule, remedy."""
     for key, path in (
         ("run.dir", c.run.dir),
         ("model.path", c.model.path),
@@ -81,7 +81,7 @@ def broken_texts(c: ConfigTree) -> Iterator[str]:
 
 
 def _broken_leaves(c: ConfigTree) -> Iterator[str]:
-    """Names that no file, record or page could show, and counts beyond what any program counts."""
+    """Yields a line for each name that no file or page could show, and each absurdly large count."""
     for key, value in leaves(c.model_dump(), ""):
         if isinstance(value, int) and abs(value) > _LARGEST_COUNT:
             yield (
@@ -106,9 +106,9 @@ def _broken_leaves(c: ConfigTree) -> Iterator[str]:
                 "a printable text"
             )
         is_name = key.startswith(_NAMES) and not key.endswith(".path")
-        most = _LONGEST_NAME if is_name else LONGEST_PATH_BYTES
-        if len(value) > most:
-            yield f"{key}: {shown(value)} has {len(value)} characters; give at most {most}"
+        max_length = _LONGEST_NAME if is_name else LONGEST_PATH_BYTES
+        if len(value) > max_length:
+            yield f"{key}: {shown(value)} has {len(value)} characters; give at most {max_length}"
         if is_name and ".." in value.split("/"):
             yield (
                 f"{key}: {shown(value)} leads out of the folder that is named by it; give a name "
@@ -117,7 +117,7 @@ def _broken_leaves(c: ConfigTree) -> Iterator[str]:
 
 
 def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Values by dotted key, but for those that are the user's to say."""
+    """Yields (dotted key, value) of every leaf, except inside keys whose content is the user's."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if (below := f"{key}.{name}" if key else str(name)) not in _USERS_OWN:
@@ -130,14 +130,14 @@ def leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def new_path_problem(path: str) -> str | None:
-    """Says why nothing should be written to this path, which need not exist; None where it may be."""
+    """Returns why nothing should be written to this path, or None. The path need not exist."""
     if _SHELL_VARIABLE.search(path):
         return "holds a variable that no shell has replaced"
     return path_problem(path)
 
 
 def path_problem(path: str) -> str | None:
-    """Why no file can have this path; None when one can."""
+    """Returns why no file can have this path, or None."""
     if not path.strip():
         return "is blank"
     if _URL.match(path):
@@ -158,7 +158,7 @@ def path_problem(path: str) -> str | None:
 
 
 def host_problem(host: str) -> str | None:
-    """Why this is no address or name of a machine; None when it may be one."""
+    """Returns why this is no address or name of a machine, or None."""
     if not host.isprintable() or " " in host:
         return "holds characters that no name of a machine has"
     if len(host) > _LONGEST_HOST:
@@ -171,7 +171,7 @@ def host_problem(host: str) -> str | None:
 
 
 def url_problem(url: str) -> str | None:
-    """Why this is no URL of an engine; None when it may be one."""
+    """Returns why this is no URL of an engine, or None."""
     if len(url) > _LONGEST_URL:
         return f"is longer than {_LONGEST_URL} characters"
     if not url.isascii() or not url.isprintable() or " " in url:
@@ -191,5 +191,5 @@ def url_problem(url: str) -> str | None:
 
 
 def shown(text: str) -> str:
-    """The text for a message: quoted, and no longer than a line."""
+    """Returns the text for a message: quoted, at most 60 characters long."""
     return repr(text) if len(text) <= 60 else f"{text[:57]!r}..."

@@ -42,8 +42,6 @@ from pa_npu.config.sections.rollout import (
     RolloutConfig,
 )
 
-# With fewer a probe could show no more than another model altogether.
-PROBE_RESPONSES = 16
 WAIT_TIMEOUT_S = 1800.0
 TURN_TIMEOUT_S = 10.0
 SESSION_TIMEOUT_S = 600.0
@@ -160,17 +158,6 @@ class ConfigTree(Section):
         )
 
     @property
-    def probe_rides(self) -> bool:
-        """Whether an iteration's first groups are its probe: they are of the version just
-        published, and so is what trains them.
-
-        With router replay they are not: wrong routers of an engine would choose the trainers'
-        experts too.
-        """
-        replays = self.algorithm.router_replay != "none"
-        return bool(self.publish.probe_tokens) and self.schedule.max_staleness == 0 and not replays
-
-    @property
     def has_adapters(self) -> bool:
         """Whether adapters are trained (LoRA), and the model's weights stay as they are."""
         return bool(self.lora.rank or self.model.adapter)
@@ -196,38 +183,6 @@ class ConfigTree(Section):
         staleness = self.schedule.max_staleness
         shared = self.publish.divergence is not None or self.schedule.tokens_per_update is not None
         return min(1, max(0, staleness - 1)) if shared else staleness
-
-    @property
-    def probe_responses(self) -> int:
-        """Responses of a probe, at least: one of each engine, and enough to judge and decide by,
-        whatever engines there are.
-        """
-        return (
-            PROBE_RESPONSES
-            if self.publish.divergence is None
-            else self.rollout.responses_per_prompt
-        )
-
-    def delays(self, version: int) -> bool:
-        """Whether `version` is sent while engines generate; the last is not, as its log-probs are
-        compared (I5).
-        """
-        return self.publish.mode != "blocking" and 0 < version < self.schedule.iterations
-
-    def swaps_in_turn(self, version: int) -> bool:
-        """Whether engines swap to `version` one after another; not where it is saved, or evaluated
-        before anything is produced, for which the iteration before has to be complete."""
-        rolls = self.publish.mode == "rolling" and self.delays(version)
-        return rolls and not self.saves(version) and not self.evaluates(version)
-
-    def evaluates(self, version: int) -> bool:
-        """Whether an evaluation of `version` is due by schedule.evaluate_every."""
-        every = self.schedule.evaluate_every
-        return bool(self.evaluation_sets and every) and version % every == 0
-
-    def saves(self, version: int) -> bool:
-        """Whether a checkpoint of `version` is due by checkpoint.every."""
-        return bool(self.checkpoint.every) and version % self.checkpoint.every == 0
 
     @property
     def request_limit_s(self) -> float:

@@ -1,4 +1,4 @@
-"""A user's own code, named module:function in a key: how it is found, and where in it something went wrong."""
+"""Code of the user's, named as module:function in a key: imports it, and locates its errors."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 def find_function(key: str, name: str, known: Mapping[str, Callable[..., Any]]) -> Any:
-    """The function of a key: a known one by its name, or the user's own.
+    """Returns the function that `name` chooses for `key`: one of `known`, or module:function.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if it is neither, or cannot be imported.
     """
     check_name(key, name, known, "module:function")
     return known[name] if name in known else import_function(key, name)
 
 
 def check_name(key: str, name: str, known: Collection[str], form: str) -> None:
-    """Raises ConfigError where the value of a key is neither known nor can be the user's own."""
+    """Raises ConfigError unless `name` is one of `known` or has the form module:name."""
     if name not in known and ":" not in name:
         raise ConfigError(
             f"{key}: {name!r} is none of {', '.join(known)} and not {form}; use one of these"
@@ -40,7 +40,7 @@ def check_name(key: str, name: str, known: Collection[str], form: str) -> None:
 
 
 def import_function(key: str, name: str) -> Callable[..., Any]:
-    """`module:function`, importable from the working directory or PYTHONPATH.
+    """Imports `module:function` from the working directory or PYTHONPATH.
 
     Raises ConfigError that names the key.
     """
@@ -49,13 +49,14 @@ def import_function(key: str, name: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{key}: {name} is a {type(function).__name__}, not a function; name a function"
         )
-    found: Callable[..., Any] = function
-    return found
+    imported: Callable[..., Any] = function
+    return imported
 
 
 def import_object(key: str, name: str, form: str) -> Any:
-    """Imports the object `module:name` from the working directory or PYTHONPATH. form: how to write
-    it, for the message.
+    """Imports the object `module:name` from the working directory or PYTHONPATH.
+
+    Raises ConfigError that names the key and says that `form` is expected there.
     """
     module_name, _, object_name = name.partition(":")
     directory = os.getcwd()
@@ -63,9 +64,9 @@ def import_object(key: str, name: str, form: str) -> Any:
         sys.path.insert(0, directory)
     try:
         with _interrupts() as arrived:
-            found: Any = importlib.import_module(module_name)
+            imported: Any = importlib.import_module(module_name)
             for part in object_name.split("."):
-                found = getattr(found, part)
+                imported = getattr(imported, part)
     except BaseException as error:  # a user's module may raise anything while it is imported
         if isinstance(error, KeyboardInterrupt) and arrived:
             raise
@@ -73,13 +74,13 @@ def import_object(key: str, name: str, form: str) -> Any:
             f"{key}: {name} cannot be imported ({describe(error)}); name an importable {form} "
             f"(searched: {directory} and PYTHONPATH)"
         ) from None
-    return found
+    return imported
 
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Collects the interrupts (Ctrl-C) that arrive in the block, which tells them from a
-    KeyboardInterrupt that code raises.
+    """Collects the interrupts (Ctrl-C) that arrive inside the block, so that they can be told from a
+    KeyboardInterrupt that the imported code raises.
     """
     arrived: list[int] = []
     before = signal.getsignal(signal.SIGINT)
@@ -99,26 +100,24 @@ def _interrupts() -> Iterator[list[int]]:
 
 
 def describe(error: BaseException) -> str:
-    """The exception in one line, with file:line of the user's code that it came from."""
+    """Returns the exception in one line, with file:line of the user's code that raised it."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")[:ERROR_CHARACTERS]
     place = _place(error)
     return f"{text}, {place}" if place else text
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """file:line where a function is defined, that which others wrap; its name where that is not
-    known.
+    """Returns file:line of the definition of a function, decorators removed; its name if it has no
+    Python code.
     """
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return (
-        f"{code.co_filename}:{code.co_firstlineno}"
-        if code is not None
-        else getattr(function, "__name__", "?")
-    )
+    if code is None:
+        return getattr(function, "__name__", "?")
+    return f"{code.co_filename}:{code.co_firstlineno}"
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line that is neither this package's nor an installed library's."""
+    """Returns file:line of the innermost frame that is neither this package's nor a library's."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
@@ -128,9 +127,7 @@ def _place(error: BaseException) -> str:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """file:line of the innermost user's code that an event loop is running; empty where it runs
-    none.
-    """
+    """Returns file:line of the innermost code of the user's that an event loop is running, or ""."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file.endswith(os.path.join("asyncio", "events.py")) and frame.f_code.co_name == "_run":
@@ -142,6 +139,6 @@ def place_of(frame: FrameType | None) -> str:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith((_PACKAGE, os.path.dirname(os.__file__))) and not any(
-        x in file for x in _LIBRARIES
-    )
+    if file.startswith((_PACKAGE, os.path.dirname(os.__file__))):
+        return False
+    return not any(folder in file for folder in _LIBRARIES)

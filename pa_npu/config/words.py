@@ -1,4 +1,4 @@
-"""Puts numbers with their nouns, and values of any kind, into a sentence."""
+"""Formats numbers with nouns, and values of any kind, for a sentence."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun, in the plural unless it is 1."""
+    """Returns the number with its noun, in the plural unless the number is 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def as_json(value: Any, most: int = 80) -> str:
-    """A value as it is written in JSON, cut to so many characters."""
+def as_json(value: Any, max_characters: int = 80) -> str:
+    """Returns the value as JSON, cut to `max_characters`."""
     text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= most else text[: most - 3] + "..."
+    if len(text) <= max_characters:
+        return text
+    return text[: max_characters - 3] + "..."

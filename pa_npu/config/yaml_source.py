@@ -1,4 +1,4 @@
-"""YAML in and out: values with the place they were written at, and text that reads back to the same values.
+"""Reads YAML values with the place where each was written, and writes YAML that reads back equal.
 
 Scalars follow YAML 1.2's core schema: `1e-6` is a number, only `true` and `false` are booleans.
 """
@@ -15,8 +15,8 @@ from pa_npu.config.plain_file import read_plain, reason
 from pa_npu.errors import ConfigError
 
 _SHOWN_CHARACTERS = 200  # of a path in a message
-_MOST_BYTES = 1 << 20  # of a configuration file
-_MOST_NODES = 20_000  # with every alias written out; a few lines of them make billions
+_MAX_FILE_BYTES = 1 << 20
+_MAX_NODES = 20_000  # with aliases expanded: a few lines of them can make billions
 
 KeyPath = tuple[str, ...]
 Places = dict[KeyPath, str]
@@ -65,7 +65,7 @@ def _int(text: str) -> int:
 
 
 def read_yaml(path: str) -> tuple[dict[str, Any], Places]:
-    """Read a YAML mapping; also return "file:line" of every key. Raises ConfigError."""
+    """Reads a YAML mapping. Also returns "file:line" of every key. Raises ConfigError."""
     places: Places = {}
     value = _parse(read_text(path), path, places)
     if value is None:
@@ -79,9 +79,9 @@ def read_yaml(path: str) -> tuple[dict[str, Any], Places]:
 
 
 def read_text(path: str) -> str:
-    """A file that configures something. Raises ConfigError."""
+    """Returns the text of a configuration file. Raises ConfigError."""
     try:
-        return read_plain(path, _MOST_BYTES).decode("utf-8")
+        return read_plain(path, _MAX_FILE_BYTES).decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: no such configuration file; give an existing YAML file with --config"
@@ -94,10 +94,10 @@ def read_text(path: str) -> str:
 
 
 def read_value(text: str, where: str) -> Any:
-    """The value of one YAML scalar or flow collection, such as `3`, `true`, `[a, b]`.
+    """Returns the value of one YAML scalar or flow collection, such as `3`, `true`, `[a, b]`.
 
-    All of the text is the value: a comment, an anchor or an alias in it would be lost in silence.
-    Raises ConfigError.
+    Raises ConfigError, also if the text holds a comment, an anchor or an alias, which YAML would drop
+    without a word.
     """
     value = _parse(text, where, {})
     end = 0
@@ -118,8 +118,8 @@ def read_value(text: str, where: str) -> Any:
 
 
 def read_quoted(text: str) -> str | None:
-    """Returns the text that stands in YAML's quotes, its escapes replaced; None where not all of it
-    is one quoted text.
+    """Returns the text inside YAML's quotes with its escapes replaced, or None if `text` is not one
+    quoted text as a whole.
     """
     if text[:1] not in ("'", '"'):
         return None
@@ -137,21 +137,21 @@ def _end_of(event: yaml.Event) -> int:
 
 
 def dump_yaml(value: dict[str, Any]) -> str:
-    """YAML text that `read_yaml` reads back to the same value; keys keep their order."""
+    """Returns YAML text that `read_yaml` reads back to the same value. Keys keep their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _parse(text: str, where: str, places: Places) -> Any:
-    """The value of the text; fills `places` with "where:line" of every key."""
+    """Returns the value of the text, and fills `places` with "where:line" of every key."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None
         for number, (key_path, line) in enumerate(_key_lines(node, (), where)):
-            if number >= _MOST_NODES:
+            if number >= _MAX_NODES:
                 raise ConfigError(
-                    f"{where}:{line}: more than {_MOST_NODES} values with all aliases written out; "
+                    f"{where}:{line}: more than {_MAX_NODES} values with all aliases written out; "
                     "write plain sections"
                 )
             if key_path in places:
@@ -178,7 +178,7 @@ def _parse(text: str, where: str, places: Places) -> Any:
 
 
 def _key_lines(node: yaml.Node, path: KeyPath, file: str) -> Iterator[tuple[KeyPath, int]]:
-    """Every key and list index below `node` with the line it stands on."""
+    """Yields every key and list index below `node` with its line number."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):

@@ -83,7 +83,8 @@ class Freshness:
                 f"{self.max_staleness}"
             )
 
-    def check_arrival(self, version: int, sequences_in_flight: int) -> None:
+    @staticmethod
+    def check_arrival(version: int, sequences_in_flight: int) -> None:
         """Raises InvariantViolation where weights may not reach the engines: a response has one
         version.
         """

@@ -28,6 +28,7 @@ from pa_npu.coordinator.episode import Credit, ScoredGroup, check_components, ch
 from pa_npu.coordinator.variants import Variant
 from pa_npu.data.stream import Outcome
 from pa_npu.dispatch.assignment import Assignment, GroupCost
+from pa_npu.samples.attachments import described
 from pa_npu.samples.group import Group
 from pa_npu.samples.group_digest import digest_group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
@@ -364,6 +365,7 @@ def _kept(group: Group, scored: ScoredGroup) -> list[KeptResponse]:
                 tokens=group.tokens[start:end][trained].tolist(),
                 logprobs=group.logprobs[start:end][trained].tolist(),
                 turns=[asdict(turn) for turn in sample.turns],
+                attachments=described(sample.placeholders),
             )
         )
     return kept

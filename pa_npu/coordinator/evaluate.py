@@ -17,11 +17,12 @@ import asyncio
 import dataclasses
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pa_npu.config.schema import Config
+from pa_npu.control.milestones import Milestones
 from pa_npu.control.tasks import TaskScope, cancel
 from pa_npu.coordinator.episode import GroupGenerate, run_episode, score
 from pa_npu.coordinator.record import RunRecords
@@ -222,68 +223,116 @@ def final_answer(text: str, prompt: Prompt) -> str | None:
     return found.strip() if found and found.strip() else None
 
 
-@dataclass(eq=False, repr=False)
-class RunEvaluations:
-    """evaluator: None where there is nothing to evaluate on."""
+class Evaluations:
+    """The points at which a run's evaluations take part in an iteration. This one evaluates nothing.
 
-    config: Config
-    evaluator: Evaluator | None
-    records: RunRecords
-    timeline: Timeline
-    _running: asyncio.Task[None] | None = field(default=None, init=False)
+    Their other points are those of a guest on the engines (publication.EngineGuest).
+    """
 
-    def is_due(self, version: int) -> bool:
-        """Whether the version is evaluated: the first and the last always are."""
-        always = version in (0, self.config.schedule.iterations)
-        return self.evaluator is not None and (always or self.config.evaluates(version))
+    async def before_producing(
+        self, version: int, recorded: Callable[[], Awaitable[None]]
+    ) -> dict[str, Any] | None:
+        """Evaluates `version`, which engines hold, before anything is produced by it.
 
-    def is_overlapped(self, version: int) -> bool:
-        """Whether one of this version goes on beside training, with engines that have nothing else
-        to do.
+        Returns the evaluation's record; None where none is due here. recorded: waits for the record
+        of the iteration before, which comes first.
         """
-        return self.config.evaluate.overlap and version != self.config.schedule.iterations
+        return None
 
-    async def evaluate(self, version: int) -> dict[str, Any]:
-        """On the version that engines hold, which have nothing else to do; returns its record."""
-        assert self.evaluator is not None
-        with self.timeline.span("evaluate", version=version):
-            return self._record(await self.evaluator.evaluate(version))
-
-    def start(self, version: int) -> None:
-        """One beside training, until all is answered or until `cut_short`."""
-        self._running = asyncio.create_task(
-            self._whole(version), name=f"evaluation of version {version}"
-        )
-
-    async def _whole(self, version: int) -> None:
-        assert self.evaluator is not None
-        self._record(await self.evaluator.evaluate(version))
+    def after_producing(self, version: int) -> None:
+        """Engines have generated all that is due by `version`."""
 
     @property
     def is_running(self) -> bool:
-        """Whether one beside training may be under way."""
-        return self._running is not None and not (
-            self._running.done() and self._running.exception() is None
-        )
+        """Whether an evaluation in the background may have requests in flight."""
+        return False
 
-    async def cut_short(self, version: int) -> None:
-        """Engines are needed for the next weights: what is in flight is given up, and complete
-        questions are what counts.
-        """
+    async def make_way(self, version: int) -> None:
+        """Ends an evaluation in the background, because `version` is about to come."""
+
+    def engines_hold(self, version: int) -> None:
+        """Nothing waits for `version`: the loop says when it is evaluated."""
+
+
+@dataclass(eq=False, repr=False)
+class ForegroundEvaluations(Evaluations):
+    """Evaluates a version that is due while engines have nothing else to do."""
+
+    evaluator: Evaluator
+    records: RunRecords
+    timeline: Timeline
+    milestones: Milestones
+
+    async def before_producing(
+        self, version: int, recorded: Callable[[], Awaitable[None]]
+    ) -> dict[str, Any] | None:
+        if not self.is_due(version):
+            return None
+        await recorded()
+        with self.timeline.span("evaluate", version=version):
+            return self._record(await self.evaluator.evaluate(version))
+
+    def is_due(self, version: int) -> bool:
+        """Whether the version is evaluated: the first and the last of a run always are."""
+        return version in (0, self.milestones.last) or self.milestones.is_evaluated(version)
+
+    def _record(self, evaluation: Evaluation) -> dict[str, Any]:
+        metric = self.evaluator.config.evaluate.metric
+        record = {**evaluation.record(metric), "time": time.time()}
+        self.records.write_evaluation(record, evaluation.responses)
+        return record
+
+
+@dataclass(eq=False, repr=False)
+class BackgroundEvaluations(ForegroundEvaluations):
+    """Evaluates a version while it is trained, with engines that have generated all that is due.
+
+    The next weights cut an evaluation short. The last version is evaluated in the foreground.
+    """
+
+    _running: asyncio.Task[None] | None = field(default=None, init=False)
+
+    async def before_producing(
+        self, version: int, recorded: Callable[[], Awaitable[None]]
+    ) -> dict[str, Any] | None:
+        if version != self.milestones.last:
+            return None
+        return await super().before_producing(version, recorded)
+
+    def after_producing(self, version: int) -> None:
+        """Starts the evaluation of `version` where it is due."""
+        if self.is_due(version):
+            self._running = asyncio.create_task(
+                self._whole(version), name=f"evaluation of version {version}"
+            )
+
+    @property
+    def is_running(self) -> bool:
+        if self._running is None:
+            return False
+        return not self._running.done() or self._running.exception() is not None
+
+    async def make_way(self, version: int) -> None:
+        """Gives up what is in flight; the questions that are complete count."""
         running, self._running = self._running, None
-        if running is None or self.evaluator is None:
+        if running is None:
             return
         if running.done():
             return running.result()
         await cancel([running])
-        if (found := self.evaluator.so_far(version)).questions:
-            self._record(found)
+        evaluation = self.evaluator.so_far(version - 1)
+        if evaluation.questions:
+            self._record(evaluation)
 
-    def _record(self, found: Evaluation) -> dict[str, Any]:
-        record = {**found.record(self.config.evaluate.metric), "time": time.time()}
-        if self.config.evaluate.overlap:
-            self.timeline.complete(
-                "evaluate", now() - found.seconds, now(), "evaluation", version=found.version
-            )
-        self.records.write_evaluation(record, found.responses)
-        return record
+    async def _whole(self, version: int) -> None:
+        self._record(await self.evaluator.evaluate(version))
+
+    def _record(self, evaluation: Evaluation) -> dict[str, Any]:
+        self.timeline.complete(
+            "evaluate",
+            now() - evaluation.seconds,
+            now(),
+            "evaluation",
+            version=evaluation.version,
+        )
+        return super()._record(evaluation)

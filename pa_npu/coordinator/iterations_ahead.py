@@ -1,7 +1,7 @@
 """The iterations that are produced and not trained yet: begun when due, told to trainers, kept in and taken from checkpoints.
 
-One is produced whole, by the version that engines hold; or until engines have all its groups, which
-they finish beside the next border (publish.mode=rolling).
+One is produced whole, by the version that engines hold; or, where engines swap one after another,
+until they have all its groups, which they finish in the background (Publication.swaps_in_turn).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.delivery import Produced
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.producer import Producer
+from pa_npu.coordinator.publication import Publication
 from pa_npu.coordinator.token_budget import restored
 from pa_npu.coordinator.updates import Updates
 from pa_npu.coordinator.variants import Variant
@@ -72,9 +73,10 @@ class IterationsAhead:
     train: TrainingStream
     next: int
     _prompts: Sequence[Prompt] = field(default=(), init=False)  # of the next iteration
+    _preparing: asyncio.Task[None] | None = field(default=None, init=False)
     # not trained yet, by iteration
     _produced: dict[int, Produced] = field(default_factory=dict, init=False)
-    # of iterations that are produced beside others
+    # of iterations that are finished in the background
     _complete: dict[int, asyncio.Event] = field(default_factory=dict, init=False)
 
     # what an interrupted run left
@@ -122,23 +124,29 @@ class IterationsAhead:
         self._put_position(self.next)
 
     def draw(self, last: int) -> Prompt:
-        """Take the next iteration's prompts, where it is one before `last`; returns one to probe
+        """Takes the next iteration's prompts, if it comes before `last`; returns one to probe
         engines with.
         """
         if self.next < last or not self._prompts:
             self._prompts = self._drawn(self.next)
         return self._prompts[0]
 
-    def prepare(self, last: int) -> asyncio.Task[None] | None:
-        """The schedule of the next iteration is chosen while trainers still train."""
-        if self.next >= last:
-            return None
-        preparing = self.producer.prepare(self.next, self._prompts)
-        return asyncio.create_task(preparing, name=f"schedule of {self.next}")
+    def prepare(self, last: int) -> None:
+        """Begins to choose the schedule of the next iteration, if it comes before `last`, while
+        trainers still train.
+        """
+        if self.next < last:
+            preparing = self.producer.prepare(self.next, self._prompts)
+            self._preparing = asyncio.create_task(preparing, name=f"schedule of {self.next}")
+
+    async def prepared(self) -> None:
+        """Waits until the schedule that `prepare` chooses is chosen."""
+        if self._preparing is not None:
+            await self._preparing
 
     async def written(self, version: int) -> None:
-        """Waits until what versions before this one write is complete; of some iterations only the
-        dispatch was waited for.
+        """Waits until all groups of versions before this one are written, also of iterations that
+        go on in the background.
         """
         for iteration in [
             i for i in self._complete if i < version + self.freshness.iterations_ahead
@@ -148,25 +156,27 @@ class IterationsAhead:
     # after it
 
     async def produce_due(
-        self, version: int, published: int | None, last: int, scope: TaskScope
-    ) -> int:
-        """Produces all that may be produced while `version` is trained, by the engines' version;
-        returns how many iterations.
+        self, version: int, publication: Publication, last: int, scope: TaskScope
+    ) -> Sequence[int]:
+        """Produces all iterations that may be produced while `version` is trained, by the version
+        that engines hold; returns them.
+
+        The last of them goes on in `scope` where the next border begins before it is written.
         """
-        begun = self.next
+        begun, held = self.next, publication.version
         while self.next < last and self.freshness.is_due(self.next, version):
             prompts = self._prompts if self.next == begun else self._drawn(self.next)
             is_last_due = self.next + 1 < last and not self.freshness.is_due(self.next + 1, version)
-            self.freshness.check_production(self.next, published)
-            # engines that swap in turn begin the next border as soon as they have all groups of
-            # this one
-            beside = is_last_due and self.config.swaps_in_turn(version + 1)
-            await self._produce_next(prompts, published, scope if beside else None)
+            self.freshness.check_production(self.next, held)
+            if is_last_due and publication.swaps_in_turn(version + 1):
+                await self._produce_in_background(prompts, held, scope)
+            else:
+                await self._produce_whole(prompts, held)
             self.next += 1
-        return self.next - begun
+        return range(begun, self.next)
 
     def trained(self, iteration: int) -> Produced:
-        """It is no longer ahead."""
+        """Removes and returns what was produced for `iteration`, which has been trained."""
         return self._produced.pop(iteration)
 
     # producing
@@ -174,24 +184,26 @@ class IterationsAhead:
     def _drawn(self, iteration: int) -> Sequence[Prompt]:
         return self.train.take(self.updates.num_new(iteration))
 
-    async def _produce_next(
-        self, prompts: Sequence[Prompt], published: int | None, scope: TaskScope | None
+    async def _produce_whole(self, prompts: Sequence[Prompt], held: int) -> None:
+        """Produces the next iteration by the version that engines hold."""
+        iteration = self.next
+        with self.timeline.span("produce", iteration=iteration):
+            await self._produce(iteration, prompts, held)
+        self._put_position(iteration + 1)
+
+    async def _produce_in_background(
+        self, prompts: Sequence[Prompt], held: int, scope: TaskScope
     ) -> None:
-        """The next iteration by the version that engines hold. scope: finishes it beside whatever
-        comes; None: here.
+        """Begins the next iteration; returns when engines have all its groups. `written` waits for
+        the rest.
         """
         iteration = self.next
-        if scope is None:
-            with self.timeline.span("produce", iteration=iteration):
-                await self._produce(iteration, prompts, published)
-            self._put_position(iteration + 1)
-            return
         self._put_position(iteration + 1)
         dispatched, done = AllDispatched(), asyncio.Event()
         self._complete[iteration] = done
 
         async def produce() -> None:
-            await self._produce(iteration, prompts, published, dispatched)
+            await self._produce(iteration, prompts, held, dispatched)
             done.set()
 
         scope.start(produce(), f"iteration {iteration}")
@@ -199,11 +211,11 @@ class IterationsAhead:
         await dispatched.event.wait()
 
     async def _produce(
-        self, iteration: int, prompts: Sequence[Prompt], published: int | None, *variants: Variant
+        self, iteration: int, prompts: Sequence[Prompt], held: int, *variants: Variant
     ) -> None:
         choice = self.updates.choose(iteration, prompts)
         produced = await self.producer.produce(
-            iteration, prompts, choice, version=published, variants=variants
+            iteration, prompts, choice, version=held, variants=variants
         )
         self.updates.produced(iteration, choice)
         # with what the stream of prompts says of it

@@ -1,19 +1,17 @@
-"""The iteration protocol of the coordinator: publish a weight version, evaluate it, produce its iteration, record the last one.
+"""The iterations of a run as the coordinator makes them: publish a weight version, produce by it, and record what was trained.
 
-Per weight version v, with keys in the store that the launcher hosts, where the roster of engines is
-too:
+For version v, while the trainers train iteration v:
 
-    engines are asked to load v; trainers send their report of iteration v - 1, and v   border.py (control/messages.py, publish/)
-    the schedule learns from iteration v - 1 and chooses for v                          IterationEnd (planning/iteration_model)
-    evaluation of version v, where due; or beside training (evaluate.overlap)           evaluate.py
-    iteration v is produced into the rollout buffer while the trainers consume it       iterations_ahead.py, producer.py
-    meanwhile iteration v - 1 goes into metrics.jsonl, the chain and onto the console   IterationEnd, record.py, chain.py
+    engines come to hold version v                                    publication.py
+    iteration v - 1 ends: the schedule learns from it                 IterationEnd (planning/iteration_model)
+    version v is evaluated, if that is due                            evaluate.py
+    all iterations that are due are produced into the buffer          iterations_ahead.py, producer.py
+    meanwhile iteration v - 1 is recorded                             IterationEnd, record.py, chain.py
 
-With schedule.max_staleness = k it is iteration v + k, while the trainers consume iteration v. With
-publish.divergence trainers may say that engines keep the version that they have; then that version
-produces what is due. With publish.mode=rolling the border of version v + 1 begins when engines have
-all groups of iteration v + k: those that are through with theirs swap to the version, and begin
-with iteration v + k + 1. The last version is only published and evaluated.
+With schedule.max_staleness = 0 what is due is iteration v, which the trainers consume as it is
+produced; with max_staleness = k iteration v + k. Trainers and coordinator meet in the store of the
+launcher only (control/messages.py, publish/). The last version is published and evaluated, and
+produces nothing.
 """
 
 from __future__ import annotations
@@ -21,112 +19,83 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.messages import BORDER, REPORT
 from pa_npu.control.tasks import TaskScope, cancel
-from pa_npu.coordinator.border import BorderCrossing
 from pa_npu.coordinator.chain import RunChain
 from pa_npu.coordinator.delivery import Produced
-from pa_npu.coordinator.evaluate import RunEvaluations
+from pa_npu.coordinator.evaluate import Evaluations
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
-from pa_npu.coordinator.record import Border, RunRecords, Window, iteration_record
+from pa_npu.coordinator.publication import OnCrossed, Publication
+from pa_npu.coordinator.record import BorderOutcome, Interval, RunRecords, iteration_record
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.subjects import IterationTimes, Prediction
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class Coordinator:
-    """The iteration protocol over parts that are already running."""
+    """Leads a run over parts that are already running. first, last: weight versions."""
 
-    config: Config
-    border: BorderCrossing
+    first: int
+    last: int
+    publication: Publication
     ahead: IterationsAhead
-    evaluations: RunEvaluations
+    evaluations: Evaluations
     iteration_end: IterationEnd
 
-    async def run(self, first: int) -> None:
-        """From weight version `first` to the evaluation of the last one."""
+    async def run(self) -> None:
+        """Runs from the publish of the first version to the evaluation of the last one."""
         try:
             async with TaskScope() as scope:
-                await self._run(first, scope)
+                await self._iterate(scope)
         finally:
-            await self.border.close()
+            await self.publication.close()
             await self.iteration_end.close()
 
-    async def _run(self, first: int, scope: TaskScope) -> None:
-        config, ahead, evaluations = self.config, self.ahead, self.evaluations
-        last = config.schedule.iterations
+    async def _iterate(self, scope: TaskScope) -> None:
+        ahead, evaluations, recorded = self.ahead, self.evaluations, self.iteration_end.recorded
         ahead.begin()
-        before: Window | None = None
-        for version in range(first, last + 1):
-            prompt = ahead.draw(last)
-            preparing = ahead.prepare(last)
-            # between the first version and the last the first groups are the probe
-            probes = version in (first, last) or not config.probe_rides
-            border = await self.border.cross(
-                version, prompt if probes else None, is_first=version == first
-            )
-            if border is not None:
-                await even_if_cancelled(self._conclude(preparing, before, border, version))
-
-            evaluation = None
-            due, overlapped = evaluations.is_due(version), evaluations.is_overlapped(version)
-            if due and not overlapped:
-                await self.iteration_end.recorded()
-                evaluation = await evaluations.evaluate(version)
-            if version == last:
-                await self.iteration_end.recorded()
-                return
-
-            crossed: asyncio.Future[Border] = asyncio.get_running_loop().create_future()
-            if border is not None:
-                crossed.set_result(border)
-            else:
-                scope.start(
-                    self._end_crossing(version, preparing, before, crossed),
-                    f"border of version {version}",
-                )
-            self.border.expect(version + 1, crossed)
-            if preparing is not None:
-                await preparing
-            iteration = ahead.next
-            count = await ahead.produce_due(version, self.border.published, last, scope)
+        crossed = await self._cross(self.first, self._begin, scope)
+        for version in range(self.first, self.last):
+            evaluation = await evaluations.before_producing(version, recorded)
+            self.publication.expect(version + 1, crossed)
+            await ahead.prepared()
+            produced = await ahead.produce_due(version, self.publication, self.last, scope)
             border = await crossed
             ahead.updates.save(version + 1)  # all that is due at this version is produced
-            if due and overlapped:
-                evaluations.start(version)
-            before = Window(evaluation, border, iteration if count == 1 else None)
+            evaluations.after_producing(version)
+            interval = Interval(evaluation, border, produced)
+            crossed = await self._cross(version + 1, partial(self._end, version, interval), scope)
+        await evaluations.before_producing(self.last, recorded)
+        await recorded()
 
-    async def _end_crossing(
-        self,
-        version: int,
-        preparing: asyncio.Task[None] | None,
-        before: Window | None,
-        crossed: asyncio.Future[Border],
-    ) -> None:
-        """Ends a border beside the next iteration, for which the first engines produce already."""
-        border = await self.border.rest(version)
-        await even_if_cancelled(self._conclude(preparing, before, border, version))
-        crossed.set_result(border)
+    async def _cross(
+        self, version: int, on_crossed: OnCrossed, scope: TaskScope
+    ) -> asyncio.Future[BorderOutcome]:
+        """Brings the engines to `version`; the next schedule is chosen while trainers still train."""
+        prompt = self.ahead.draw(self.last)
+        self.ahead.prepare(self.last)
+        return await self.publication.cross(version, prompt, on_crossed, scope)
 
-    async def _conclude(
-        self,
-        preparing: asyncio.Task[None] | None,
-        before: Window | None,
-        border: Border,
-        version: int,
-    ) -> None:
-        """Ends the iteration that was trained before `version`, once nothing asks the controller
-        about it any more.
+    async def _begin(self, border: BorderOutcome) -> None:
+        """The first border ends no iteration."""
+        await self.ahead.prepared()
+
+    async def _end(self, iteration: int, interval: Interval, border: BorderOutcome) -> None:
+        """Ends `iteration`, which was trained in `interval`, once nothing asks the controller about
+        it any more.
         """
-        await self.iteration_end.recorded()
-        if preparing is not None:
-            await preparing
-        if before is not None:
-            self.iteration_end.end(self.ahead.trained(version - 1), before, border, version)
+
+        async def end() -> None:
+            await self.iteration_end.recorded()
+            await self.ahead.prepared()
+            self.iteration_end.end(self.ahead.trained(iteration), interval, border)
+
+        await even_if_cancelled(end())
 
 
 # How long the record of a finished iteration may still take when the run fails, or is ended, after
@@ -136,8 +105,8 @@ _LAST_RECORD_S = 2.0
 
 @dataclass(eq=False, repr=False)
 class IterationEnd:
-    """Ends a trained iteration beside the next one: the schedule learns from it, and its record is
-    written, one at a time.
+    """Ends a trained iteration while the next one runs: the schedule learns from it, and its record
+    is written, one at a time.
     """
 
     config: Config
@@ -147,29 +116,28 @@ class IterationEnd:
     chain: RunChain
     _recording: asyncio.Task[None] | None = field(default=None, init=False)
 
-    def end(self, produced: Produced, start: Window, end: Border, version: int) -> None:
-        """Begins the record of the iteration between two publishes, the second of `version`; the
-        schedule learns from it.
+    def end(self, produced: Produced, start: Interval, end: BorderOutcome) -> None:
+        """Lets the schedule learn from the iteration, and begins its record.
+
+        start: the interval in which it was trained. end: the border after it.
         """
-        report = REPORT.get(self.channel, iteration=version - 1)
+        report = REPORT.get(self.channel, iteration=produced.iteration)
         iteration_s = end.held.done_s - start.border.held.done_s
         prediction = Prediction("", None, None)
-        if start.produced is not None:
+        if len(start.produced) == 1:
             evaluation_s = start.evaluation["seconds"] if start.evaluation else 0.0
-            prediction = self.controller.end_iteration(
-                IterationTimes(
-                    iteration_s=iteration_s - evaluation_s,
-                    border_s=end.publish_s,
-                    train_s=report.training.train_s,
-                    step_s=report.training.step_s,
-                ),
-                start.produced,
+            times = IterationTimes(
+                iteration_s=iteration_s - evaluation_s,
+                border_s=end.publish_s,
+                train_s=report.training.train_s,
+                step_s=report.training.step_s,
             )
+            prediction = self.controller.end_iteration(times, start.produced[0])
 
         async def record() -> None:
             # the trainers' account of the border comes when they have crossed it
             border = await BORDER.wait_async(
-                self.channel, self.config.wait_timeout_s, version=version
+                self.channel, self.config.wait_timeout_s, version=produced.iteration + 1
             )
             numbers = iteration_record(
                 self.config, produced, report, border, prediction, start, end
@@ -182,20 +150,20 @@ class IterationEnd:
         )
 
     async def recorded(self) -> None:
-        """The last iteration that was ended has its record. Raises what went wrong with that."""
+        """Waits for the record of the iteration that ended last. Raises what went wrong with it."""
         if self._recording is not None:
             await self._recording
             self._recording = None
 
     async def close(self) -> None:
-        """A record that is under way may take a moment more."""
+        """Ends a record that is under way, after a moment more."""
         if self._recording is not None:
             await asyncio.wait({self._recording}, timeout=_LAST_RECORD_S)
             await cancel([self._recording])
 
 
 async def even_if_cancelled(work: Coroutine[Any, Any, None]) -> None:
-    """The work, which a cancellation lets go on for a moment."""
+    """Does the work; a cancellation lets it go on for a moment before it is raised."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)

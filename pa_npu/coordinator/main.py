@@ -33,20 +33,28 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import TRAINERS_RUN_ON, RunsOn, TrainersRunOn
+from pa_npu.control.milestones import Milestones
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.tasks import run_until_terminated
-from pa_npu.coordinator.border import BorderCrossing
 from pa_npu.coordinator.chain import RunChain
-from pa_npu.coordinator.evaluate import Evaluator, RunEvaluations
+from pa_npu.coordinator.delivery import Delivery
+from pa_npu.coordinator.evaluate import (
+    BackgroundEvaluations,
+    Evaluations,
+    Evaluator,
+    ForegroundEvaluations,
+)
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.loop import Coordinator, IterationEnd
 from pa_npu.coordinator.producer import Producer
+from pa_npu.coordinator.publication import EngineGuest, publication_kind
 from pa_npu.coordinator.record import RunRecords
-from pa_npu.coordinator.roles import Roles
+from pa_npu.coordinator.roles import Roles, RolesDelivery
 from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.coordinator.token_budget import BudgetedUpdates
 from pa_npu.coordinator.updates import EveryGroup, InformativeGroups, Updates
+from pa_npu.coordinator.variants import Variant
 from pa_npu.data.prompts import Prompt, load_prompts, load_training
 from pa_npu.data.stream import TrainingStream
 from pa_npu.dispatch.assignment import GroupWork
@@ -65,6 +73,7 @@ from pa_npu.planning.iteration_model.subjects import Rules
 from pa_npu.publish.coordinator_side import CoordinatorPublish
 from pa_npu.publish.engines import Connection
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
+from pa_npu.publish.probes import ProbePlan
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.rollout_buffer import RolloutBuffer, open_buffer
 from pa_npu.samples.routes import routes_of
@@ -123,7 +132,8 @@ async def run(config: Config) -> None:
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
         freshness = Freshness.of(config)
-        buffer = open_buffer(config, buffer_channel, ahead=int(config.publish.mode == "rolling"))
+        publication_class = publication_kind(config.publish)
+        buffer = open_buffer(config, buffer_channel, ahead=publication_class.CONCURRENT_ITERATIONS)
         work = GroupWork(spec, config)
         controller = ScheduleController(Rules.of(config), work)
         service = make_service(config, pool, sampling, tokenizer)
@@ -131,8 +141,14 @@ async def run(config: Config) -> None:
             where = (config.placement.address, config.agent.port or 0, Path(config.run.dir))
             await stack.enter_async_context(gateway.serving(*where))
         await stack.enter_async_context(opened(environment, limit_s))
+        features: list[Variant] = []
+        streamed: Callable[..., Delivery] = Delivery
+        if service is not None:
+            features.append(service)
         if (roles := make_roles(config, pool, timeline, controller)) is not None:
             stack.callback(roles.close)
+            features.append(roles)
+            streamed = partial(RolesDelivery, roles=roles)
         producer = Producer(
             config=config,
             pool=pool,
@@ -144,8 +160,8 @@ async def run(config: Config) -> None:
             timeline=timeline,
             work=work,
             store_thread=store_thread,
-            variants=[] if service is None else [service],
-            roles=roles,
+            variants=features,
+            streamed=streamed,
         )
         await fleet.wait_all_ready()
         if config.engines_sleep:
@@ -154,34 +170,78 @@ async def run(config: Config) -> None:
         runs_on = RunsOn(trainers, fleet.run_on())
         records.write_runs_on(runs_on)
         chain = stack.enter_context(RunChain(config, channel, first, runs_on))
-        publish = CoordinatorPublish(config, fleet, pool, channel, connection, sampling)
-        evaluator = None
+        probes = ProbePlan.from_sections(
+            publish=config.publish,
+            rollout=config.rollout,
+            schedule=config.schedule,
+            algorithm=config.algorithm,
+        )
+        publish = CoordinatorPublish(
+            rollout=config.rollout,
+            timeout_s=config.publish.timeout_s,
+            seed=config.run.seed,
+            senders=config.mesh.senders(),
+            fleet=fleet,
+            pool=pool,
+            channel=channel,
+            connection=connection,
+            sampling=sampling,
+            probes=probes,
+        )
+        milestones = Milestones.from_sections(
+            schedule=config.schedule, checkpoint=config.checkpoint, has_held_out=bool(held_out)
+        )
+        evaluations = Evaluations()
         if held_out:
             tested = await open_evaluated(stack, config, environment, tokenizer)
-            evaluator = Evaluator(config, held_out, pool, tested, rewards, sampling)
-        evaluations = RunEvaluations(config, evaluator, records, timeline)
-        updates = make_updates(config, freshness, channel, buffer, train)
+            evaluations = make_evaluations(
+                Evaluator(config, held_out, pool, tested, rewards, sampling),
+                records=records,
+                timeline=timeline,
+                milestones=milestones,
+            )
+        updates = make_updates(
+            config,
+            freshness=freshness,
+            milestones=milestones,
+            channel=channel,
+            buffer=buffer,
+            train=train,
+        )
         ahead = IterationsAhead(
             config, channel, producer, timeline, freshness, updates, train, first
         )
-        border = BorderCrossing(
-            config=config,
+        guests: list[EngineGuest] = [evaluations]
+        if service is not None:
+            guests.append(service)
+        publication = publication_class(
             channel=channel,
             fleet=fleet,
             pool=pool,
             publish=publish,
             timeline=timeline,
-            evaluations=evaluations,
-            service=service,
+            guests=guests,
             written=ahead.written,
+            probes=probes,
+            milestones=milestones,
+            first=first,
+            startup_timeout_s=config.run.startup_timeout_s,
+            wait_timeout_s=config.wait_timeout_s,
+            border_timeout_s=config.border_timeout_s,
         )
-        iteration_end = IterationEnd(config, channel, controller, records, chain)
-        coordinator = Coordinator(config, border, ahead, evaluations, iteration_end)
+        coordinator = Coordinator(
+            first=first,
+            last=config.schedule.iterations,
+            publication=publication,
+            ahead=ahead,
+            evaluations=evaluations,
+            iteration_end=IterationEnd(config, channel, controller, records, chain),
+        )
         ahead.take_up(buffer)
         gc.collect()
         # what is here stays to the run's end, and every full collection would look at it again
         gc.freeze()
-        await coordinator.run(first)
+        await coordinator.run()
 
 
 async def open_engines(
@@ -255,7 +315,9 @@ async def connect_to_trainers(
 
 def make_updates(
     config: Config,
+    *,
     freshness: Freshness,
+    milestones: Milestones,
     channel: StoreChannel,
     buffer: RolloutBuffer,
     train: TrainingStream,
@@ -265,11 +327,27 @@ def make_updates(
     """
     schedule = config.schedule
     if schedule.tokens_per_update is not None:
-        return BudgetedUpdates(config, schedule.tokens_per_update, freshness, channel, buffer)
+        return BudgetedUpdates(
+            config=config,
+            tokens=schedule.tokens_per_update,
+            freshness=freshness,
+            milestones=milestones,
+            channel=channel,
+            buffer=buffer,
+        )
     if schedule.dynamic_sampling:
         kind = partial(InformativeGroups, order=schedule.order, another=lambda: train.take(1)[0])
         return Updates(schedule.prompts_per_iteration, kind)
     return Updates(schedule.prompts_per_iteration, partial(EveryGroup, order=schedule.order))
+
+
+def make_evaluations(
+    evaluator: Evaluator, *, records: RunRecords, timeline: Timeline, milestones: Milestones
+) -> Evaluations:
+    """Makes the evaluations of a run that has something to evaluate on."""
+    in_background = evaluator.config.evaluate.overlap
+    kind = BackgroundEvaluations if in_background else ForegroundEvaluations
+    return kind(evaluator, records, timeline, milestones)
 
 
 def make_roles(

@@ -33,7 +33,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import InitVar, dataclass, field, replace
-from functools import partial
 
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
@@ -48,7 +47,6 @@ from pa_npu.coordinator.episode import (
     score,
     with_components,
 )
-from pa_npu.coordinator.roles import Roles, RolesDelivery
 from pa_npu.coordinator.updates import EveryGroup
 from pa_npu.coordinator.variants import Pace, Points, TailMeter, Variant
 from pa_npu.data.prompts import Prompt
@@ -85,8 +83,8 @@ class Producer:
     """Produces iterations, one at a time; with publish.mode=rolling the next may begin beside one.
 
     work: what training a group costs. store_thread: a single-threaded executor for the buffer's
-    blocking calls; one thread keeps their order. variants: the features that this run uses. roles:
-    where devices decode and train.
+    blocking calls; one thread keeps their order. variants: the features that this run uses.
+    streamed: makes the delivery of an iteration whose groups are handed over as they finish.
     """
 
     config: Config
@@ -100,11 +98,9 @@ class Producer:
     work: GroupCost
     store_thread: Executor
     variants: Sequence[Variant] = ()
-    roles: Roles | None = field(default=None, kw_only=True)
+    streamed: Callable[..., Delivery] = field(default=Delivery, kw_only=True)
 
     def __post_init__(self, controller: ScheduleController) -> None:
-        if self.roles is not None:
-            self.variants = [*self.variants, self.roles]
         self._algorithm = build_algorithm(self.config)
         self._planner = Planner(self.config, self.pool, controller, self.work)
 
@@ -177,12 +173,8 @@ class Producer:
         production = Production(iteration, kept_groups(config.telemetry.samples))
         tail, pace = TailMeter(self.pool), self._planner.pace(iteration, prompts)
         points = Points([*self.variants, tail, pace, production, *variants])
-        kind: Callable[..., Delivery] = Delivery
-        if not config.streams(iteration):
-            kind = HeldDelivery
-        elif self.roles is not None:
-            kind = partial(RolesDelivery, roles=self.roles)
-        delivery = kind(
+        make_delivery = self.streamed if config.streams(iteration) else HeldDelivery
+        delivery = make_delivery(
             config=config,
             algorithm=self._algorithm,
             production=production,

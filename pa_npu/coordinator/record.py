@@ -152,8 +152,8 @@ def tracked_config(config: Config) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Border:
-    """The publish between two iterations, and the engines' counters and number after it."""
+class BorderOutcome:
+    """The state that a border left: the version that engines hold, and their counters and number."""
 
     held: EnginesHold
     use: dict[str, EngineUse]
@@ -161,19 +161,22 @@ class Border:
 
     @property
     def publish_s(self) -> float:
-        """From the trainers' readiness to the end."""
+        """Seconds from the trainers' readiness to the end of the publish."""
         return self.held.done_s - self.held.ready_s
 
 
 @dataclass(frozen=True)
-class Window:
-    """From one publish to the next. border: the publish that began it. produced: the iteration,
-    where it was one.
+class Interval:
+    """The time from one border to the next.
+
+    evaluation: the record of an evaluation that came before the production; None where there was
+    none. border: the one that began the interval. produced: the iterations that were produced in
+    it.
     """
 
     evaluation: dict[str, Any] | None
-    border: Border
-    produced: int | None
+    border: BorderOutcome
+    produced: Sequence[int]
 
 
 def iteration_record(
@@ -182,8 +185,8 @@ def iteration_record(
     report: IterationReport,
     border: BorderReport,
     prediction: Prediction,
-    start: Window,
-    end: Border,
+    start: Interval,
+    end: BorderOutcome,
 ) -> dict[str, Any]:
     """The record of one iteration, from one completed publish to the next.
 

@@ -63,8 +63,10 @@ class _Flight:
 
 @dataclass(eq=False, repr=False)
 class Roles(Variant):
-    """One per run. speed: of an engine, and seconds that a replica takes for a unit of work; None
-    before anything was learned.
+    """Decides, for a whole run, when units change from decoding to training.
+
+    speed: returns the speed of an engine, and the seconds that a replica takes for a unit of work;
+    None before anything was learned.
     """
 
     config: Config
@@ -89,7 +91,7 @@ class Roles(Variant):
 
     def _reset(self, delivery: RolesDelivery | None) -> None:
         self._flights: dict[Lease, _Flight] = {}
-        self._training: dict[Unit, float] = {}  # since when, on the timeline's clock
+        self._since: dict[Unit, float] = {}  # when its training began, on the timeline's clock
         self._lengths: list[int] = []
         self._dispatched = False
         self._unscored = 0
@@ -109,10 +111,10 @@ class Roles(Variant):
         if found is not None:
             self._engine, self._seconds_per_work = found
         delivery.seconds_per_work = self._seconds_per_work or 1.0
-        self.pool.rest(frozenset())
+        self.pool.devices.decode_all()
         for unit in self.units:
-            if not unit.engines:
-                self._trains(unit)
+            if not unit.engines:  # it never decodes
+                delivery.free(unit.replicas)
 
     def admitted(self, lease: Lease) -> None:
         self._step()
@@ -129,7 +131,7 @@ class Roles(Variant):
     def scored(self, index: int, group: ScoredGroup) -> None:
         self._lengths += group.lengths
         self._unscored -= 1
-        decoding = [unit for unit in self.units if unit not in self._training]
+        decoding = [unit for unit in self.units if not self._trains(unit)]
         known = self._engine is not None and bool(self._seen)
         due = time.perf_counter() >= self._next_s and (
             self.changing is None or self.changing.done()
@@ -152,19 +154,20 @@ class Roles(Variant):
                 self.changing = asyncio.create_task(change, name="change of roles")
 
     async def end(self) -> None:
-        """All responses are there: whoever still decoded trains from here on."""
+        """All responses are there: whoever still decodes trains from here on."""
         if self.changing is not None:
             await self.changing
-        self.num_changes = sum(bool(unit.engines) for unit in self._training)
+        self.num_changes = len(self._since)
         for unit in self.units:
-            self._trains(unit)
+            if not self._trains(unit):
+                self._train(unit)
         self._seen.append(np.sort(np.asarray(self._lengths, float)))
         self._delivery = None
-        self.pool.rest(frozenset())
+        self.pool.devices.all_written()
 
     def close(self) -> None:
-        """The last iteration's devices train no more."""
-        for unit, since_s in self._training.items():
+        """Ends the last iteration on the timeline: its devices train no more."""
+        for unit, since_s in self._since.items():
             self._show(unit, "trains", since_s, now())
 
     @property
@@ -242,32 +245,33 @@ class Roles(Variant):
         return sorted(decoding, key=load)[:count]
 
     async def _change(self, units: Sequence[Unit]) -> None:
-        """These units hand on what they decode and train."""
+        """Lets these units hand on what they decode, and train."""
         begin_s = time.perf_counter()
-        resting = {seat for unit in [*self._training, *units] for seat in unit.engines}
-        self.pool.rest(frozenset(resting))
         seats = {seat for unit in units for seat in unit.engines}
+        self.pool.devices.move(seats)
         await self.pool.vacate(seats, self.config.rollout.probe_timeout_s)
         await self.pool.sleep(seats)
         for unit in units:
-            self._trains(unit)
+            self._train(unit)
         self._change_s = 0.5 * (self._change_s + time.perf_counter() - begin_s)
 
-    def _trains(self, unit: Unit) -> None:
-        if unit in self._training:
-            return
-        self._training[unit] = now()
-        self._show(unit, "decodes", self._begin_s, self._training[unit])
+    def _trains(self, unit: Unit) -> bool:
+        """Whether no engine of the unit decodes."""
+        return self.pool.devices.trains(unit.engines)
+
+    def _train(self, unit: Unit) -> None:
+        """The unit's engines are empty, and asleep where they can be: its replicas train."""
+        self.pool.devices.train(unit.engines)
+        self._since[unit] = now()
+        self._show(unit, "decodes", self._begin_s, self._since[unit])
         if self._delivery is not None:
             self._delivery.free(unit.replicas)
 
     def _show(self, unit: Unit, role: str, start_s: float, end_s: float) -> None:
-        if unit.engines:
-            lanes = ", ".join(f"engine {seat}" for seat in unit.engines)
-            ranks = [
-                rank for replica in unit.replicas for rank in self.config.mesh.replica(replica)
-            ]
-            self.timeline.complete(role, start_s, end_s, f"role of {lanes}", ranks=ranks)
+        """Draws a role of the unit on the timeline."""
+        lanes = ", ".join(f"engine {seat}" for seat in unit.engines)
+        ranks = [rank for replica in unit.replicas for rank in self.config.mesh.replica(replica)]
+        self.timeline.complete(role, start_s, end_s, f"role of {lanes}", ranks=ranks)
 
     def _raise_failure(self) -> None:
         if self.changing is not None and self.changing.done():
@@ -277,7 +281,7 @@ class Roles(Variant):
         """Decode steps so far, as fast as they should have been with what was in flight."""
         at_s = time.perf_counter()
         if self._engine is not None:
-            engines = sum(len(unit.engines) for unit in self.units if unit not in self._training)
+            engines = sum(len(unit.engines) for unit in self.units if not self._trains(unit))
             sequences = (
                 len(self._flights) * self.config.rollout.responses_per_prompt / max(1, engines)
             )
@@ -323,7 +327,7 @@ class RolesDelivery(Delivery):
         return [max(0.0, until_s - at_s) for until_s in self._given_s.values()]
 
     def free(self, replicas: Sequence[int]) -> None:
-        """These replicas' devices are theirs."""
+        """Marks these replicas free to train."""
         at_s = time.perf_counter()
         self._given_s |= {replica: at_s for replica in replicas if replica not in self._given_s}
         self._changed.set()

@@ -42,6 +42,7 @@ from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.errors import PaNpuError
+from pa_npu.samples.attachments import described
 from pa_npu.samples.group import IDENTITY, PER_SAMPLE, PER_TOKEN, Group
 from pa_npu.samples.seeds import group_seed
 
@@ -116,27 +117,31 @@ class ServedRun(Variant):
 
     # the coordinator's side
 
-    def published(self, version: int) -> None:
-        """Engines hold `version`: samples are written from here on."""
-        self._version = version
-        self._holds.set()
+    @property
+    def is_running(self) -> bool:
+        """Always true: a request may come at any time."""
+        return True
 
-    async def quiet(self) -> None:
-        """Engines write nothing for others until `published`."""
+    async def make_way(self, version: int) -> None:
+        """Ends all samples in flight; none is written until `engines_hold`."""
         self._holds.clear()
         await cancel(self._running)
+
+    def engines_hold(self, version: int) -> None:
+        """Lets samples be written by `version`, which the engines hold."""
+        self._version = version
+        self._holds.set()
 
     def delivered(self, group: Group, scored: ScoredGroup) -> None:
         """One of the run's groups goes to those who ask for them, as it goes to the trainers."""
         about = {name: getattr(group, name) for name in IDENTITY}
         about |= {"prompt": scored.prompt.text, "answer": scored.prompt.answer}
-        self._kept.append(
-            _Kept(
-                next(self._rows),
-                group,
-                {**about, "responses": [one.text for one in scored.samples]},
-            )
-        )
+        about["responses"] = [sample.text for sample in scored.samples]
+        if group.placeholders:
+            about["attachments"] = [described(sample.placeholders) for sample in scored.samples]
+            # images of a thousand groups would fill the memory
+            group = replace(group, placeholders=())
+        self._kept.append(_Kept(next(self._rows), group, about))
         self._arrived.set()
 
     # the others' side

@@ -26,6 +26,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import CARRIED, EARLY_END, UPDATE_SIZE, CarriedGroups, UpdateSize
+from pa_npu.control.milestones import Milestones
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.updates import EveryGroup, Updates
 from pa_npu.data.prompts import Prompt
@@ -53,6 +54,7 @@ class BudgetedUpdates(Updates):
     config: Config
     tokens: int
     freshness: Freshness
+    milestones: Milestones
     channel: StoreChannel
     buffer: RolloutBuffer
 
@@ -106,7 +108,7 @@ class BudgetedUpdates(Updates):
         """Put what no update until `version` trains, and no iteration that is produced until then,
         where checkpoints find it.
         """
-        is_saved = self.config.saves(version) or EARLY_END.exists(self.channel)
+        is_saved = self.milestones.is_saved(version) or EARLY_END.exists(self.channel)
         if not is_saved or version > self._last:
             return
         iteration = min(version + self.freshness.iterations_ahead, self._last + 1)

@@ -23,6 +23,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from pa_npu.config.sections.rollout import RolloutConfig
@@ -45,6 +46,16 @@ DeliverLate = Callable[[Member, int], Awaitable[bool]]
 
 Returns False if the trainers have begun the next iteration already.
 """
+
+
+@dataclass(frozen=True)
+class _Running:
+    """The iteration that runs: the version that serves in it, and what gives that version to an
+    engine that comes late.
+    """
+
+    version: int
+    deliver_late: DeliverLate
 
 
 class Fleet:
@@ -75,14 +86,12 @@ class Fleet:
         self._make_engine = make_engine
         self._needs_routes = needs_routes
         self._members: dict[int, Member] = {}
-        self._version: int | None = None  # of the iteration that runs
+        self._running: _Running | None = None  # None between two iterations
         self._border = asyncio.Lock()
         self._counted: list[Member] = []  # members that a publish or a late delivery waits for
         self._changed = asyncio.Event()
         self._failure: PaNpuError | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self.deliver_late: DeliverLate | None = None
-        self._training: set[int] = set()  # places of engines whose devices train
 
     async def __aenter__(self) -> Fleet:
         self._pool.on_lost = self.report_lost
@@ -164,7 +173,7 @@ class Fleet:
         """
         await self._look_for_joiners()
         async with self._border:
-            self._version = None
+            self._running = None
             for member in self._members.values():
                 if member.state == "serving":
                     await cancel(member.tasks)
@@ -187,12 +196,15 @@ class Fleet:
         if new:
             await asyncio.wait(new, timeout=_GREETING_S)
 
-    def serve(self, members: Sequence[Member], version: int) -> None:
-        """Lets members serve that hold `version`, whose iteration begins."""
+    def serve(self, members: Sequence[Member], version: int, deliver_late: DeliverLate) -> None:
+        """Lets members serve that hold `version`, whose iteration begins.
+
+        `deliver_late` gives it to engines that come late.
+        """
         for member in members:
             if member.state in ("ready", "serving"):
                 self._serves(member, version)
-        self._version = version
+        self._running = _Running(version, deliver_late)
 
     async def sleep(self, places: Collection[int]) -> None:
         """Lets engines give their memory back: their devices train until `wake`.
@@ -206,9 +218,8 @@ class Fleet:
             return
         members = self._members
         places = {place for place in places if place in members and members[place].shared}
-        for place in places - self._training:
+        for place in self._pool.devices.lend(places):
             self._roster.lend_device(place, to_trainer=True)
-        self._training |= places
         deadline = time.monotonic() + self._startup_timeout_s
         while True:
             affected = [member for place, member in sorted(members.items()) if place in places]
@@ -222,14 +233,13 @@ class Fleet:
 
     @property
     def has_lent_devices(self) -> bool:
-        """Whether devices train whose engines sleep."""
-        return bool(self._training)
+        """Whether a trainer has a device alone, on which an engine sleeps or would sleep."""
+        return self._pool.devices.any_lent
 
     def reclaim_devices(self) -> None:
         """Lets engines start again on devices that trained."""
-        for place in self._training:
+        for place in self._pool.devices.take_back():
             self._roster.lend_device(place, to_trainer=False)
-        self._training.clear()
 
     async def wake(self, member: Member) -> None:
         """Lets an engine that sleeps take its memory again.
@@ -392,10 +402,9 @@ class Fleet:
             # late if engines have been asked to load already, which can be long before the trainers
             # send.
             missed = self._border.locked()
-            is_late = (is_replacement or missed) and member.index not in self._training
-            if not is_late or self.deliver_late is None:
-                return
-            await self._deliver(member)
+            can_start = not self._pool.devices.is_lent(member.index)
+            if (is_replacement or missed) and can_start:
+                await self._deliver(member)
         except (EngineError, DeadlineExceeded) as error:
             await self.report_lost(member.engine, str(error))
 
@@ -403,18 +412,19 @@ class Fleet:
         """Gives a ready member the version of the iteration that runs, inside the iteration."""
         try:
             async with self._border:
-                if self.deliver_late is None or self._version is None or member.state != "ready":
+                running = self._running
+                if running is None or member.state != "ready":
                     return
                 self._counted = [member]
                 try:
-                    delivered = await self.deliver_late(member, self._version)
+                    delivered = await running.deliver_late(member, running.version)
                 finally:
                     self._counted = []
                 if delivered:
                     logger.info(
-                        "engine %s serves, with weight version %d", member.name, self._version
+                        "engine %s serves, with weight version %d", member.name, running.version
                     )
-                    self._serves(member, self._version)
+                    self._serves(member, running.version)
         except (EngineError, DeadlineExceeded) as error:
             await self.report_lost(member.engine, str(error))
 

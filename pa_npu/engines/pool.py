@@ -22,6 +22,7 @@ from pa_npu.config.sections.rollout import EngineSettings
 from pa_npu.config.words import counted
 from pa_npu.control.tasks import gather
 from pa_npu.dispatch.schedule import engine_with_room
+from pa_npu.engines.device_roles import DeviceRoles
 from pa_npu.engines.group_session import Decode
 from pa_npu.engines.protocol import EngineError, RolloutEngine
 from pa_npu.errors import DeadlineExceeded, PaNpuError
@@ -129,6 +130,8 @@ class EnginePool:
         probe_timeout_s: within which an engine that has not answered by a request's deadline must
             show that it works.
         decode: makes the text of responses that several engines wrote.
+
+    `devices` knows which of their devices decode; other devices get no group.
     """
 
     def __init__(
@@ -141,7 +144,6 @@ class EnginePool:
         self.decode = decode
         self.continues = True
         """Whether every engine can continue responses of another one."""
-        self._resting: frozenset[int] = frozenset()  # seats
         self._engines = {engine.name: engine for engine in engines}
         self._uses = {engine.name: EngineUse() for engine in engines}
         if len(self._uses) != len(engines):
@@ -150,6 +152,7 @@ class EnginePool:
             )
         self._serving = set(self._engines)
         self._room = asyncio.Event()
+        self.devices = DeviceRoles(self._room.set)
         self._num_again = 0  # waiting admissions of groups that an engine lost
         self._open: Counter[int | None] = Counter()  # sessions, by the version that writes for them
         self._failure: PaNpuError | None = None
@@ -314,7 +317,7 @@ class EnginePool:
         others may: what they write is fresher, but not what the run would have had.
         """
         uses = {engine.name: self._uses[engine.name] for engine in self.engines}
-        uses = {name: use for name, use in uses.items() if use.seat not in self._resting}
+        uses = {name: use for name, use in uses.items() if self.devices.takes_work(use.seat)}
         if version is None:
             return uses
         able = {name: use for name, use in uses.items() if use.version in (None, version)}
@@ -354,15 +357,7 @@ class EnginePool:
     def is_resting(self, engine: RolloutEngine) -> bool:
         """Returns whether an engine takes nothing because its device has other work."""
         use = self._uses.get(engine.name)
-        return use is not None and use.seat in self._resting
-
-    def rest(self, seats: frozenset[int]) -> None:
-        """Lets engines with these indices, and their successors, take nothing more.
-
-        All other engines work. A group that comes back to a resting engine goes elsewhere.
-        """
-        self._resting = seats
-        self._room.set()
+        return use is not None and not self.devices.takes_work(use.seat)
 
     def by_seat(self) -> dict[int, EngineUse]:
         """Returns the uses of the engines that serve, by index."""

@@ -40,7 +40,8 @@
     (late_engines draws it).
 
 Where things are: messages and their keys in `messages`; which groups engines join, and whether they
-got what was sent, in `engines`. The wire itself - groups, buckets, digests, and the engine's end,
+got what was sent, in `engines`; which versions are probed in `probes`. When a version is published is
+a policy of the coordinator and of the trainers (their `publication`). The wire itself - groups, buckets, digests, and the engine's end,
 which runs inside engines, and adapters that engines merge - is the room below,
 pa_npu.weight_transfer.
 """

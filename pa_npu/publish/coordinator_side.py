@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from pa_npu.config.schema import Config
+from pa_npu.config.sections.rollout import RolloutConfig
 from pa_npu.config.words import counted
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness
@@ -64,6 +64,7 @@ from pa_npu.publish.messages import (
     SentWeights,
     StageManifest,
 )
+from pa_npu.publish.probes import ProbePlan
 from pa_npu.samples.seeds import group_seed
 from pa_npu.weight_transfer.contents import added
 from pa_npu.weight_transfer.transport import Abandonment, epoch_name
@@ -110,33 +111,40 @@ class CoordinatorPublish:
 
     def __init__(
         self,
-        config: Config,
+        *,
+        rollout: RolloutConfig,
+        timeout_s: float,
+        seed: int,
+        senders: Sequence[int],
         fleet: Fleet,
         pool: EnginePool,
         channel: StoreChannel,
         connection: Connection,
         sampling: Sampling,
+        probes: ProbePlan,
     ) -> None:
-        self._config = config
+        """timeout_s: publish.timeout_s. seed: of the run. senders: the trainer ranks that send."""
+        self._rollout = rollout
+        self._seed = seed
+        self._senders = senders
         self._fleet = fleet
         self._pool = pool
         self._channel = channel
         self._connection = connection
         self._sampling = sampling
-        self._freshness = Freshness.of(config)
-        self._workers = config.rollout.tensor_parallel
-        self._deadline_s = config.publish.timeout_s
+        self._probes = probes
+        self._workers = rollout.tensor_parallel
+        self._deadline_s = timeout_s
         self._limit_s = self._deadline_s + _GRACE_S  # of what an engine is asked for
         self._epoch = -1
         # the members of the groups of this epoch, while these are whole
         self._connected: list[Member] | None = None
         self._late_number = 0
-        self._groups = EngineGroups(config, connection)
+        self._groups = EngineGroups(rollout, connection, timeout_s)
         self._arrival = ArrivalCheck(connection)
         self._live_memory = LiveMemoryCheck(connection.computation)
         # the version whose first attempt, beside generation, failed
         self._failed_ahead: int | None = None
-        fleet.deliver_late = self.deliver_late
 
     async def publish(
         self, version: int, prompt: Prompt | None, trainers_within_s: float
@@ -149,7 +157,7 @@ class CoordinatorPublish:
         EngineError when attempt after attempt fails, and InvariantViolation where an engine
         received something else than was sent (I5).
         """
-        self._freshness.check_arrival(version, self._pool.num_in_flight)
+        Freshness.check_arrival(version, self._pool.num_in_flight)
         ready = asyncio.create_task(
             self._ready(version, trainers_within_s), name=f"trainers ready with version {version}"
         )
@@ -180,7 +188,7 @@ class CoordinatorPublish:
                         counted(len(members), "engine"),
                         held.done_s - held.ready_s,
                     )
-                    self._fleet.serve(members, version)
+                    self._fleet.serve(members, version, self.deliver_late)
                     VERDICT.put(self._channel, PublishVerdict(True, probe=held.probe), **place)
                     return held
         finally:
@@ -245,7 +253,7 @@ class CoordinatorPublish:
         swapped: list[Member] = []
 
         async def swap(member: Member) -> LoadedWeights | None:
-            self._freshness.check_arrival(version, self._pool.in_flight(member.engine))
+            Freshness.check_arrival(version, self._pool.in_flight(member.engine))
             self._pool.set_version(member.engine, CHANGING)
             swap_s = time.perf_counter()
             try:
@@ -271,7 +279,7 @@ class CoordinatorPublish:
                 begins()
             # where all of them were lost, those that came in their place may be writing
             await self._pool.wait_until(lambda: not self._pool.in_flight_before(version))
-            self._fleet.serve(swapped, version)
+            self._fleet.serve(swapped, version, self.deliver_late)
             ENGINES_SWAPPED.put(self._channel, EnginesSwapped(version), version=version)
         self._fleet.catch_up([member for member in present if member not in swapped])
         end_s, still_s = time.perf_counter(), max(seconds, default=0.0)
@@ -318,7 +326,7 @@ class CoordinatorPublish:
         LATE_REQUEST.put(self._channel, LateRequest(version, self._workers), number=number)
         answers = [
             await LATE_ANSWER.wait_async(self._channel, self._deadline_s, number=number, rank=rank)
-            for rank in self._config.mesh.senders()
+            for rank in self._senders
         ]
         held = all(answer.held for answer in answers)
         LATE_DECISION.put(self._channel, LateAnswer(held), number=number)
@@ -422,7 +430,7 @@ class CoordinatorPublish:
         while engines load.
         """
         of_ranks = []
-        for rank in self._config.mesh.senders():
+        for rank in self._senders:
             trained = await TRAINED.wait_async(self._channel, self._deadline_s, rank=rank, **place)
             self._channel.delete(TRAINED.at(rank=rank, **place))  # a mixture has many tensors
             of_ranks.append(trained.contents)
@@ -457,7 +465,7 @@ class CoordinatorPublish:
         async def is_healthy() -> None:
             while True:
                 await asyncio.sleep(_HEALTH_EVERY_S)
-                await engine.check_health(deadline_s=self._config.rollout.probe_timeout_s)
+                await engine.check_health(deadline_s=self._rollout.probe_timeout_s)
                 # a failure of the trainers ends the attempt elsewhere
                 if (
                     begin is None
@@ -513,7 +521,7 @@ class CoordinatorPublish:
         """At least one sampled response per engine, all to the same prompt, with log-probs for the
         trainers to compare (I5).
         """
-        num_tokens = self._config.publish.probe_tokens
+        num_tokens = self._probes.num_tokens
         if not num_tokens:
             return None
         sampling = Sampling(
@@ -522,13 +530,13 @@ class CoordinatorPublish:
             temperature=self._sampling.temperature,
             ignore_eos=True,
         )
-        seed = group_seed(self._config.run.seed, version, _PROBE_INDEX)
+        seed = group_seed(self._seed, version, _PROBE_INDEX)
         # where the probe decides about publishes, what it has must not depend on which engines
         # serve
-        count = max(len(members), self._config.probe_responses)
+        count = max(len(members), self._probes.num_responses)
 
         async def sample(number: int, engine: RolloutEngine) -> ProbeResponse:
-            deadline_s = self._config.rollout.request_timeout_s
+            deadline_s = self._rollout.request_timeout_s
             completions = await engine.generate(
                 prompt.tokens, 1, seed + number, sampling, deadline_s=deadline_s
             )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pa_npu.config.schema import Config
+from pa_npu.config.sections.rollout import RolloutConfig
 from pa_npu.engines.member import Member
 from pa_npu.engines.protocol import LoadedWeights, WeightGroups
 from pa_npu.errors import InvariantViolation
@@ -52,19 +52,22 @@ class Connection:
 
 
 class EngineGroups:
-    """The groups of engines, by the way to each."""
+    """Names the groups that engines join, by the way to each engine.
 
-    def __init__(self, config: Config, connection: Connection) -> None:
-        self._config = config
+    timeout_s: publish.timeout_s.
+    """
+
+    def __init__(self, rollout: RolloutConfig, connection: Connection, timeout_s: float) -> None:
+        self._rollout = rollout
         self._connection = connection
-        self._workers = config.rollout.tensor_parallel
-        self._timeout_s = config.publish.timeout_s
+        self._workers = rollout.tensor_parallel
+        self._timeout_s = timeout_s
 
     def way(self, member: Member) -> Way:
         """How weights reach an engine from the trainers. One on a trainer's device may not be able
         to be in a group with that trainer. One on devices of another kind is reached through host
         memory: no other backend connects them for sure."""
-        settings = self._config.rollout.settings_of(member.index)
+        settings = self._rollout.settings_of(member.index)
         if settings.device_kind not in (None, self._connection.device):
             return "host"
         shares = collectives.rules(self._connection.backend).shares_device

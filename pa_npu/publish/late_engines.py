@@ -45,10 +45,11 @@ _LONGEST_END_S = 10.0
 
 
 class VersionGate:
-    """When a rank's weights may be sent to a late engine: as long as they are one version's.
+    """Says when a rank's weights may be sent to a late engine: as long as they are one version's.
 
     The training thread says which version they are; the thread that sends late holds them. `close`,
-    which comes before they change, waits for `release`. timeout_s: the longest that training waits.
+    which comes before they change, waits for `release`. This gate guards the policy itself.
+    timeout_s: the longest that training waits.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -72,6 +73,10 @@ class VersionGate:
         with self._changed:
             self._wait_released()
             self._version = None
+
+    def close_policy(self) -> None:
+        """The policy is about to change: closes the gate if that is what it guards."""
+        self.close()
 
     def offer(self, version: int, take: Callable[[], None]) -> None:
         """Engines receive `version` and will swap to it; what is held is the version before. take:
@@ -115,6 +120,13 @@ class VersionGate:
         with self._changed:
             self._held = False
             self._changed.notify_all()
+
+
+class CopyGate(VersionGate):
+    """A gate that guards a copy, which does not change when the policy does."""
+
+    def close_policy(self) -> None:
+        """Stays open: late engines still get the version that was copied."""
 
 
 class LateEngines:

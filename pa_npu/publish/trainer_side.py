@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from pa_npu.control.channel import StoreChannel
+from pa_npu.control.messages import DivergenceReport
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.publish.messages import (
     BROKEN,
@@ -36,16 +37,21 @@ from pa_npu.weight_transfer.transport import WeightSyncError
 logger = logging.getLogger(__name__)
 
 Send = Callable[[int, PublishMembers], PublishStats | None]
-"""Sends a version to its members; None from a rank that sends nothing. Learner.publish."""
+"""Sends a version to its members; returns None on a rank that sends nothing."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A version that the engines hold. send_s: this rank's seconds of sending it; wait_s: the
-    others from announcing it on.
+    """A version that the engines hold, or that was left out.
 
-    delayed: they have received it, and swap to it when they are through with the version before.
-    policy: digest of the weights that this rank trains.
+    Args:
+        probe: the engines' answers, where a probe was due.
+        send_s: this rank's seconds of sending the version.
+        wait_s: all other seconds from its announcement on.
+        delayed: whether engines have only received it, and swap to it when they are through with
+            the version before.
+        policy: digest of the weights that this rank trains.
+        divergence: why it was published or left out, where that is decided anew for each version.
     """
 
     probe: Probe | None
@@ -53,11 +59,12 @@ class Published:
     wait_s: float
     delayed: bool = False
     policy: str = ""
+    divergence: DivergenceReport = field(default_factory=DivergenceReport)
 
 
 class TrainerPublish:
-    """One rank's part. stage: the pipeline stage that this rank sends, None where it is no stage's
-    leader.
+    """One rank's part in the protocol. stage: the pipeline stage that this rank sends; None where
+    it is no stage's leader.
     """
 
     def __init__(
@@ -92,7 +99,7 @@ class TrainerPublish:
         self._policy = ""
 
     def publish(self, version: int) -> Published:
-        """Announce `version`, and return when the engines hold it.
+        """Announces `version`, and returns when the engines hold it.
 
         Raises DeadlineExceeded where the coordinator says nothing.
         """
@@ -116,22 +123,23 @@ class TrainerPublish:
         return Published(verdict.probe, send_s, wait_s, members.delayed, self._policy)
 
     def wait_swapped(self, version: int) -> None:
-        """Until engines have swapped to what was published with a delay.
-
-        Raises DeadlineExceeded.
+        """Waits until engines have swapped to what was published with a delay. Raises
+        DeadlineExceeded.
         """
         with self._timeline.span("wait for engines"):
             ENGINES_SWAPPED.wait(self._channel, self._timeout_s, version=version)
 
     def skip(self, version: int) -> Published:
-        """Announce `version` as one that engines do not get."""
+        """Announces `version` as one that engines do not get."""
         if self._rank == 0:
             READY.put(self._channel, TrainersReady(version, publishes=False), version=version)
         logger.info("version %d is not published: the engines' policy is near it", version)
         return Published(None, 0.0, 0.0, policy=self._trained())
 
     def _attempt(self, members: PublishMembers, version: int, attempt: int) -> float:
-        """This rank's seconds; that the attempt failed here is for the coordinator to judge."""
+        """Makes one attempt and returns this rank's seconds. The coordinator judges whether it
+        failed.
+        """
         start = time.perf_counter()
         try:
             stats = self._send(version, members)

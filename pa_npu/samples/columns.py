@@ -45,6 +45,7 @@ STORED = {
     },
     **{"int64": "I64", "uint64": "U64", "float16": "F16", "float32": "F32", "float64": "F64"},
 }
+STORED_TYPES = {np.dtype(name).newbyteorder("<"): stored for name, stored in STORED.items()}
 
 
 class GroupFormatError(PaNpuError):
@@ -158,6 +159,9 @@ RESERVED = {
     "lengths",
     "rewards",
     "finished",
+    "placeholders",
+    "attachments",
+    "digests",
 }
 """Further names that stand for something else in a group, on the wire or in a microbatch."""
 

@@ -10,6 +10,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pa_npu.algorithm.algorithm import ScoredSamples
+from pa_npu.samples.attachments import (
+    Attachment,
+    Placeholders,
+    arranged,
+    distinct,
+    prefix_keys,
+    within,
+)
 from pa_npu.samples.columns import (
     ADVANTAGES,
     FIXED,
@@ -55,6 +63,7 @@ class Group:
     before another; None: all.
     columns: the declared ones, each [sum of lengths, *shape].
     weight: those of Sample, [sum of lengths]; None where all are 1.
+    placeholders: those of Sample, starts in `tokens`, in their order.
     Advantages are 0, and versions NO_VERSION, where a token is not trained; log-probs are 0 where
     it has no version.
     """
@@ -75,6 +84,7 @@ class Group:
     part: tuple[int, int] | None = None
     columns: Values = field(default_factory=dict)
     weight: np.ndarray | None = None
+    placeholders: Sequence[Placeholders] = ()
     _cache: dict[str, Any] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -98,6 +108,10 @@ class Group:
                 )
         self._check_sizes()
         self._check_values()
+        if self.placeholders:
+            runs = arranged(self.placeholders, len(self.tokens), self)
+            object.__setattr__(self, "placeholders", runs)
+            self._check_placeholders()
 
     @property
     def per_token(self) -> dict[Column, np.ndarray]:
@@ -144,6 +158,7 @@ class Group:
             finished=np.array(finished, np.bool_),
             columns=row.columns,
             weight=row.weight,
+            placeholders=row.placeholders,
         )
 
     def _check_sizes(self) -> None:
@@ -216,6 +231,21 @@ class Group:
         self._check_elsewhere(ADVANTAGES, advantages, trained)
         self._check_elsewhere(VERSIONS, versions, trained)
 
+    def _check_placeholders(self) -> None:
+        offsets = self.offsets()
+        for run in self.placeholders:
+            sample = int(offsets.searchsorted(run.start, side="right")) - 1
+            if run.end > offsets[sample + 1]:
+                raise GroupFormatError(
+                    f"{self} {run}: must lie within sample {sample}, which ends at token "
+                    f"{offsets[sample + 1]}; correct start or length"
+                )
+            if _any(self.written[run.start : run.end]):
+                raise GroupFormatError(
+                    f"{self} {run}: the policy wrote some of them, and what it writes is a token "
+                    "whatever its id; attach arrays to tokens that are shown"
+                )
+
     def _check_finite(
         self, name: str, values: np.ndarray, numbers: np.ndarray | None = None
     ) -> None:
@@ -262,6 +292,7 @@ class Group:
             **{name: getattr(self, name)[first:last] for name in PER_SAMPLE},
             columns={column: values[rows] for column, values in self.columns.items()},
             weight=None if self.weight is None else self.weight[rows],
+            placeholders=within(self.placeholders, rows.start, rows.stop),
         )
 
     def made(self, makers: Mapping[Column, Callable[[Group], np.ndarray]]) -> Group:
@@ -302,6 +333,7 @@ class Group:
             ends=ends,
             columns=self.columns,
             weight=self.weight,
+            placeholders=self.placeholders,
         )
         return row.cut([bool(finished) for finished in self.finished], texts)
 
@@ -393,6 +425,18 @@ class Group:
     def sequences(self) -> list[np.ndarray]:
         """The tokens of each sample, views."""
         return [self.tokens[start:end] for start, end in pairwise(self.offsets().tolist())]
+
+    @property
+    def prefix_keys(self) -> np.ndarray:
+        """[sum of lengths]: equal, from a sample's first on, where two samples begin alike;
+        attachments.prefix_keys.
+        """
+        return self.cached("keys", lambda: prefix_keys(self.tokens, self.placeholders))
+
+    @property
+    def attachments(self) -> tuple[Attachment, ...]:
+        """The attachments of all samples, each array once, in the order of their first use."""
+        return self.cached("attachments", lambda: distinct(self.placeholders))
 
     def prompt_lengths(self) -> list[int]:
         """Tokens of each sample before the first that the policy wrote; without any, before its

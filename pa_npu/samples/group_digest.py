@@ -58,7 +58,8 @@ def _context(group: Group) -> bytes:
     """Of what trainers get beside the policy's tokens, their log-probs, rewards and advantages.
 
     Runs of trained tokens say which these are, and have one component and one version each; nothing
-    is read twice. Where all have component 1 and weight 1 it is the digest of earlier releases.
+    is read twice. Attachments have digests already. Where all tokens have component 1 and weight 1,
+    and nothing is attached, it is the digest of earlier releases.
     """
     starts, ends = group.runs
     arrays = [
@@ -77,4 +78,6 @@ def _context(group: Group) -> bytes:
     pieces = [array.tobytes() for array in arrays]
     for column in sorted(group.columns, key=lambda column: column.name):
         pieces += [column.name.encode(), group.columns[column].tobytes()]
+    for run in group.placeholders:
+        pieces += [np.array([run.start, run.length], "<i8").tobytes(), run.content]
     return hashlib.blake2b(b"".join(pieces), digest_size=16).digest()

@@ -4,14 +4,15 @@ A piece is a group with some consecutive samples of it; a microbatch is one piec
 a budget of tokens. Packed with shared prefixes (prompt of 2, responses of 2 and 1): p0 p1 | a0 a1 |
 b0, the prompt once for all samples of the piece. Without (the measured baseline): p0 p1 a0 a1 | p0
 p1 b0, separate sequences and no padding between them.
-Which prefixes there are is found from the tokens. Either way the targets are the trained tokens,
-sample by sample; `rows` says which packed row predicts each.
+Which prefixes there are is found from the tokens, and from the arrays that placeholder tokens stand
+for. Either way the targets are the trained tokens, sample by sample; `rows` says which packed row
+predicts each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -21,6 +22,7 @@ from pa_npu.algorithm.objective import Targets
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.trie import PackedSequences
 from pa_npu.attention.trie import pack as pack_trie
+from pa_npu.samples.attachments import Placeholders, within
 from pa_npu.samples.columns import ADVANTAGES, LOGPROBS, Column
 from pa_npu.samples.group import Group
 
@@ -31,6 +33,27 @@ _LEAST_COMMON = 64
 
 
 @dataclass(frozen=True, eq=False)
+class PackedAttachments:
+    """What some packed rows stand for: one run's arrays, such as an image's pixels and its grid,
+    once however often its samples show them.
+
+    A model that makes an embedding [length, hidden] of the arrays puts embedding[places] into rows.
+
+    arrays: by name, of any shape, shared with other runs that show the same array; do not write to
+    them. digests: of each, bytes [16].
+    length: placeholder tokens of one run. rows: int64 [R], the packed rows that are such tokens,
+    ascending; places: int64 [R], each row's place in its run, from 0. R is `length` where all
+    samples share the run, and larger where some do not.
+    """
+
+    arrays: dict[str, torch.Tensor]
+    digests: dict[str, bytes]
+    length: int
+    rows: torch.Tensor
+    places: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Microbatch(Targets):
     """T packed tokens of which N are targets: the trained tokens of its samples.
 
@@ -38,6 +61,7 @@ class Microbatch(Targets):
     targets: int64 [N].
     packed: declared columns of all tokens, [T, *shape] by name, beside `tokens`; a shared prefix
     has its first sample's.
+    attachments: those that its rows need, in the order in which its samples show them.
     """
 
     layout: PrefixLayout
@@ -45,6 +69,7 @@ class Microbatch(Targets):
     rows: torch.Tensor
     targets: torch.Tensor
     packed: dict[str, torch.Tensor]
+    attachments: tuple[PackedAttachments, ...] = field(default=(), kw_only=True)
 
     @property
     def num_samples(self) -> int:
@@ -67,7 +92,26 @@ class Microbatch(Targets):
             {name: tensor.to(device) for name, tensor in by_name.items()}
             for by_name in (self.columns, self.packed)
         )
-        return replace(self, **moved, columns=columns, packed=packed)
+        attachments = _attachments_on(device, self.attachments)
+        return replace(self, **moved, columns=columns, packed=packed, attachments=attachments)
+
+
+def _attachments_on(
+    device: torch.device | str, attachments: Sequence[PackedAttachments]
+) -> tuple[PackedAttachments, ...]:
+    """The same on device; an array of several runs is copied once."""
+    copies: dict[bytes, torch.Tensor] = {}
+    moved = []
+    for packed in attachments:
+        arrays = {}
+        for name, array in packed.arrays.items():
+            digest = packed.digests[name]
+            if digest not in copies:
+                copies[digest] = array.to(device)
+            arrays[name] = copies[digest]
+        rows, places = packed.rows.to(device), packed.places.to(device)
+        moved.append(replace(packed, arrays=arrays, rows=rows, places=places))
+    return tuple(moved)
 
 
 def cut(group: Group, samples: int) -> list[Group]:
@@ -139,6 +183,54 @@ def pack(pieces: Sequence[Group], shared_prompt: bool, pad_multiple: int) -> Mic
         num_computed_tokens=layout.total - layout.padding,
         repeats=_repeats(pieces),
         leading_lengths=None if np.array_equal(leading, lengths) else tuple(leading.tolist()),
+        attachments=_packed_attachments(pieces, packed, starts),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _RunRows:
+    """Where runs of the same content are packed. run: one of them. spans: the rows of each."""
+
+    run: Placeholders
+    spans: list[torch.Tensor] = field(default_factory=list)
+
+
+def _packed_attachments(
+    pieces: Sequence[Group], packed: Sequence[PackedSequences], starts: Sequence[int]
+) -> tuple[PackedAttachments, ...]:
+    """What the pieces' placeholders stand for, each set of arrays once for all pieces."""
+    by_content: dict[tuple[int, bytes], _RunRows] = {}
+    for start, sequences, piece in zip(starts, packed, pieces, strict=False):
+        if not piece.placeholders:
+            continue
+        spans = pairwise(piece.offsets().tolist())
+        for leaf, span in zip(sequences.leaves, spans, strict=True):
+            of_sample = start + sequences.layout.path_rows(leaf)
+            for run in within(piece.placeholders, *span):
+                of_content = by_content.setdefault((run.length, run.content), _RunRows(run))
+                of_content.spans.append(of_sample[run.start : run.end])
+    tensors: dict[bytes, torch.Tensor] = {}
+    return tuple(_with_rows(of_content, tensors) for of_content in by_content.values())
+
+
+def _with_rows(of_content: _RunRows, tensors: dict[bytes, torch.Tensor]) -> PackedAttachments:
+    """tensors: of the arrays so far, by digest."""
+    run, spans = of_content.run, of_content.spans
+    # samples that share a run have it at the same rows, and a row has one place whoever shares it
+    rows, first = np.unique(torch.cat(spans).numpy(), return_index=True)
+    for attachment in run.attachments:
+        if attachment.digest not in tensors:
+            array = attachment.array
+            # torch warns of memory that it could write to and must not
+            tensors[attachment.digest] = torch.from_numpy(
+                array if array.flags.writeable else array.copy()
+            )
+    return PackedAttachments(
+        arrays={a.name: tensors[a.digest] for a in run.attachments},
+        digests={a.name: a.digest for a in run.attachments},
+        length=run.length,
+        rows=torch.from_numpy(rows),
+        places=torch.from_numpy(first % run.length),
     )
 
 
@@ -202,7 +294,10 @@ def _packed(piece: Group, shared_prompt: bool) -> PackedSequences:
 
     def build() -> PackedSequences:
         if shared_prompt:
-            return pack_trie(piece.sequences(), _LEAST_COMMON, piece.prompt_lengths())
+            keys = None
+            if piece.placeholders:
+                keys = np.split(piece.prefix_keys, piece.offsets()[1:-1])
+            return pack_trie(piece.sequences(), _LEAST_COMMON, piece.prompt_lengths(), keys)
         layout = PrefixLayout.from_sequences(piece.lengths.tolist())
         return PackedSequences(
             layout, torch.from_numpy(piece.tokens.astype(np.int64)), tuple(range(piece.num_samples))

@@ -10,6 +10,8 @@ and of no others.
 
 A single turn is the case with one prompt and one run of trained tokens. Nothing behind this file
 assumes it. Whatever else a feature needs of every token is a declared column (samples/columns.py).
+What has no value for each token, such as an image, is attached to placeholder tokens
+(samples/attachments.py).
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pa_npu.samples.attachments import Placeholders, arranged, prefix_keys, within
 from pa_npu.samples.columns import NO_VERSION, Column, GroupFormatError, Values
 
 
@@ -57,6 +60,7 @@ class Sample:
     finished: ended by itself, not cut at a limit. text: what follows the prompt, for reward
     functions and records.
     columns: the declared ones, each [T, *shape]. turns: of a branch of a session.
+    placeholders: runs of tokens that stand for attached arrays, starts in `tokens`.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -69,6 +73,7 @@ class Sample:
     columns: Values = field(default_factory=dict)
     turns: Sequence[SampleTurn] = ()
     weight: npt.NDArray[np.float32] | None = None
+    placeholders: Sequence[Placeholders] = ()
     _place: tuple[SampleRow, int] | None = field(init=False, default=None, repr=False)
 
     @cached_property
@@ -97,6 +102,11 @@ class Sample:
         first = int(self.written.argmax())
         return first if self.written[first] else int(self.trained.argmax())
 
+    @cached_property
+    def prefix_keys(self) -> npt.NDArray[np.integer[Any]]:
+        """[T]: equal, from the first on, where two samples begin alike; attachments.prefix_keys."""
+        return prefix_keys(self.tokens, self.placeholders)
+
 
 @dataclass(frozen=True, eq=False)
 class SampleRow:
@@ -104,7 +114,8 @@ class SampleRow:
     without another copy.
 
     ends: where each sample ends. prompt: the tokens of each that are not trained, where these are
-    its first and the policy wrote all others; None: whatever the arrays say.
+    its first and the policy wrote all others; None: whatever the arrays say. placeholders: of all
+    samples, starts in `tokens`.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -115,6 +126,7 @@ class SampleRow:
     columns: Values = field(default_factory=dict)
     prompt: int | None = None
     weight: npt.NDArray[np.float32] | None = None
+    placeholders: Sequence[Placeholders] = ()
 
     def cut(self, finished: Sequence[bool], texts: Sequence[str]) -> list[Sample]:
         """The samples, views."""
@@ -136,6 +148,8 @@ class SampleRow:
             sample = Sample(
                 *arrays, finished[number], texts[number], columns=columns, weight=weight
             )
+            if self.placeholders:
+                sample.placeholders = within(self.placeholders, start, end)
             sample._place = self, number
             if self.prompt is not None:  # else found when it is asked for
                 sample.prompt_length = self.prompt
@@ -163,7 +177,18 @@ class SampleRow:
                 if all(column in sample.columns for sample in samples)
             },
             weight=_joined_weights(samples),
+            placeholders=_joined_placeholders(samples),
         )
+
+
+def _joined_placeholders(samples: Sequence[Sample]) -> tuple[Placeholders, ...]:
+    """The runs of all samples, starts in all their tokens."""
+    joined: list[Placeholders] = []
+    start = 0
+    for sample in samples:
+        joined += [run.moved(start) for run in sample.placeholders]
+        start += len(sample.tokens)
+    return tuple(joined)
 
 
 def _joined_weights(samples: Sequence[Sample]) -> npt.NDArray[np.float32] | None:
@@ -192,9 +217,9 @@ def group_lengths(samples: Sequence[Sample]) -> tuple[int, list[int]]:
 
 
 def num_common(one: Sample, two: Sample) -> int:
-    """How many tokens both begin with."""
+    """How many tokens both begin with, attachments of these being equal too."""
     shorter = min(len(one.tokens), len(two.tokens))
-    differ = np.flatnonzero(one.tokens[:shorter] != two.tokens[:shorter])
+    differ = np.flatnonzero(one.prefix_keys[:shorter] != two.prefix_keys[:shorter])
     return int(differ[0]) if len(differ) else shorter
 
 
@@ -204,17 +229,25 @@ class SampleBuilder:
     component, weight, everywhere here: by which part of the loss the given tokens are trained, and
     with what weight. columns, everywhere here: declared columns of the tokens that are given with
     them, [len(tokens), *shape]; those of context of all tokens so far, of which each keeps the
-    first value that it is given.
+    first value that it is given. placeholders, everywhere here: runs of the given tokens that stand
+    for attached arrays, starts in these tokens.
     """
 
-    def __init__(self, prompt: npt.NDArray[np.int32], columns: Values | None = None) -> None:
+    def __init__(
+        self,
+        prompt: npt.NDArray[np.int32],
+        columns: Values | None = None,
+        *,
+        placeholders: Sequence[Placeholders] = (),
+    ) -> None:
         self._parts: list[npt.NDArray[np.int32]] = []
         self._length = 0
         self._written: list[tuple[slice, npt.NDArray[np.float32], int | npt.NDArray[np.int32]]] = []
         self._trained: list[tuple[slice, int, float]] = []
         self._columns: dict[Column, list[tuple[slice, np.ndarray]]] = {}
+        self._placeholders: list[Placeholders] = []
         self.num_trained = 0
-        self.show(prompt, columns)
+        self.show(prompt, columns, placeholders=placeholders)
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
@@ -228,9 +261,16 @@ class SampleBuilder:
         *,
         component: int = 0,
         weight: float = 1.0,
+        placeholders: Sequence[Placeholders] = (),
     ) -> None:
-        """Tokens of the environment, which are not trained unless a component is named."""
+        """Tokens of the environment, which are not trained unless a component is named.
+
+        Raises GroupFormatError for placeholders that are not within these tokens, or overlap.
+        """
         start, self._length = self._length, self._length + len(tokens)
+        if placeholders:
+            runs = arranged(placeholders, len(tokens), "show:")
+            self._placeholders += [run.moved(start) for run in runs]
         if component:
             self._trained.append((slice(start, self._length), component, weight))
             self.num_trained += len(tokens)
@@ -307,6 +347,7 @@ class SampleBuilder:
             columns=columns,
             turns=turns,
             weight=weight,
+            placeholders=tuple(self._placeholders),
         )
 
     def _column(self, column: Column, written: npt.NDArray[np.bool_]) -> np.ndarray:

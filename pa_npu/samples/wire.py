@@ -19,16 +19,25 @@ once per run. A run is one sample's: its first token is never trained.
     NAME       its dtype         every declared column: of the trained tokens, of all, or of context, of those that a sample does
                                  not share (samples/columns.py)
 
-Shared are leading tokens before the first that the policy wrote. A reader that names the columns of
-its task gets those and no others. The envelope makes every damaged or foreign payload a
-GroupFormatError before anything is parsed. There is no pickle anywhere.
+Where something is attached (samples/attachments.py), and only there:
+
+    placeholders       int32 [B, 3]   of each run and array that it stands for: the run's first token in the group, its tokens,
+                                      the array's number
+    digests            uint8 [A, 16]  of each array, once however many samples show it
+    attachments/N/NAME its dtype      array number N, of any shape
+
+Shared are leading tokens before the first that the policy wrote, up to a run that stands for other
+arrays. A reader that names the columns of its task gets those and no others. The envelope makes
+every damaged or foreign payload a GroupFormatError before anything is parsed, and digests are
+computed again from the arrays that arrived. There is no pickle anywhere.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -36,11 +45,13 @@ import msgspec
 import numpy as np
 import safetensors
 
+from pa_npu.samples.attachments import DIGEST_BYTES, Attachment, Placeholders
 from pa_npu.samples.columns import (
     ADVANTAGES,
     LOGPROBS,
     NONE,
     STORED,
+    STORED_TYPES,
     VERSIONS,
     WEIGHT,
     Column,
@@ -51,8 +62,8 @@ from pa_npu.samples.group import IDENTITY, Group
 
 FORMAT_VERSION = 4
 _READABLE = (3, 4)
-"""3 had neither components nor weight, and is otherwise the same: checkpoints of earlier releases
-have groups in it.
+"""3 had no components, weight or attachments, and is otherwise the same: checkpoints of earlier
+releases have groups in it.
 """
 _MAGIC = b"PAGR"
 _ENVELOPE = struct.Struct("<4sHHII")
@@ -66,8 +77,14 @@ _FRAME = (
 )
 # Tensors that a group has only where they say something.
 _COMPONENTS = Column("components", "uint8")
-_OPTIONAL = {column.name: column for column in (_COMPONENTS, WEIGHT)}
-_STORED = {np.dtype(name): stored for name, stored in STORED.items()}
+_BINDING_NUMBERS = 3
+_PLACEHOLDERS = Column("placeholders", "int32", (_BINDING_NUMBERS,))
+_NO_BINDINGS = np.zeros((0, _BINDING_NUMBERS), np.int32)
+_DIGESTS = Column("digests", "uint8", (DIGEST_BYTES,))
+_OPTIONAL = {column.name: column for column in (_COMPONENTS, WEIGHT, _PLACEHOLDERS, _DIGESTS)}
+# Numbers of more digits are refused before they are read.
+_ATTACHMENT_NAME = re.compile(r"attachments/(\d{1,9})/(\w+)")
+_TYPES = {stored: dtype for dtype, stored in STORED_TYPES.items()}
 Tensors = dict[str, np.ndarray]
 # A group of more tokens than this is damage, not data.
 _MOST_TOKENS = 2**31 - 1
@@ -106,7 +123,27 @@ def to_bytes(group: Group, columns: RunColumns = NONE) -> bytes:
         tensors[_COMPONENTS.name] = components
     if group.weight is not None:
         tensors[WEIGHT.name] = group.weight[group.trained]
+    if group.placeholders:
+        tensors.update(_attached(group))
     return _framed(tensors)
+
+
+def _attached(group: Group) -> Tensors:
+    """The tensors of the group's attachments, of which each array is there once."""
+    numbers = {attachment.digest: n for n, attachment in enumerate(group.attachments)}
+    bindings = [
+        (run.start, run.length, numbers[attachment.digest])
+        for run in group.placeholders
+        for attachment in run.attachments
+    ]
+    digests = b"".join([attachment.digest for attachment in group.attachments])
+    tensors = {
+        _PLACEHOLDERS.name: np.array(bindings, "<i4"),
+        _DIGESTS.name: np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_BYTES),
+    }
+    for number, attachment in enumerate(group.attachments):
+        tensors[f"attachments/{number}/{attachment.name}"] = attachment.array
+    return tensors
 
 
 def _sent(column: Column, values: np.ndarray, trained: np.ndarray, own: list[slice]) -> np.ndarray:
@@ -123,7 +160,7 @@ def _framed(tensors: Tensors) -> bytes:
     for name, tensor in tensors.items():
         start, end = end, end + tensor.nbytes
         header[name] = {
-            "dtype": _STORED[tensor.dtype],
+            "dtype": STORED_TYPES[tensor.dtype],
             "shape": tensor.shape,
             "data_offsets": (start, end),
         }
@@ -150,8 +187,8 @@ def from_bytes(data: bytes | bytearray | memoryview, columns: RunColumns = NONE)
 
 def _read(
     data: bytes | bytearray | memoryview, columns: RunColumns
-) -> tuple[Tensors, dict[Column, np.ndarray]]:
-    """The arrays of the frame, and the columns that the task reads."""
+) -> tuple[Tensors, dict[Column, np.ndarray], list[Attachment]]:
+    """The arrays of the frame, the columns that the task reads, and the attachments by number."""
     view = memoryview(data)
     if len(view) < _ENVELOPE.size:
         raise GroupFormatError(
@@ -182,33 +219,100 @@ def _read(
     optional = {
         name: _array(one, tensors.pop(name)) for name, one in _OPTIONAL.items() if name in tensors
     }
+    attachments = _attachments(tensors, optional) if _DIGESTS.name in optional else []
     found = {columns.named(name, "group bytes"): tensor for name, tensor in tensors.items()}
     # in the order of their declaration: safetensors gives them in none
     named = [(column, found[column]) for column in (LOGPROBS, *columns.carried) if column in found]
-    return {**_checked(frame), **optional}, {
-        column: _array(column, one) for column, one in named if columns.wants(column)
-    }
+    of_tokens = {column: _array(column, one) for column, one in named if columns.wants(column)}
+    return {**_checked(frame), **optional}, of_tokens, attachments
+
+
+def _attachments(tensors: dict[str, Any], optional: Tensors) -> list[Attachment]:
+    """Takes the attachments out of the tensors, by number.
+
+    Raises GroupFormatError unless they are those whose digests were sent.
+    """
+    by_number: dict[int, Attachment] = {}
+    for tensor_name in list(tensors):
+        match = _ATTACHMENT_NAME.fullmatch(tensor_name)
+        if match is None:
+            continue
+        number, tensor = int(match[1]), tensors.pop(tensor_name)
+        if number in by_number:
+            raise GroupFormatError(f"group bytes: {tensor_name} is a second attachment {number}")
+        by_number[number] = Attachment(match[2], _array_of_any_shape(tensor_name, tensor))
+    digests = optional[_DIGESTS.name]
+    if sorted(by_number) != list(range(len(digests))):
+        raise GroupFormatError(
+            f"group bytes: attachments {sorted(by_number)[:8]} for {len(digests)} digests"
+        )
+    attachments = [by_number[number] for number in range(len(digests))]
+    for number, (attachment, digest) in enumerate(zip(attachments, digests, strict=True)):
+        if attachment.digest != digest.tobytes():
+            raise GroupFormatError(
+                f"group bytes: attachment {number} ({attachment.name}) has the digest "
+                f"{attachment.digest.hex()} instead of {digest.tobytes().hex()}; its array was "
+                "changed after it was attached, or on its way"
+            )
+    return attachments
+
+
+def _array_of_any_shape(name: str, tensor: dict[str, Any]) -> np.ndarray:
+    try:
+        return np.frombuffer(tensor["data"], _TYPES[tensor["dtype"]]).reshape(tensor["shape"])
+    except (LookupError, ValueError, OverflowError):
+        raise GroupFormatError(
+            f"group bytes: {name} is {tensor['dtype']} {tensor['shape']!s:.80}, expected a shape "
+            f"that numpy has and a type among {', '.join(_TYPES)}"
+        ) from None
+
+
+def _placeholders(
+    bindings: np.ndarray, attachments: Sequence[Attachment]
+) -> tuple[Placeholders, ...]:
+    """The runs of int32 [B, 3] bindings, each with all its attachments.
+
+    Raises GroupFormatError for one of an array that is not there, and for an array without any.
+    """
+    by_span: dict[tuple[int, int], list[Attachment]] = {}
+    numbers = set()
+    for start, length, number in bindings.tolist():
+        if not 0 <= number < len(attachments):
+            raise GroupFormatError(
+                f"group bytes: placeholders from token {start} on stand for attachment {number}, "
+                f"of {len(attachments)}"
+            )
+        by_span.setdefault((start, length), []).append(attachments[number])
+        numbers.add(number)
+    if len(numbers) < len(attachments):
+        raise GroupFormatError(
+            f"group bytes: {len(attachments)} attachments, of which {len(numbers)} have "
+            "placeholders"
+        )
+    return tuple(
+        Placeholders(start, length, attached) for (start, length), attached in by_span.items()
+    )
 
 
 def _shared(group: Group) -> list[int]:
     """[G]: how many tokens before the first that the policy wrote each sample has in common with
     the one before it.
     """
-    offsets, prompts = group.offsets().tolist(), group.prompt_lengths()
-    shared, before = [0], group.tokens[: prompts[0]].tobytes()
+    offsets, prompts, keys = group.offsets().tolist(), group.prompt_lengths(), group.prefix_keys
+    shared, before = [0], keys[: prompts[0]].tobytes()
     for start, length in zip(offsets[1:], prompts[1:], strict=False):
-        prompt = group.tokens[start : start + length].tobytes()
+        prompt = keys[start : start + length].tobytes()
         # nearly always the same prompt
-        shared.append(length if prompt == before else _common(before, prompt))
+        shared.append(length if prompt == before else _common(before, prompt, keys.dtype))
         before = prompt
     return shared
 
 
-def _common(one: bytes, other: bytes) -> int:
-    """Leading tokens that two prompts share."""
-    most = min(len(one), len(other)) // np.dtype(np.int32).itemsize
-    differs = np.frombuffer(one, np.int32, most) != np.frombuffer(other, np.int32, most)
-    return int(differs.argmax()) if differs.any() else most
+def _common(one: bytes, other: bytes, dtype: np.dtype[Any]) -> int:
+    """Leading keys that two prompts share."""
+    shorter = min(len(one), len(other)) // dtype.itemsize
+    differs = np.frombuffer(one, dtype, shorter) != np.frombuffer(other, dtype, shorter)
+    return int(differs.argmax()) if differs.any() else shorter
 
 
 def _array(column: Column, tensor: dict[str, Any]) -> np.ndarray:
@@ -235,7 +339,12 @@ def _checked(frame: Tensors) -> Tensors:
     return frame
 
 
-def _group(arrays: Tensors, of_tokens: Mapping[Column, np.ndarray], columns: RunColumns) -> Group:
+def _group(
+    arrays: Tensors,
+    of_tokens: Mapping[Column, np.ndarray],
+    attachments: Sequence[Attachment],
+    columns: RunColumns,
+) -> Group:
     """Undoes what `to_bytes` left out."""
     numbers = arrays["numbers"].tolist()
     identity, num_samples, part = (
@@ -265,6 +374,7 @@ def _group(arrays: Tensors, of_tokens: Mapping[Column, np.ndarray], columns: Run
             )
         component[rows] = np.repeat(components, run_lengths)
     weight = arrays.get(WEIGHT.name)
+    bindings = arrays.get(_PLACEHOLDERS.name, _NO_BINDINGS)
     sampled: dict[Column, Any] = {
         LOGPROBS: np.float32(0),
         **of_tokens,
@@ -291,6 +401,7 @@ def _group(arrays: Tensors, of_tokens: Mapping[Column, np.ndarray], columns: Run
         finished=finished.astype(np.bool_),
         part=part or None,
         columns=full,
+        placeholders=_placeholders(bindings, attachments),
     )
     columns.check(tuple(of_tokens), str(group))
     return group

@@ -36,7 +36,8 @@ class KeptResponse:
     tokens: ids; logprobs: of the distribution that the engine sampled from. rewards: of each
     function, unweighted; reward: their weighted sum. advantage: as trained. version: of the newest
     weights that wrote a token. errors: of reward functions, for the whole group.
-    turns: of a branch of a session, as samples.types.SampleTurn has them.
+    turns: of a branch of a session, as samples.types.SampleTurn has them. attachments: of the
+    sample's placeholder tokens, as samples.attachments.described has them, without values.
     """
 
     iteration: int
@@ -57,6 +58,7 @@ class KeptResponse:
     tokens: Sequence[int]
     logprobs: Sequence[float]
     turns: Sequence[Mapping[str, Any]] = ()
+    attachments: Sequence[Mapping[str, Any]] = ()
 
 
 def reward_names(rows: Sequence[KeptResponse]) -> list[str]:
@@ -248,6 +250,8 @@ def _schema(rewards: Sequence[str]) -> Any:
     plain = {"int": pa.int32(), "str": pa.string(), "float": pa.float32(), "bool": pa.bool_()}
     turn = [(name, pa.int32()) for name in ("session", "number", "written")]
     turn += [("shown", pa.string()), ("trained", pa.bool_()), ("reward", pa.float32())]
+    attachment = [("start", pa.int32()), ("length", pa.int32()), ("shape", pa.list_(pa.int64()))]
+    attachment += [(name, pa.string()) for name in ("name", "dtype", "digest")]
     others = {
         "prompt_id": pa.int64(),
         "finish_reason": pa.string(),
@@ -257,6 +261,7 @@ def _schema(rewards: Sequence[str]) -> Any:
         "pieces": pa.list_(pa.string()),
         "logprobs": pa.list_(pa.float32()),
         "turns": pa.list_(pa.struct(turn)),
+        "attachments": pa.list_(pa.struct(attachment)),
     }
     return pa.schema(
         {field.name: plain.get(str(field.type)) for field in fields(KeptResponse)} | others

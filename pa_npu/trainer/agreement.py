@@ -37,6 +37,7 @@ from pa_npu.algorithm.agreement import AgreementLimits, DifferenceSums, aged_lim
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport
 from pa_npu.errors import InvariantViolation
+from pa_npu.publish.probes import ProbePlan
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.telemetry.records import RecordFile, json_line
 from pa_npu.trainer.learner import Learner
@@ -73,11 +74,13 @@ _FP32_ROUNDING = DifferenceSums(
 class Agreement:
     """Judges a rank's comparisons of log-probs, and records them."""
 
-    def __init__(self, config: Config, learner: Learner) -> None:
+    def __init__(self, config: Config, learner: Learner, probes: ProbePlan) -> None:
         self._config = config
         self._margin, self._rate = config.publish.noise_margin, FALSE_STOP_RATE
         self._learner = learner
-        self._probes = config.mesh.data if config.probe_rides else 1
+        self.probes_ride = probes.rides
+        """Whether the first microbatch of every replica is a probe."""
+        self._probes = config.mesh.data if probes.rides else 1
         self._yardstick: DifferenceSums | None = None
         self._measured_at = 0
         responses = config.mesh.data * config.microbatch_responses

@@ -21,19 +21,22 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import ADDRESS_VARIABLE, StoreChannel, attempt_prefix
 from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import DISPATCHED, TRAINERS_RUN_ON, UPDATE_SIZE, TrainersRunOn
+from pa_npu.control.milestones import Milestones
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.publish.late_engines import LateEngines
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
+from pa_npu.publish.probes import ProbePlan
 from pa_npu.publish.publisher import Publisher, WeightSource
 from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.samples.rollout_buffer import host_shard, open_buffer
 from pa_npu.telemetry.sample_store import TrainerLogprobs, kept_groups
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
-from pa_npu.trainer.border import Border
+from pa_npu.trainer.border import TrainerBorder
 from pa_npu.trainer.learner import Learner
 from pa_npu.trainer.loop import IterationChecks
+from pa_npu.trainer.publication import make_publication
 from pa_npu.weight_transfer.transport import HOST_BACKEND
 
 # A publish keeps up to four buckets in the leader's memory: two on the wire, two being gathered
@@ -45,8 +48,10 @@ SMALLEST_BUCKET_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class RankParts:
+    """The parts of one trainer rank. Close them."""
+
     learner: Learner
-    border: Border
+    border: TrainerBorder
     rollouts: Callable[[int], MicrobatchIterator]
     checks: IterationChecks
     publisher: Publisher | None
@@ -87,7 +92,10 @@ def assemble_rank(
     # on all ranks: both make groups
     weights = backend.published_weights(num_bytes)
     late_weights = backend.published_weights(num_bytes, trainer_models(config).published_source)
-    learner = Learner(config, backend, platform, timeline)
+    kept = None
+    if config.telemetry.samples and backend.place.is_last_stage and backend.place.is_tensor_leader:
+        kept = TrainerLogprobs(config.run.dir, rank, kept_groups(config.telemetry.samples))
+    learner = Learner(config, backend, platform, timeline, kept=kept)
     publisher, late = None, None
     if weights is not None and late_weights is not None:
         publisher = make_publisher(config, platform, store, backend, weights)
@@ -99,22 +107,43 @@ def assemble_rank(
             stage = backend.place.stage
             LATE_MANIFEST.put(channel, late_publisher.manifest(), stage=stage)
             MANIFEST.put(channel, publisher.manifest(), stage=stage)
-        learner.publisher = publisher
-    kept = None
-    if config.telemetry.samples and backend.place.is_last_stage and backend.place.is_tensor_leader:
-        kept = TrainerLogprobs(config.run.dir, rank, kept_groups(config.telemetry.samples))
-        learner.kept = kept
-    agreement = Agreement(config, learner)
-    border = Border(config, learner, channel, timeline, rank, agreement)
-    checks = IterationChecks(config, channel, agreement, backend.place.replica)
+    probes = ProbePlan.from_sections(
+        publish=config.publish,
+        rollout=config.rollout,
+        schedule=config.schedule,
+        algorithm=config.algorithm,
+    )
+    agreement = Agreement(config, learner, probes)
+    border = TrainerBorder(
+        config=config,
+        learner=learner,
+        publication=make_publication(
+            config.publish,
+            learner=learner,
+            publisher=publisher,
+            channel=channel,
+            timeline=timeline,
+            timeout_s=config.border_timeout_s,
+            freshness=Freshness.of(config),
+            milestones=Milestones.from_sections(
+                schedule=config.schedule,
+                checkpoint=config.checkpoint,
+                has_held_out=bool(config.evaluation_sets),
+            ),
+        ),
+        channel=channel,
+        timeline=timeline,
+        agreement=agreement,
+        probes=probes,
+    )
     return RankParts(
-        learner,
-        border,
-        rollout_source(config, channel, learner, timeline),
-        checks,
-        publisher,
-        late,
-        kept,
+        learner=learner,
+        border=border,
+        rollouts=rollout_source(config, channel, learner, timeline),
+        checks=IterationChecks(config, channel, agreement, backend.place.replica),
+        publisher=publisher,
+        late_engines=late,
+        kept=kept,
     )
 
 

@@ -1,15 +1,14 @@
-"""The iteration border as a trainer rank sees it: publish (pa_npu.publish), save what is due, compare a probe (I5).
+"""The iteration border as a trainer rank sees it: publish a version, save what is due, compare a probe (I5).
 
-    report of the iteration before ─> publish: engines hold the version ─> checkpoint ─> probe, where one came with it
+    report of the iteration before ─> publish (publication.py) ─> checkpoint ─> probe, where one came with it
 
-With publish.divergence a version may be left out (PublishWhen): then engines go on with theirs.
-What comes after the publish no engine waits for: they generate already.
+No engine waits for what comes after the publish: they generate already.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,7 +21,6 @@ from pa_npu.checkpoints.ahead import AheadIteration
 from pa_npu.config.mesh import Place
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
-from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import (
     BORDER,
     CARRIED,
@@ -34,12 +32,11 @@ from pa_npu.control.messages import (
     REPORT,
     BorderReport,
     CheckpointReport,
-    DivergenceReport,
     IterationReport,
     ProbeReport,
 )
 from pa_npu.publish.messages import Probe
-from pa_npu.publish.trainer_side import TrainerPublish
+from pa_npu.publish.probes import ProbePlan
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.rollout_buffer import RolloutBuffer, open_buffer
@@ -47,78 +44,70 @@ from pa_npu.samples.types import SampleBuilder
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.learner import Learner
+from pa_npu.trainer.publication import BlockingPublication
 
 
-class Border:
+class TrainerBorder:
+    """Takes one rank from an iteration to the next."""
+
     def __init__(
         self,
+        *,
         config: Config,
         learner: Learner,
+        publication: BlockingPublication,
         channel: StoreChannel,
         timeline: Timeline,
-        rank: int,
         agreement: Agreement,
+        probes: ProbePlan,
     ) -> None:
         self._config = config
         self._learner = learner
+        self._publication = publication
         self._channel = channel
         self._timeline = timeline
-        self._rank = rank
+        self._rank = learner.backend.place.rank
         self._agreement = agreement
-        place = learner.backend.place
-        stage = place.stage if place.publishes else None
+        self._probes = probes
         self._buffer = open_buffer(config, channel)
-        self._when = PublishWhen(config, learner)
-        # the version that engines have received and do not hold yet
-        self._swaps_to: int | None = None
-        # replicas that take no part in a publish hold copies of the first one's weights
-        publisher = learner.publisher
-        self._publish = TrainerPublish(
-            channel,
-            learner.publish,
-            no_digest if publisher is None else learner.backend.digest,
-            rank,
-            stage,
-            config.border_timeout_s,
-            timeline,
-            contents=None if publisher is None else publisher.contents,
-        )
 
     def cross(
         self, version: int, report: IterationReport | None, save: Callable[[int], CheckpointReport]
     ) -> ProbeReport:
-        """Hand over the report of the iteration before, publish `version`, save it where that is
-        due, compare the probe.
+        """Hands over the report of the iteration before, publishes `version`, saves it where that
+        is due, and compares the probe.
 
         Raises InvariantViolation.
         """
         if self._rank == 0 and report is not None:
             REPORT.put(self._channel, report, iteration=report.iteration)
-        decided = self._when.decide(version)
-        if decided.publish_skipped:
-            self._learner.skip_publish(version)
-            published = self._publish.skip(version)
-        else:
-            published = self._publish.publish(version)
-        self._swaps_to = version if published.delayed else None
+        published = self._publication.publish(version)
         checkpoint = save(version) if report is not None else CheckpointReport()
         backend = self._learner.backend
         weights = joint_digest(published.policy, backend.place, backend.reductions, backend.device)
         if self._rank == 0:
-            crossed = BorderReport(published.wait_s, published.send_s, checkpoint, decided, weights)
+            crossed = BorderReport(
+                published.wait_s, published.send_s, checkpoint, published.divergence, weights
+            )
             BORDER.put(self._channel, crossed, version=version)
         if published.probe is None:
             return ProbeReport()
         with self._timeline.span("probe", version=version):
-            replica = self._learner.backend.place.replica
-            microbatches = probe_microbatches(published.probe, version, self._config, replica)
-            # engines beyond these come and go; what decides about publishes must not depend on them
-            first = replace(
-                published.probe, responses=published.probe.responses[: self._config.probe_responses]
-            )
-            self._when.published(version, probe_microbatches(first, version, self._config, replica))
-            found = self._agreement.check_requests(version, microbatches)
-            return ProbeReport(found.largest, found.absolute_mean)
+            return self._compare(version, published.probe)
+
+    def _compare(self, version: int, probe: Probe) -> ProbeReport:
+        """Compares log-probs of the probe with the trainers'."""
+        replica = self._learner.backend.place.replica
+        microbatches = probe_microbatches(probe, version, self._config, replica)
+        # engines beyond these come and go; what decides about publishes must not depend on them
+        first = replace(probe, responses=probe.responses[: self._probes.num_responses])
+        self._publication.probed(version, probe_microbatches(first, version, self._config, replica))
+        differences = self._agreement.check_requests(version, microbatches)
+        return ProbeReport(differences.largest, differences.absolute_mean)
+
+    def before_step(self) -> None:
+        """The weights are about to change."""
+        self._publication.before_step()
 
     def ends(self, version: int) -> bool:
         """Whether the run ends with `version`, earlier than configured, because the launcher asks
@@ -136,15 +125,6 @@ class Border:
         dist.broadcast(answer, src=0)
         return bool(answer.item())
 
-    def before_step(self) -> None:
-        """The weights are about to change: engines that swap later have swapped by then, so that
-        late ones get what they have.
-        """
-        if self._swaps_to is not None:
-            self._publish.wait_swapped(self._swaps_to)
-            self._learner.engines_swapped()
-            self._swaps_to = None
-
     def data_position(self, version: int) -> dict[str, Any]:
         """TrainingStream.state() of the coordinator before iteration `version`: where a resumed run
         goes on.
@@ -158,11 +138,6 @@ class Border:
         for a checkpoint of it.
         """
         return rollouts_ahead(self._config, self._channel, self._buffer, version)
-
-
-def no_digest() -> str:
-    """The digest of a rank whose weights another rank has too."""
-    return ""
 
 
 def joint_digest(own: str, place: Place, reductions: Reductions, device: torch.device) -> str:
@@ -204,61 +179,6 @@ def probe_microbatches(
     return build_microbatches(
         group, len(responses), config.attention.shared_prompt, config.pad_multiple
     )
-
-
-class PublishWhen:
-    """Whether a version is published at all (publish.divergence): engines keep theirs while it is
-    near the trainers' policy.
-
-        publish of version e ──> probe: responses that e sampled, and their log-probs
-        border of version v  ──> KL(e || v) over the probe, by K3, under the weights that train now
-                                 below publish.divergence: engines keep e, the trainers go on
-
-    Published in any case: the first and the last version, one that is evaluated or saved (so that a
-    run that continues from it does what the one that was not interrupted does), and one without
-    which tokens would be older than schedule.max_staleness. Not published in any other case: one by
-    which nothing is generated any more. All ranks decide alike, and from numbers that do not depend
-    on time or on which engines serve.
-
-    The idea is that of adaptive actor policy synchronisation: ClusterEnv, arXiv 2507.10990.
-    Every public method is called by all ranks in the same order; `decide` is collective.
-    """
-
-    def __init__(self, config: Config, learner: Learner) -> None:
-        self._config = config
-        self._learner = learner
-        self._freshness = Freshness.of(config)
-        self._published: int | None = None  # by this process
-        self._probe: Sequence[Microbatch] = ()
-
-    def published(self, version: int, probe: Sequence[Microbatch]) -> None:
-        """Engines hold `version`, and have sampled `probe` by it."""
-        self._published, self._probe = version, probe
-
-    def decide(self, version: int) -> DivergenceReport:
-        """Decides whether to publish `version`, which the policy holds now.
-
-        An empty report if every version is published.
-        """
-        if self._config.publish.divergence is None:
-            return DivergenceReport()
-        kl = self._learner.probe(list(self._probe)).k3_mean if self._probe else None
-        return DivergenceReport(kl, self._skips(version, kl))
-
-    def _skips(self, version: int, kl: float | None) -> bool:
-        config, last = self._config, self._config.schedule.iterations
-        if (
-            self._published is None
-            or kl is None
-            or version == last
-            or config.saves(version)
-            or config.evaluates(version)
-        ):
-            return False
-        if version + self._freshness.iterations_ahead >= last:
-            return True  # nothing is left to generate
-        near = kl < (config.publish.divergence or 0.0)
-        return near and self._freshness.may_skip(version, self._published)
 
 
 def rollouts_ahead(

@@ -1,4 +1,4 @@
-"""One rank's policy through its versions: updates by the objective over what the backend runs, copies, publishes, checkpoints.
+"""One rank's policy through its versions: updates by the objective over what the backend runs, copies, checkpoints.
 
 What every training backend needs alike stands here; TrainBackend is what is left to write for one.
 """
@@ -37,9 +37,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.messages import UpdateReport
 from pa_npu.errors import InvariantViolation
 from pa_npu.platform.base import Platform
-from pa_npu.publish.late_engines import VersionGate
-from pa_npu.publish.messages import PublishMembers
-from pa_npu.publish.publisher import Publisher, PublishStats
+from pa_npu.publish.late_engines import CopyGate, VersionGate
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import Traffic
 from pa_npu.telemetry.sample_store import TrainerLogprobs
@@ -75,28 +73,33 @@ _DESCRIPTION_BYTES = 512
 
 
 class Learner:
-    """One rank's.
+    """One rank's policy, and the models beside it.
 
     Every method is collective. gate: guards the weights that late engines are sent; closed while
     they change.
     """
 
     def __init__(
-        self, config: Config, backend: TrainBackend, platform: Platform, timeline: Timeline
+        self,
+        config: Config,
+        backend: TrainBackend,
+        platform: Platform,
+        timeline: Timeline,
+        *,
+        kept: TrainerLogprobs | None = None,
     ) -> None:
+        """kept: gets the log-probs of what is trained; of use on a last stage's tensor leader
+        only.
+        """
         self._config = config
         self._algorithm = build_algorithm(config)
         self._models = trainer_models(config, self._algorithm)
         self.backend = backend
         self._platform = platform
         self._timeline = timeline
-        self.gate = VersionGate(config.border_timeout_s)
-        self.publisher: Publisher | None = None
-        """`publish` sends through it; without one no engine is sent anything."""
-        self.kept: TrainerLogprobs | None = None
-        """Gets the log-probs of what is trained from here on; of use on a last stage's tensor
-        leader only.
-        """
+        gate = VersionGate if self._models.published_source == "policy" else CopyGate
+        self.gate = gate(config.border_timeout_s)
+        self._kept = kept
         self._source: MicrobatchSource | None = None
         self._seen_traffic = Traffic()
         self._policy: PolicyState | None = None  # unknown until the first publish
@@ -122,7 +125,7 @@ class Learner:
         replica has trained, counted where gradients pass (I2). Raises InvariantViolation where that
         is not what it was given (I7).
         """
-        keep = None if self.kept is None else self.kept.add
+        keep = None if self._kept is None else self._kept.add
         self._first_sampled = self._replay.first_sampled % SAMPLED_EVERY
         self._gradient_at_start = None
         self._objective = Objective(
@@ -145,8 +148,8 @@ class Learner:
         self._source, self._seen_traffic = microbatches, microbatches.traffic
         self._traffic = self._seen_traffic.since(traffic)
         self._expected_advantages = dict(microbatches.advantages)
-        if self.kept is not None:
-            self.kept.write()
+        if self._kept is not None:
+            self._kept.write()
         self._sum = GradientSum(self._where())
         if self._gradient_at_start is not None:
             self._sum.check_zero(float(self._gradient_at_start))
@@ -168,8 +171,7 @@ class Learner:
             begun = self._replay.before(
                 self._where(), tensors, self.backend.reductions, self.backend.device
             )
-            if self._models.published_source == "policy":
-                self.gate.close()
+            self.gate.close_policy()
             # the weights that computed the log-probs, which the step changes
             self._computed_with = self.backend.digest() if self._gives_no_difference() else None
             step = self.backend.step()
@@ -243,32 +245,37 @@ class Learner:
             seed=self._replay.first_sampled,
         )
 
-    def publish(self, version: int, members: PublishMembers | None = None) -> PublishStats | None:
-        """Send the weights to all engines, if there are any, and freeze them as the old policy
-        where needed.
+    def publish(self, version: int) -> None:
+        """The policy is that of `version`, which engines are about to hold.
 
-        Returns what this rank sent. Raises WeightSyncError on a leader that loses an engine; call
-        it again, on all ranks, with the members that are left.
+        The models that follow the policy follow it where they are due, and late engines get this
+        version from here on.
         """
-        if members is not None and members.delayed:
-            self.skip_publish(version)
-            self.gate.offer(version, self._keep_published)
-        else:
-            self.gate.close()
-            self.skip_publish(version)
-            if self._models.keeps_published:
-                self._keep_published()
-            self.gate.open(version)
-        if self.publisher is None or members is None:
-            return None
-        return self.publisher.publish(version, members)
+        self.gate.close()
+        self.skip_publish(version)
+        if self._models.keeps_published:
+            self._keep_published()
+        self.gate.open(version)
+
+    def offer(self, version: int) -> None:
+        """The policy is that of `version`, which engines receive and swap to later.
+
+        Until they have, late engines get the version before.
+        """
+        self.skip_publish(version)
+        self.gate.offer(version, self._keep_published)
+
+    def engines_swapped(self) -> None:
+        """Engines have swapped to what was offered: late engines get it too.
+
+        Call it before the next step, which changes the weights.
+        """
+        self.gate.take_offer()
 
     def skip_publish(self, version: int) -> None:
-        """The policy is that of `version`: the old policy and the reference follow it where they
-        are due.
+        """The policy is that of `version`; engines, also late ones, keep what they have.
 
-        All of a publish where engines keep the version that was published last, and so do the
-        trainers for engines that come late.
+        The old policy and the reference follow the policy where they are due.
         """
         self._name_policy(PolicyState(version))
         if "old" in self._models.computed:
@@ -278,13 +285,6 @@ class Learner:
             self.backend.copy_policy("reference")
             self._reference_version = version
             self._reference_digest = None
-
-    def engines_swapped(self) -> None:
-        """Engines have swapped to what `publish` sent with PublishMembers.delayed.
-
-        Before the next step, which changes it.
-        """
-        self.gate.take_offer()
 
     def plan_save(self, directory: Path) -> PlannedSave:
         """See SavedState."""
@@ -316,7 +316,7 @@ class Learner:
         return meta.version
 
     def _keep_published(self) -> None:
-        """On any thread: the policy is the version that engines have."""
+        """Copies the policy, which is the version that engines have. Runs on any thread."""
         self.backend.copy_policy("published")
 
     def _reference_state(self) -> PolicyState | None:

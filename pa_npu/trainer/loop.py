@@ -42,7 +42,7 @@ from pa_npu.samples.iterator import MicrobatchIterator
 from pa_npu.telemetry.records import RecordFile, json_line
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
-from pa_npu.trainer.border import Border
+from pa_npu.trainer.border import TrainerBorder
 from pa_npu.trainer.invariants import check_dispatched, check_normalisers, check_trained
 from pa_npu.trainer.learner import Learner, Update
 
@@ -55,15 +55,15 @@ FINITE_DIFFERENCES = "finite_differences.jsonl"  # of a run, a line for each
 def train(
     config: Config,
     learner: Learner,
-    border: Border,
+    border: TrainerBorder,
     rollouts: Callable[[int], MicrobatchIterator],
     timeline: Timeline,
     profiler: Callable[[int], AbstractContextManager[Any]],
     checks: IterationChecks,
     ends: Callable[[int], bool] | None = None,
 ) -> None:
-    """Run from the loaded checkpoint (or version 0) to `schedule.iterations`; leaves a checkpoint
-    and an HF export behind.
+    """Runs from the loaded checkpoint (or version 0) to `schedule.iterations`, and leaves a
+    checkpoint and an HF export.
 
     ends: says of a version that is published whether the run is to end with it, earlier than that.
     """
@@ -77,7 +77,7 @@ def train(
         if version == last or (ends is not None and ends(version)):
             break
         with timeline.span("iteration", iteration=version), profiler(version):
-            rides = config.probe_rides and probe == ProbeReport()
+            rides = checks.agreement.probes_ride and probe == ProbeReport()
             judge = partial(checks.agreement.check_probe, version) if rides else None
             updates = config.schedule.updates_per_iteration
             measure = partial(measure_first, config, learner, checks.agreement, version)

@@ -82,33 +82,33 @@ class _Chosen:
         return np.bincount(self.owner, weights=values != 0, minlength=len(self.counts)) > 0
 
 
-_Elements = list[torch.Tensor | Values | None]
-"""Views of the chosen elements of each tensor, in numpy where that is the host's memory in fp32;
-None where there are none.
+_Memory = list[torch.Tensor | npt.NDArray[np.float32] | None]
+"""An attribute of each tensor, in numpy where that is the host's memory in fp32; None where there
+is none. The same type holds views of the chosen elements of each.
 """
 
 
-def _views(tensors: Sequence[SteppedTensor], chosen: _Chosen, name: str) -> _Elements:
-    """An attribute of the chosen elements of each tensor.
+def _memory(tensors: Sequence[SteppedTensor], name: str) -> _Memory:
+    memory: _Memory = []
+    for tensor in tensors:
+        values: torch.Tensor | None = getattr(tensor, name)
+        is_of_host = values is not None and values.is_cpu and values.dtype == torch.float32
+        memory.append(values.numpy() if values is not None and is_of_host else values)
+    return memory
 
-    There are many tensors: one call for each.
-    """
-    views: _Elements = []
-    for tensor, (start, stop, distance), count in zip(
-        tensors, chosen.slices, chosen.counts.tolist(), strict=True
-    ):
-        memory: torch.Tensor | None = getattr(tensor, name)
-        if memory is None or not count:
-            views.append(None)
-        elif memory.is_cpu and memory.dtype == torch.float32:
-            views.append(memory.numpy()[start:stop:distance])
-        else:
-            views.append(memory[start:stop:distance])
-    return views
+
+def _views(memory: _Memory, chosen: _Chosen) -> _Memory:
+    """There are many tensors: one call for each."""
+    return [
+        values[start:stop:distance] if values is not None and count else None
+        for values, (start, stop, distance), count in zip(
+            memory, chosen.slices, chosen.counts.tolist(), strict=True
+        )
+    ]
 
 
 @torch.no_grad()
-def _read(columns: Sequence[tuple[_Chosen, _Elements]]) -> list[Values]:
+def _read(columns: Sequence[tuple[_Chosen, _Memory]]) -> list[Values]:
     """Reads columns of elements, fp64 [n] each; NaN where a tensor has none.
 
     One copy from each device for all of them.
@@ -174,12 +174,13 @@ class StepReplay:
             self._choose(tensors)
         chosen, remembered = self._next, self._remembered
         assert chosen is not None, "it has just been chosen"
-        views = [_views(tensors, chosen, name) for name in ("gradient", *_STATE)]
-        gradient, *columns = _read([(chosen, elements) for elements in views])
+        memory = {name: _memory(tensors, name) for name in ("gradient", *_STATE)}
+        columns = [(chosen, _views(values, chosen)) for values in memory.values()]
+        gradient, *state_columns = _read(columns)
         self._check_gradients(
             where, tensors, chosen.any_of_tensors(np.nan_to_num(gradient)), reductions, device
         )
-        state = _state(*columns)
+        state = _state(*state_columns)
         for name, values in state.items():
             differs = values != remembered[name]
             if differs.any():
@@ -192,7 +193,7 @@ class StepReplay:
                     "changed in between, when nothing may write them",
                 )
         before = Elements(state["weights"], state["mean"], state["square"])
-        return BeforeStep(where, chosen, before, gradient, tensors, views[1:])
+        return BeforeStep(where, chosen, before, gradient, tensors, memory)
 
     def after(self, begun: BeforeStep, tensors: Sequence[SteppedTensor], result: Step) -> None:
         """Compares what the step made of the weights with the replay, and chooses the next
@@ -216,15 +217,16 @@ class StepReplay:
             clip=clip_factor(self._config, result.grad_norm),
         )
         following = _Chosen.of(tensors, self._config.run.seed, self._updates + 1, self._rank)
-        # written by the step where it is the same memory
-        own = (
-            begun.views
-            if tensors is begun.tensors
-            else [_views(tensors, chosen, name) for name in _STATE]
-        )
-        columns = [(chosen, elements) for elements in own]
-        columns += [(following, _views(tensors, following, name)) for name in _STATE]
-        *read, model = _read([*columns, (chosen, _views(tensors, chosen, "model"))])
+        # where the step has written the same memory, it is not looked up again
+        is_same = tensors is begun.tensors
+        memory = begun.memory if is_same else {name: _memory(tensors, name) for name in _STATE}
+        columns = [
+            (elements, _views(memory[name], elements))
+            for elements in (chosen, following)
+            for name in _STATE
+        ]
+        copies = _views(_memory(tensors, "model"), chosen)
+        *read, model = _read([*columns, (chosen, copies)])
         state, next_state = _state(*read[:3]), _state(*read[3:])
         for name, values in state.items():
             expected, limit = getattr(replayed.expected, name), getattr(replayed.limit, name)
@@ -312,7 +314,7 @@ class StepReplay:
         seed = self._config.run.seed if seed is None else seed
         self._next = _Chosen.of(tensors, seed, self._updates + 1, self._rank)
         self._remembered = _state(
-            *_read([(self._next, _views(tensors, self._next, name)) for name in _STATE])
+            *_read([(self._next, _views(_memory(tensors, name), self._next)) for name in _STATE])
         )
 
     def _decay(self, tensor: SteppedTensor) -> float:
@@ -429,8 +431,8 @@ class StepReplay:
 
 @dataclass(frozen=True, eq=False)
 class BeforeStep:
-    """What StepReplay.before saw. gradient: divided, not yet clipped, fp64 [n]. views: of the
-    weights and moments of `tensors`.
+    """What StepReplay.before saw. gradient: divided, not yet clipped, fp64 [n]. memory: gradients,
+    weights and moments of `tensors` by name.
     """
 
     where: str
@@ -438,7 +440,7 @@ class BeforeStep:
     state: Elements
     gradient: Values
     tensors: Sequence[SteppedTensor]
-    views: list[_Elements]
+    memory: dict[str, _Memory]
 
 
 _STATE = ("weights", "mean", "square")

@@ -12,6 +12,7 @@ import multiprocessing
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from pa_npu.backends.registry import backend_module
 from pa_npu.checkpoints.directories import directory_name
 from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.config.schema import Config
-from pa_npu.errors import DataError, InvariantViolation
+from pa_npu.errors import ConfigError, DataError, InvariantViolation
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.cpu import CpuPlatform
+from pa_npu.samples.attachments import Attachment, Placeholders
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.telemetry.timeline import Timeline
@@ -281,6 +283,25 @@ class BackendConformance:
         before = learner.backend.digest()
         first, again = (learner.probe(microbatches(shares()[0])) for _ in range(2))
         assert first == again and first.n > 0 and learner.backend.digest() == before
+
+    @pytest.mark.parametrize("step", ["accumulate", "evaluate", "rounding"])
+    def test_attachments_that_the_model_does_not_take_are_refused_in_one_line(
+        self, make: Make, model: Path, step: str
+    ) -> None:
+        config = config_of(model)
+        backend = make(config).backend
+        run = Placeholders(0, 1, (Attachment("pixels", np.zeros((2, 3), np.float32)),))
+        (attached, *_) = microbatches([replace(shares()[0][0], placeholders=[run])])
+        assert attached.attachments, "of the first sample"
+        line = r"^environment.name: .* attaches pixels to samples of group 0 of iteration 0"
+        with pytest.raises(ConfigError, match=line):
+            if step == "accumulate":
+                objective = Objective(config, backend.device)
+                backend.accumulate(Source([attached.to(backend.device)]), objective)
+            elif step == "evaluate":
+                backend.evaluate([attached], lambda *_: None)
+            elif not backend.rounding([attached], lambda *_: None):
+                pytest.skip("no wider type")
 
     def test_it_says_where_and_what_it_is(self, make: Make, model: Path) -> None:
         backend = make(config_of(model)).backend

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from pa_npu.agents.gateway import GATEWAY_FILE
-from pa_npu.config.tree import PROBE_RESPONSES
 from pa_npu.publish.messages import VERDICT
+from pa_npu.publish.probes import MIN_RESPONSES
 from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import group_seed
 from tests.helpers.coordinator_run import FAST, GROUPS, REPLICAS, RESPONSES, Run
@@ -162,7 +162,7 @@ def play_two_iterations(run: Run) -> None:
         else:
             assert [len(response["tokens"]) for response in done["probe"]["responses"]] == [
                 5
-            ] * PROBE_RESPONSES
+            ] * MIN_RESPONSES
         if version < 2:
             run.consume(version)
     run.finish()

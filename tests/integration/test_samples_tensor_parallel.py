@@ -24,6 +24,7 @@ import torch.distributed as dist
 from pa_npu.config.mesh import Mesh
 from pa_npu.control.channel import CHUNK_BYTES, StoreChannel, connect
 from pa_npu.errors import DeadlineExceeded
+from pa_npu.samples.attachments import Attachment, Placeholders
 from pa_npu.samples.columns import Column, RunColumns
 from pa_npu.samples.group import Group
 from pa_npu.samples.iterator import MicrobatchIterator
@@ -45,9 +46,28 @@ ROUTES = Column("routes", "uint8", (2,), "engine", "the router", tokens="all")
 COLUMNS = RunColumns((MADE_UP, ROUTES))
 
 
+IMAGE_START, IMAGE_TOKENS, IMAGE_BYTES = 3, 5, 5 * 4 * 1024 * 4
+
+
+def image(number: int) -> Placeholders:
+    """pixels float32 [20, 1024] and grid int64 [1, 3], behind tokens of the prompt."""
+    random = np.random.default_rng(number)
+    pixels = Attachment("pixels", random.random((4 * IMAGE_TOKENS, 1024), dtype=np.float32))
+    grid = Attachment("grid", np.array([[1, 4, IMAGE_TOKENS]], np.int64))
+    return Placeholders(IMAGE_START, IMAGE_TOKENS, (pixels, grid))
+
+
+def attached(group: Group) -> Group:
+    """The first group's samples show one image, the second's a pair of images, the last's none."""
+    images = [[0, 0, 0, 0], [1, 1, 2, 2], []][group.index]
+    starts = group.offsets().tolist()
+    runs = [image(number).moved(start) for number, start in zip(images, starts, strict=False)]
+    return replace(group, placeholders=runs)
+
+
 def make_group(index: int) -> Group:
     """Its columns are told by its tokens."""
-    group = bare_group(index)
+    group = attached(bare_group(index))
     made_up = (group.tokens * group.trained)[:, None, None] + np.arange(6).reshape(
         3, 2
     ) * group.trained[:, None, None]
@@ -91,8 +111,20 @@ def digest(microbatches: Iterable[Microbatch]) -> list[str]:
             value = microbatch.columns if name == "columns" else {name: getattr(microbatch, name)}
             for tensor in (microbatch.packed | value).values():
                 sha.update(tensor.numpy().tobytes())
+        for packed in microbatch.attachments:
+            sha.update(repr((sorted(packed.digests.items()), packed.length)).encode())
+            for tensor in (packed.rows, packed.places, *packed.arrays.values()):
+                sha.update(tensor.numpy().tobytes())
         digests.append(sha.hexdigest())
     return digests
+
+
+def images_of(microbatch: Microbatch) -> list[tuple[int, int, int]]:
+    """Of each image: its first packed row, its rows, and the bytes of its pixels."""
+    return [
+        (int(packed.rows[0]), len(packed.rows), packed.arrays["pixels"].nbytes)
+        for packed in microbatch.attachments
+    ]
 
 
 def made_up_in_order(microbatch: Microbatch) -> bool:
@@ -169,6 +201,7 @@ def rank_main(rank: int, port: int) -> None:
     result: dict[str, Any] = {
         "trained": digest(taken),
         "in_order": [made_up_in_order(microbatch) for microbatch in taken],
+        "images": [images_of(microbatch) for microbatch in taken],
         "waited_s": microbatches.waited_s,
         "traffic": asdict(microbatches.traffic),
     }
@@ -202,6 +235,7 @@ def test_every_group_is_read_once_for_its_replica_and_each_rank_gets_it() -> Non
         buffer = RolloutBuffer(ranks.channel, "run", readers=RANKS, ahead=2, columns=COLUMNS)
         groups = [make_group(index) for index in range(GROUPS)]
         sizes = [len(to_bytes(group, COLUMNS)) for group in groups]
+        bare = [len(to_bytes(replace(group, placeholders=()), COLUMNS)) for group in groups]
         sharded = RolloutBuffer(
             ranks.channel,
             "shards",
@@ -231,10 +265,18 @@ def test_every_group_is_read_once_for_its_replica_and_each_rank_gets_it() -> Non
         m for group in groups for m in build_microbatches(group, MICROBATCH_RESPONSES, True, PAD)
     ]
     sent = sum((16 + size) * (RANKS - 1) for size in sizes)
+    for number, images in enumerate((1, 2, 0)):
+        # tokens behind different images travel for each, and what says where images stand
+        rest = sizes[number] - bare[number] - images * IMAGE_BYTES
+        assert 0 <= rest < 1500 and (rest > 0) == (images > 0), "an image travels once per group"
+    shown = [[IMAGE_START, IMAGE_TOKENS, IMAGE_BYTES]]
     for rank, result in enumerate(results):
         assert result["trained"] == digest(expected), f"rank {rank} trained something else"
         assert result["in_order"] == [True] * len(expected), (
             f"rank {rank}: made-up values of other targets"
+        )
+        assert result["images"] == [shown] * 4 + [[]] * 2, (
+            f"rank {rank}: each half of a group has its image once"
         )
         # reading the first group takes a part of the delay, on a busy machine a second and more
         assert result["waited_s"] >= PRODUCER_DELAY_S / 2, "the wait must be counted as idle time"

@@ -31,7 +31,13 @@ from pa_npu.backends.fsdp.weights import ShardedWeights
 from pa_npu.backends.hf_directory import BUCKET_BYTES, write_hf
 from pa_npu.backends.in_step import InStep, filler
 from pa_npu.backends.optimizer import OffloadedState
-from pa_npu.backends.protocol import DTYPES, MicrobatchSource, Step, SteppedTensor
+from pa_npu.backends.protocol import (
+    DTYPES,
+    MicrobatchSource,
+    Step,
+    SteppedTensor,
+    refuse_attachments,
+)
 from pa_npu.backends.widened import widened
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
 from pa_npu.config.mesh import Place
@@ -139,7 +145,7 @@ class FsdpBackend:
                 start_s = now()
                 head = None if objective.entropy_gradient else HeadGradient()
                 logprobs, entropy, frozen = self._pass(
-                    _inputs(microbatch), objective.entropy_gradient, head
+                    self._inputs(microbatch), objective.entropy_gradient, head
                 )
                 if microbatch.is_filler:
                     ((logprobs.sum() + entropy.sum()) * 0.0).backward()
@@ -175,7 +181,7 @@ class FsdpBackend:
         with torch.no_grad():
             for microbatch in self._in_step(iter(microbatches)):
                 on_device = microbatch.to(self.device)
-                logprobs, entropy, frozen = self._pass(_inputs(on_device), False)
+                logprobs, entropy, frozen = self._pass(self._inputs(on_device), False)
                 if not microbatch.is_filler:
                     take(
                         on_device,
@@ -263,7 +269,7 @@ class FsdpBackend:
         found = []
         for microbatch in self._in_step(iter(microbatches)):
             logprobs, _ = self._models[name](
-                *_inputs(microbatch), temperature, chunk, entropy=False
+                *self._inputs(microbatch), temperature, chunk, entropy=False
             )
             if not microbatch.is_filler:
                 found.append(logprobs)
@@ -301,8 +307,9 @@ class FsdpBackend:
         )
         return logprobs, entropy, frozen
 
-
-def _inputs(
-    microbatch: Microbatch,
-) -> tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor]:
-    return microbatch.tokens, microbatch.layout, microbatch.rows, microbatch.targets
+    def _inputs(
+        self, microbatch: Microbatch
+    ) -> tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor]:
+        """What a model is given of a microbatch. Raises ConfigError for attachments."""
+        refuse_attachments(microbatch, self._config)
+        return microbatch.tokens, microbatch.layout, microbatch.rows, microbatch.targets

@@ -72,9 +72,7 @@ class ShardedAdamW:
     def gradient_size(self, first: int = 0, every: int = SAMPLED_EVERY) -> torch.Tensor:
         """The norm of a sample of this rank's shards of the gradient; 0 where there is none."""
         samples = [gradient.flatten()[first::every] for gradient in self._gradients()]
-        if not samples:
-            return torch.zeros(())
-        return torch.stack([torch.linalg.vector_norm(sample) for sample in samples]).norm()
+        return torch.nn.utils.get_total_norm([sample for sample in samples if len(sample)])
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
@@ -141,6 +139,9 @@ class CountedReduceScatter:
 
     copies: replicas of the shards, over which FSDP2 sums what was scattered. `take_reduced` is its
     hook behind both. summed_in: the type of the counts.
+
+    The hook runs for every group of every microbatch, so that each small call in it counts: sums of
+    single reductions are kept as they are, and added up at the update's end.
     """
 
     def __init__(self, copies: int, summed_in: torch.dtype = torch.float32) -> None:
@@ -152,9 +153,9 @@ class CountedReduceScatter:
 
     def restart(self) -> None:
         """Begin another update."""
-        self.own: torch.Tensor | None = None
-        self.squares: torch.Tensor | None = None
-        self.reduced: torch.Tensor | None = None
+        self._own: list[torch.Tensor] = []
+        self._squares: list[torch.Tensor] = []
+        self._reduced: list[torch.Tensor] = []
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -175,29 +176,30 @@ class CountedReduceScatter:
         _reduce_scatter(output_tensor, input_tensor, group=group, op=op)
 
     def take_reduced(self, reduced: torch.Tensor) -> None:
-        own, self._input = self._input, None
-        assert own is not None, "its memory was allocated here"
+        brought, self._input = self._input, None
+        assert brought is not None, "its memory was allocated here"
         # of every rank's chunk the elements that this rank takes of its own, once it is reduced
-        sample = own.view(-1, len(reduced))[:, self.first :: SAMPLED_EVERY].to(self._summed_in)
-        self.own = _plus(self.own, sample.sum())
-        self.squares = _plus(self.squares, sample.square().sum())
-        left = reduced[self.first :: SAMPLED_EVERY].sum(dtype=self._summed_in)
-        self.reduced = _plus(self.reduced, left / self._copies)
+        chunks = brought.view(-1, len(reduced))
+        sample = chunks[:, self.first :: SAMPLED_EVERY].to(self._summed_in).flatten()
+        self._own.append(sample.sum())
+        self._squares.append(sample.dot(sample))
+        self._reduced.append(reduced[self.first :: SAMPLED_EVERY].sum(dtype=self._summed_in))
 
-
-def _plus(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
-    return more if total is None else total + more
+    def counts(self) -> torch.Tensor:
+        """[3]: the update's own, squares and reduced of ReducedGradient; NaN where nothing was
+        reduced.
+        """
+        if not self._own:
+            return torch.full((3,), torch.nan, dtype=self._summed_in)
+        columns = torch.stack([*self._own, *self._squares, *self._reduced])
+        own, squares, reduced = columns.view(3, -1).sum(dim=1)
+        return torch.stack([own, squares, reduced / self._copies])
 
 
 def counted(reductions: Sequence[CountedReduceScatter], device: torch.device) -> ReducedGradient:
-    """The update's counts, a bucket for each group of parameters; NaN where nothing was reduced."""
-    missing = torch.full((), torch.nan, device=device)
-
-    def column(name: str) -> torch.Tensor:
-        values = [getattr(one, name) for one in reductions]
-        return torch.stack([missing if value is None else value for value in values])
-
-    return ReducedGradient(column("own"), column("squares"), column("reduced"))
+    """The update's counts, a bucket for each group of parameters."""
+    columns = torch.stack([reduction.counts().to(device) for reduction in reductions], dim=1)
+    return ReducedGradient(*columns)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

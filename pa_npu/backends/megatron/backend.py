@@ -36,7 +36,7 @@ from pa_npu.backends.megatron.routing import Replay, RoutingWatch, replay_of
 from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
 from pa_npu.backends.megatron.weights.buckets import StageTensors, export_hf
 from pa_npu.backends.optimizer import OffloadedState
-from pa_npu.backends.protocol import MicrobatchSource, Step, SteppedTensor
+from pa_npu.backends.protocol import MicrobatchSource, Step, SteppedTensor, refuse_attachments
 from pa_npu.checkpoints.directories import CheckpointMeta
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
@@ -301,13 +301,20 @@ class MegatronBackend:
         self, microbatch: Microbatch, entropy_gradient: bool, balance: float | None = None
     ) -> Any:
         return self._ddp(
-            *_inputs(microbatch),
+            *self._inputs(microbatch),
             temperature=self._config.rollout.temperature,
             chunk=self._config.model.head_chunk_tokens,
             entropy_grad=entropy_gradient,
             balance=balance,
             replay=_replay(microbatch),
         )
+
+    def _inputs(
+        self, microbatch: Microbatch
+    ) -> tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor]:
+        """What a model is given of a microbatch. Raises ConfigError for attachments."""
+        refuse_attachments(microbatch, self._config)
+        return microbatch.tokens[None], microbatch.layout, microbatch.rows, microbatch.targets
 
     def _outputs(self, output: ModelOutput) -> Outputs:
         weights = self._stage.weights
@@ -333,7 +340,7 @@ class MegatronBackend:
 
         def forward(microbatch: Microbatch) -> torch.Tensor:
             return self._stage.pass_alone(
-                name, *_inputs(microbatch), temperature, chunk, dtype, _replay(microbatch)
+                name, *self._inputs(microbatch), temperature, chunk, dtype, _replay(microbatch)
             )
 
         with self._timeline.span(f"{name} pass"):
@@ -350,12 +357,6 @@ class MegatronBackend:
 def _replay(microbatch: Microbatch) -> Replay | None:
     """None where the run does not replay, or nobody recorded anything: of a probe, and of a filler."""
     return replay_of(microbatch) if ROUTES in microbatch.packed else None
-
-
-def _inputs(
-    microbatch: Microbatch,
-) -> tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor]:
-    return microbatch.tokens[None], microbatch.layout, microbatch.rows, microbatch.targets
 
 
 # One pass over microbatches that arrive one by one, by a plain loop or by Megatron's 1F1B over

@@ -1,4 +1,4 @@
-"""The keys of the configuration: one class per section, one sentence per key, with default and bounds.
+"""The keys of the configuration: one class per section; each key has a text, a default and bounds.
 
 Unknown keys are refused. Rules between keys are in `pa_npu.config.rules`.
 """
@@ -22,8 +22,8 @@ A leading `~` or `~user` is the home directory, as in a shell.
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, no key is accepted and ignored, and no value taken for one
-    of another kind.
+    """Base of all sections. It is immutable, refuses unknown keys, and converts no value from one
+    type to another.
     """
 
     model_config = ConfigDict(

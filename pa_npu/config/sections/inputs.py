@@ -21,21 +21,23 @@ class RunConfig(Section):
     )
     device: Literal["auto", "npu", "cuda", "cpu"] = Field(
         "auto",
-        description="Device kind of trainers and engines; auto takes npu, then cuda, then cpu.",
+        description="Kind of device of trainers and engines. auto takes npu if there is one, then "
+        "cuda, then cpu.",
     )
     restarts: int = Field(
         3,
         ge=0,
-        description="How often coordinator and trainers are started again, from the newest "
-        "checkpoint, when one of them ends; counted within an hour, and as long as no "
-        "newer checkpoint has been written. Each engine has the same limit; after that "
-        "the run continues without it if others remain.",
+        description="How often the coordinator and the trainers are started again from the newest "
+        "checkpoint after one of them ended. Only restarts of the last hour count, and "
+        "a new checkpoint sets the count back to zero. Each engine has the same limit; "
+        "a run goes on without an engine that has reached it, as long as others "
+        "remain.",
     )
     startup_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="Deadline for engines and trainers to become ready, and of a cluster to give "
-        "the run its nodes, at the start and when one was lost.",
+        description="Deadline for engines and trainers to become ready, and for a cluster to give "
+        "the run its nodes, at the start and after a node was lost.",
     )
     deterministic: bool = Field(
         True, description="Use deterministic kernels where the platform has a choice."
@@ -49,22 +51,22 @@ class ModelConfig(Section):
     adapter: FilePath | None = Field(
         None,
         min_length=1,
-        description="Directory of peft with adapters (LoRA) of this model to go on from, which "
-        "says their rank, alpha and targets.",
+        description="Directory of LoRA adapters of this model, written by peft, to continue from. "
+        "It sets their rank, alpha and targets.",
     )
     dtype: Literal["fp32", "bf16"] = Field(
-        "bf16", description="Type of weights and activations; master weights are fp32."
+        "bf16", description="Type of weights and activations. Master weights are always fp32."
     )
     trust_remote_code: bool = Field(
         False,
-        description="Run the code that a model directory brings along (auto_map), with "
-        "trainer.backend=fsdp; read it before.",
+        description="Run the Python code inside the model directory (auto_map). Needs "
+        "trainer.backend=fsdp. Read that code first.",
     )
     head_chunk_tokens: int = Field(
         2048,
         ge=1,
-        description="Rows per chunk of the LM head's log-prob, so that full logits never exist at "
-        "once.",
+        description="Number of rows for which the LM head computes log-probs at once, so that the "
+        "logits of a long microbatch are never all in memory.",
     )
 
 
@@ -72,45 +74,53 @@ _EVERYWHERE = frozenset({"train", "training", "test", "data", "rows", "prompts"}
 
 
 class Dataset(Section):
-    """A dataset with options of its own, where a path alone does not say enough."""
+    """A dataset with options of its own."""
 
-    path: FilePath = Field(..., min_length=1, description="File or directory, as data.train.")
+    path: FilePath = Field(
+        ..., min_length=1, description="File or directory, in the formats of data.train."
+    )
     split: str | None = Field(
         None,
         min_length=1,
-        description="Split of a directory; null means train for data.train, test or validation for "
-        "held-out sets.",
+        description="Split to read from a directory. null reads train for data.train, and test or "
+        "validation for held-out sets.",
     )
     question_column: str | None = Field(
-        None, min_length=1, description="As data.question_column, for this one alone."
+        None, min_length=1, description="Replaces data.question_column for this dataset."
     )
     answer_column: str | None = Field(
-        None, min_length=1, description="As data.answer_column, for this one alone."
+        None, min_length=1, description="Replaces data.answer_column for this dataset."
     )
     max_rows: int | None = Field(
         None,
         ge=1,
-        description="Read so many rows, the first ones; null reads all.",
+        description="Number of rows to read, from the first on. null reads all rows.",
     )
     system_prompt: str | None = Field(
-        None, description="As data.system_prompt, for this one alone."
+        None, description="Replaces data.system_prompt for this dataset."
     )
-    instruction: str | None = Field(None, description="As data.instruction, for this one alone.")
+    instruction: str | None = Field(None, description="Replaces data.instruction for this dataset.")
 
 
 class TrainingDataset(Dataset):
     name: str | None = Field(
         None,
         min_length=1,
-        description="What records call it; null means the name of its file or directory.",
+        description="Name of the dataset in records. null takes the name of its file or directory.",
     )
     weight: float = Field(
-        1.0, gt=0, le=1e6, description="Its part of the prompts, against the others' weights."
+        1.0,
+        gt=0,
+        le=1e6,
+        description="Share of the prompts that come from this dataset, relative to the weights of "
+        "the others.",
     )
 
     @property
     def called(self) -> str:
-        """name, resolved; a file that is called as files are everywhere is known by its directory."""
+        """Returns `name`; without one, the name of the file, or of its directory if the file has a
+        name that says nothing, such as train.jsonl.
+        """
         if self.name is not None:
             return self.name
         path = Path(self.path)
@@ -129,34 +139,34 @@ class DataConfig(Section):
     ) = Field(
         ...,
         description="Training prompts: a JSONL, CSV or parquet file (question/answer, "
-        "prompt/answer or messages), or a directory of the datasets library; or a list "
-        "of several, mixed by weight.",
+        "prompt/answer or messages), a directory of the datasets library, or a list of "
+        "several that are mixed by weight.",
     )
     test: Annotated[FilePath, Field(min_length=1)] | Dataset | None = Field(
-        None, description="Held-out prompts in the same formats; none disables evaluation."
+        None, description="Held-out prompts in the same formats. null turns evaluation off."
     )
     question_column: str | None = Field(
         None,
         min_length=1,
-        description="Column with the question, a text or chat messages; a.b is column b inside a. "
-        "Null goes by the row's layout. Held-out rows that lack the column are read by "
-        "their layout.",
+        description="Column with the question, a text or chat messages; a.b is column b inside "
+        "column a. null recognises the layout of the rows. Held-out rows without this "
+        "column are read by their layout.",
     )
     answer_column: str | None = Field(
         None,
         min_length=1,
-        description="Column with the reference answer; null goes by the row's layout.",
+        description="Column with the reference answer. null recognises the layout of the rows.",
     )
     chat_template: FilePath = Field(
         "auto",
-        description="Render prompts with the tokenizer's chat template: auto does where it has "
-        "one; always; never; or another template, by its file's name, which ends in "
-        ".jinja.",
+        description="Whether prompts are rendered with the tokenizer's chat template: auto (if it "
+        "has one), always, or never. The name of a file that ends in .jinja takes the "
+        "template from there.",
     )
     template_options: dict[str, Any] = Field(
         default_factory=dict,
-        description="Variables of the chat template, such as {enable_thinking: false}; one that "
-        "the template does not read is refused.",
+        description="Variables of the chat template, such as {enable_thinking: false}. A variable "
+        "that the template does not read is refused.",
     )
     system_prompt: str | None = Field(None, description="System message put before each prompt.")
     instruction: str | None = Field(
@@ -167,24 +177,26 @@ class DataConfig(Section):
     )
     overlong_prompt: Literal["refuse", "truncate", "skip"] = Field(
         "refuse",
-        description="What happens to longer prompts: refuse the run, keep the last tokens, or "
-        "skip; counted.",
+        description="How to treat longer prompts: refuse ends the run before it starts, truncate "
+        "keeps the last tokens, skip leaves the prompt out. Both are counted in the "
+        "records.",
     )
     shuffle: bool = Field(
-        True, description="Shuffle the training prompts anew in every epoch, seeded by run.seed."
+        True,
+        description="Shuffle the training prompts anew in every epoch. run.seed seeds the order.",
     )
 
     @property
     def datasets(self) -> tuple[TrainingDataset, ...]:
-        """The training datasets, one or several."""
+        """Returns the training datasets, of which there is at least one."""
         return (TrainingDataset(path=self.train),) if isinstance(self.train, str) else self.train
 
     @property
     def shares(self) -> list[float]:
-        """The share of the prompts that each training dataset gives."""
+        """Returns the share of the prompts that come from each training dataset; they sum to 1."""
         total = sum(dataset.weight for dataset in self.datasets)
         return [dataset.weight / total for dataset in self.datasets]
 
     def key_of(self, number: int) -> str:
-        """The key that names a training dataset."""
+        """Returns the key under which training dataset `number` was written."""
         return "data.train" if isinstance(self.train, str) else f"data.train.{number}"

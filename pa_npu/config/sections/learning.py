@@ -1,4 +1,4 @@
-"""Keys of how samples are learned from: adapters, algorithm, optimizer, trainers, microbatches, attention."""
+"""Keys of training: adapters, algorithm, optimizer, trainers, microbatches, attention."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ REWARDS = ("math", "format", "overlong", "judge", "code")
 
 
 class LoraConfig(Section):
-    """A small trained product beside each chosen weight, which itself stays as it is."""
+    """LoRA: a trained low-rank product is added to each chosen weight, which stays frozen."""
 
     rank: int = Field(
         0,
         ge=0,
         le=4096,
-        description="Rank of the adapters that are trained in place of the weights; 0 trains the "
-        "weights.",
+        description="Rank of the adapters that are trained in place of the weights. 0 trains the "
+        "weights themselves.",
     )
     alpha: float = Field(
-        32.0, gt=0, description="The adapters' product is added with the factor alpha / rank."
+        32.0,
+        gt=0,
+        description="Scale of the adapters: their product is multiplied by alpha / rank.",
     )
     targets: Literal["all-linear"] | Annotated[Several[str], Field(min_length=1)] = Field(
         "all-linear",
-        description="Layers that get an adapter, by the last parts of their names, such as "
-        "[q_proj, v_proj]; all-linear: all projections of attention and MLP, whatever "
-        "a model calls them.",
+        description="Layers that get an adapter, by the last part of their names, such as [q_proj, "
+        "v_proj]. all-linear chooses every projection of attention and MLP, whatever "
+        "the model calls it.",
     )
 
 
@@ -40,8 +42,8 @@ OwnName = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 class AlgorithmConfig(Section):
     name: PresetName | OwnName | None = Field(
         None,
-        description="Preset: the values below for the keys that are not set; null sets nothing. Or "
-        "module:Class, an Algorithm of your own.",
+        description="Preset, which sets every key of this section that you leave unset, or "
+        "module:Class, an Algorithm of your own. null sets nothing.",
     )
     loss: str = Field(
         "clip",
@@ -50,103 +52,116 @@ class AlgorithmConfig(Section):
     )
     advantage: str = Field(
         "group-std",
-        description="group-std, centred, batch-std: rewards minus the group's mean, divided by the "
-        "group's deviation, by nothing, by the batch's deviation; leave-one-out: minus "
-        "the mean of the group's others; or module:function of your own.",
+        description="How rewards become advantages. group-std: minus the group's mean, divided by "
+        "its standard deviation. centred: minus the group's mean. batch-std: minus the "
+        "group's mean, divided by the batch's standard deviation. leave-one-out: minus "
+        "the mean of the other responses of the group. module:function: your own.",
     )
     clip_low: float = Field(
-        0.2, gt=0, le=1, description="Ratio is clipped from below at 1 - clip_low; 1 never clips."
+        0.2,
+        gt=0,
+        le=1,
+        description="The ratio is clipped from below at 1 - clip_low. 1 never clips from below.",
     )
-    clip_high: float = Field(0.2, gt=0, description="Ratio is clipped from above at 1 + clip_high.")
+    clip_high: float = Field(
+        0.2, gt=0, description="The ratio is clipped from above at 1 + clip_high."
+    )
     dual_clip: float | None = Field(
         None,
         gt=1,
-        description="Bound of the loss of a token with a negative advantage, in units of it (clip, "
-        "gspo), as verl's clip_ratio_c; null bounds nothing.",
+        description="Bound of a token's loss where its advantage is negative, as a multiple of "
+        "that advantage's size (clip and gspo; verl's clip_ratio_c). null sets no "
+        "bound.",
     )
     delta: float | None = Field(
         None,
         gt=1,
-        description="Bound of the ratio that is not clipped, which matters for negative advantages "
-        "(clip, gspo), as TRL's delta; null bounds nothing.",
+        description="Bound of the unclipped ratio, which matters where the advantage is negative "
+        "(clip and gspo; TRL's delta). null sets no bound.",
     )
     kl_coef: float = Field(
         0.0,
         ge=0,
-        description="Coefficient of the KL divergence to the reference, and beta of loss=dpo; 0 "
-        "builds no reference.",
+        description="Coefficient of the KL divergence to the reference model; with loss=dpo, its "
+        "beta. 0 loads no reference model.",
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
         "k3",
-        description="Estimator of the KL term; in the loss k1 has an expected gradient of zero, so "
-        "use it in the reward.",
+        description="Estimator of the KL term. Inside the loss, k1 has an expected gradient of "
+        "zero; use it with kl_in=reward.",
     )
     kl_in: Literal["loss", "reward"] = Field(
         "loss",
-        description="Where the KL term goes: into the loss of each token, or, summed over the "
-        "response, off its reward.",
+        description="Where the KL term acts. loss adds it to the loss of each token. reward "
+        "subtracts its sum over a response from the response's reward.",
     )
     reference_refresh_every: int = Field(
         0,
         ge=0,
-        description="Make the reference equal to the policy every n iterations; 0 keeps the first "
-        "model.",
+        description="Copy the policy into the reference model every n iterations. 0 keeps the "
+        "initial model.",
     )
     ratio: Literal["auto", "proximal", "sampling"] = Field(
         "auto",
-        description="The policy that the loss takes ratios against: proximal is that of the "
-        "iteration's beginning, sampling what engines reported for each token; auto is "
-        "sampling with schedule.max_staleness where importance_sampling is none.",
+        description="Denominator of the ratio in the loss. proximal: the policy at the beginning "
+        "of the iteration. sampling: the log-prob that the engine reported for the "
+        "token. auto: sampling if schedule.max_staleness is set and "
+        "importance_sampling is none, otherwise proximal.",
     )
     importance_sampling: Literal["none", "token", "sequence"] = Field(
         "none",
-        description="Weights of the proximal over the sampling policy, of each token or of the "
-        "whole response: they correct for what engines compute differently, and with "
-        "schedule.max_staleness for older weights.",
+        description="Weight each token, or each response, by the ratio of the proximal to the "
+        "sampling policy. This corrects for the rounding of engines and, with "
+        "schedule.max_staleness, for older weights.",
     )
     importance_cap: float = Field(
-        2.0, ge=1, description="Importance weights are truncated, or masked, above this."
+        2.0,
+        ge=1,
+        description="Importance weights above this value are truncated to it, or masked if "
+        "importance_floor is set.",
     )
     importance_floor: float | None = Field(
         None,
         ge=0,
         lt=1,
-        description="None cuts importance weights above the cap to it (TIS). With a floor, tokens "
-        "whose weights are below it or above the cap are left out: 0 is MIS, more "
+        description="null truncates importance weights at the cap (TIS). A number masks tokens "
+        "whose weight is below it or above the cap: 0 is MIS, a larger value is "
         "IcePop.",
     )
     age_exponent: float = Field(
         0.0,
         ge=0,
-        description="a: tokens weigh (1 + age)^-a, age being how many versions their weights are "
-        "behind those they train; 0 weighs all alike.",
+        description="Exponent a of the weight (1 + age)^-a of a token. Its age is the number of "
+        "versions between the weights that sampled it and the weights that it trains. "
+        "0 weighs all tokens alike.",
     )
     entropy_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
     router_aux_coef: float = Field(
         0.0,
         ge=0,
-        description="Coefficient of the auxiliary loss by which a mixture's routers spread tokens "
-        "over experts, in every layer; 0: none.",
+        description="Coefficient of the auxiliary loss that spreads tokens evenly over the experts "
+        "of a mixture, in every layer. 0 adds none.",
     )
     router_replay: Literal["none", "rollout"] = Field(
         "none",
-        description="rollout: for each token the trainers' routers take the experts that the "
-        "engine's took, with gate weights of their own; none: they choose.",
+        description="rollout sends each token through the experts that the engine chose for it, "
+        "with the trainer's own gate weights. none lets the trainer's routers choose.",
     )
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum", "dr-grpo"] = Field(
         "token-mean",
-        description="Token weights and normaliser: 1 over tokens, 1/length over sequences, 1 over "
-        "sequences, 1 over B*G*max length.",
+        description="Token weights and normaliser. token-mean: 1 over tokens. sequence-mean: "
+        "1/length over sequences. sequence-sum: 1 over sequences. dr-grpo: 1 over B * "
+        "G * the maximum length.",
     )
 
     @property
     def is_users_own(self) -> bool:
-        """Whether `name` names a class of the user's own."""
+        """True if `name` is module:Class, a class of the user's."""
         return self.name is not None and ":" in self.name
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss needs the reference's log-probs."""
+        """True if the loss needs log-probs of the reference model."""
         return self.kl_coef > 0
 
 
@@ -160,76 +175,81 @@ class OptimizerConfig(Section):
     )
     warmup_iterations: int = Field(0, ge=0, description="Iterations of linear warm-up.")
     decay: Literal["constant", "linear", "cosine"] = Field(
-        "constant", description="Shape of the decay after warm-up."
+        "constant", description="Shape of the learning rate after warm-up."
     )
     weight_decay: float = Field(
-        0.0, ge=0, description="Decoupled weight decay; norms and biases are exempt."
+        0.0, ge=0, description="Decoupled weight decay. Norms and biases are exempt."
     )
     betas: tuple[Beta, Beta] = Field(
         (0.9, 0.95),
         strict=False,
-        description="AdamW's decay of the mean gradient, and of its square.",
+        description="Decay rates of AdamW's moving averages of the gradient and of its square.",
     )
     epsilon: float = Field(1e-8, gt=0, description="AdamW epsilon.")
     offload: bool = Field(
         False,
-        description="Keep the optimizer's state in host memory but for the step, so that devices "
-        "decode and train in its bytes (npu, cuda; nothing changes on cpu).",
+        description="Keep the optimizer's state in host memory except during the step, which frees "
+        "device memory for decoding and training (npu and cuda; no effect on cpu).",
     )
-    clip_grad: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 never clips.")
+    clip_grad: float = Field(
+        1.0, ge=0, description="Maximum norm of the whole gradient. 0 never clips."
+    )
 
 
 class TrainerConfig(Section):
     backend: str = Field(
         "megatron",
         min_length=1,
-        description="What trains the model: megatron; fsdp, the model of transformers sharded over "
-        "all trainer devices; or module:NAME, a BackendModule of your own.",
+        description="What trains the model: megatron; fsdp, which shards transformers' own model "
+        "over all trainer devices; or module:NAME, a BackendModule of your own.",
     )
     devices: int = Field(
         1,
         ge=1,
         le=2**17,
-        description="Trainer ranks in all nodes; must be tensor x pipeline x data parallel. auto "
-        "goes by prediction.",
+        description="Number of trainer ranks over all nodes: tensor x pipeline x data parallel "
+        "size. auto chooses by prediction.",
     )
     tensor_parallel: int = Field(
-        1, ge=1, le=1024, description="Tensor-parallel size (TP); auto goes by prediction."
+        1, ge=1, le=1024, description="Tensor-parallel size (TP). auto chooses by prediction."
     )
     pipeline_parallel: int = Field(1, ge=1, le=1024, description="Pipeline-parallel size (PP).")
     shards: int | None = Field(
         None,
         ge=1,
         le=2**17,
-        description="With backend=fsdp: devices over which a copy of the weights is sharded, for "
-        "one those of a node; copies are replicas (HSDP). None shards over all "
+        description="Number of devices that share one copy of the weights with backend=fsdp, such "
+        "as those of a node; several copies are replicas (HSDP). null shards over all "
         "devices.",
     )
     expert_parallel: int = Field(
         1,
         ge=1,
         le=1024,
-        description="Expert-parallel size (EP): ranks of a stage, over tensor-parallel ones and "
-        "replicas, that share a mixture's experts; each holds whole ones.",
+        description="Expert-parallel size (EP): the number of ranks of a pipeline stage, over its "
+        "tensor-parallel ranks and replicas, that divide a mixture's experts among "
+        "them. Each expert is whole on its rank.",
     )
     distributed_optimizer: bool = Field(
-        True, description="Shard the optimizer state over data-parallel ranks."
+        True, description="Shard the optimizer's state over data-parallel ranks."
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        "none", description="Activation recomputation."
+        "none",
+        description="Which activations are recomputed in the backward pass instead of being kept.",
     )
     frozen_pass: Literal["together", "separate"] = Field(
         "together",
-        description="together: old policy and reference go through the policy's pass, each "
-        "microbatch as it arrives. separate, a baseline with the same update: each has "
-        "a pass over all of an update's microbatches before the policy's begins.",
+        description="together: the old policy and the reference model share the policy's pass over "
+        "each microbatch as it arrives. separate: each has a pass of its own over all "
+        "microbatches of an update before the policy begins. Both give the same "
+        "update; separate is a baseline for comparison.",
     )
     wait_timeout_s: float | None = Field(
         None,
         gt=0,
-        description="Deadline of every wait of a trainer (rollouts, publish, collectives, writing "
-        "a checkpoint); none: 1800, or as long as a request, or agents' sessions, may "
-        "take, and then a judge, or programs that are tested.",
+        description="Deadline of every wait of a trainer: for rollouts, a publish, a collective, "
+        "or a checkpoint being written. null means 1800, or longer if a request, an "
+        "agent's session, a judge or tested programs may take longer.",
     )
 
 
@@ -237,27 +257,28 @@ class MicrobatchConfig(Section):
     responses: int | None = Field(
         None,
         ge=1,
-        description="Responses per microbatch, at most; must divide rollout.responses_per_prompt, "
-        "which none means. A group of more or fewer samples is cut into pieces of at "
-        "most so many.",
+        description="Maximum number of responses per microbatch, a divisor of "
+        "rollout.responses_per_prompt. null takes whole groups. A group with another "
+        "number of samples is cut into pieces of at most this size.",
     )
     max_tokens: int | None = Field(
         None,
         ge=1,
-        description="Pack microbatches of responses, also of several groups, together up to so "
-        "many tokens, padding included; a larger one goes alone. Only without pipeline "
-        "parallelism; none packs nothing.",
+        description="Pack microbatches, also of several groups, together up to this number of "
+        "tokens, padding included. A larger microbatch stays alone. Needs "
+        "pipeline_parallel=1. null packs nothing.",
     )
 
 
 class AttentionConfig(Section):
     shared_prompt: bool = Field(
         True,
-        description="Compute a group's prompt once; false packs separate sequences (baseline).",
+        description="Compute the prompt of a group once. false packs separate sequences, as a "
+        "baseline.",
     )
     implementation: Literal["auto", "dense", "merge", "gather", "sdpa", "eager"] = Field(
         "auto",
-        description="Kernel form of shared-prompt attention; sdpa and eager are transformers' own "
-        "attention, for models with trainer.backend=fsdp that cannot share prompts, "
-        "and chosen for them.",
+        description="Kernel form of shared-prompt attention. sdpa and eager are transformers' own "
+        "attention: they are chosen for models that cannot share prompts with "
+        "trainer.backend=fsdp.",
     )

@@ -1,4 +1,4 @@
-"""Keys of operating a run: schedule, evaluations, publish, checkpoints, telemetry, and where its processes stand."""
+"""Keys of operation: schedule, evaluation, publish, checkpoints, telemetry, placement."""
 
 from __future__ import annotations
 
@@ -14,106 +14,113 @@ AgreementCheck = Literal["mean", "square", "slope", "strays"]
 
 class ScheduleConfig(Section):
     iterations: int = Field(
-        10, ge=1, description="Iterations of the run (weight versions published)."
+        10,
+        ge=1,
+        description="Number of iterations of the run, each of which publishes one weight version.",
     )
     updates_per_iteration: int = Field(
         1,
         ge=1,
-        description="Optimizer steps per iteration, on equal shares of its groups in "
-        "schedule.order (completion: which groups share a step depends on arrival); "
-        "more than 1 keeps an old policy to take ratios against.",
+        description="Number of optimizer steps per iteration, on equal shares of its groups in "
+        "schedule.order. With order=completion the time of arrival decides which "
+        "groups share a step. More than 1 keeps an old policy, against which ratios "
+        "are taken.",
     )
     max_staleness: int = Field(
         0,
         ge=0,
-        description="Versions that engines may be ahead of training, and so a token's weights "
-        "older than those it trains (I1); 0 is strictly on-policy.",
+        description="Maximum number of versions between the weights that sampled a token and the "
+        "weights that it trains (I1). 0 is strictly on-policy.",
     )
     tokens_per_update: int | None = Field(
         None,
         ge=1,
-        description="Train whole groups in dispatch order until an update has so many tokens, and "
-        "carry the rest to the next one (max_staleness of at least 1); an iteration "
-        "generates as many groups as that takes, prompts_per_iteration at most. None "
-        "trains every iteration's own groups.",
+        description="Train whole groups in the order of dispatch until an update has this number "
+        "of tokens, and carry the rest over to the next update. Needs max_staleness of "
+        "at least 1. An iteration generates as many groups as that takes, at most "
+        "prompts_per_iteration. null trains the groups of each iteration.",
     )
     prompts_per_iteration: int = Field(
         16, ge=1, description="B, the number of groups per iteration."
     )
     stream: bool = Field(
         True,
-        description="Train while engines generate (periodic); false waits for the whole batch "
-        "(sync).",
+        description="true trains while engines generate (periodic asynchrony). false waits for the "
+        "whole batch first (synchronous).",
     )
     compare_iterations: int = Field(
         0,
         ge=0,
-        description="So many of the last iterations are synchronous and periodic in turn (with "
-        "stream=true), so that the run's summary says what each takes; the update is "
-        "the same either way.",
+        description="Run this number of the last iterations synchronously and periodically in "
+        "turn, so that the summary can compare their times. Needs stream=true. The "
+        "update is the same in both modes.",
     )
     order: Literal["prompt", "completion"] = Field(
         "completion",
-        description="Order in which groups are trained; prompt makes the update bit-identical to "
-        "sync.",
+        description="Order in which groups are trained. With prompt the update is bit-identical to "
+        "the synchronous one.",
     )
     dispatch: Literal["auto", "longest-first", "in-order"] = Field(
         "auto",
-        description="Order in which prompts go to engines, by the length that earlier responses "
-        "let expect; it changes no sample. auto goes longest first where engines are "
-        "the slower side, else shortest first, and in order with "
-        "schedule.order=prompt.",
+        description="Order in which prompts go to engines, by the response lengths expected from "
+        "earlier iterations. It changes no sample. auto sends the longest first if "
+        "engines are the slower side, otherwise the shortest first; with "
+        "schedule.order=prompt it keeps the order of the data.",
     )
     dynamic_sampling: bool = Field(
         False,
-        description="Replace groups whose responses are all right or all wrong by further prompts, "
-        "until an iteration has prompts_per_iteration others (DAPO).",
+        description="Replace groups whose responses are all right or all wrong by further prompts "
+        "until an iteration has prompts_per_iteration other groups (DAPO).",
     )
     finite_difference_every: int = Field(
         0,
         ge=0,
-        description="Move weights along their gradient every n iterations, and end the run where "
-        "log-probs do not change as the gradient says (I7); costs some nine passes "
-        "over one microbatch, and changes no weight. 0 never does.",
+        description="Every n iterations, move the weights along their gradient, compare the change "
+        "of log-probs with what the gradient predicts, and end the run if they "
+        "disagree (I7). The check costs about nine passes over one microbatch and "
+        "leaves the weights as they were. 0 turns it off.",
     )
     evaluate_every: int = Field(
         0,
         ge=0,
-        description="Evaluate every n iterations; 0 only before the first and after the last.",
+        description="Evaluate every n iterations. 0 evaluates only before the first and after the "
+        "last iteration.",
     )
 
 
 class EvaluateConfig(Section):
     sets: dict[str, Annotated[FilePath, Field(min_length=1)] | Dataset] = Field(
         default_factory=dict,
-        description="Further held-out sets beside data.test, by name: files in its formats, and "
-        "those of published benchmarks.",
+        description="Further held-out sets beside data.test, by name. They may have the formats of "
+        "data.test or those of published benchmarks.",
     )
     samples: int = Field(
         0,
         ge=0,
         le=4096,
-        description="Sampled answers per question, for avg@n, pass@k and maj@k; 0 samples none.",
+        description="Number of sampled answers per question, for avg@n, pass@k and maj@k. 0 "
+        "samples none.",
     )
-    temperature: float = Field(1.0, gt=0, le=10, description="Temperature of the sampled answers.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus of the sampled answers.")
+    temperature: float = Field(1.0, gt=0, le=10, description="Temperature of sampled answers.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus (top-p) of sampled answers.")
     max_response_tokens: int | None = Field(
         None,
         ge=1,
-        description="Longest answer in tokens; none means rollout.max_response_tokens, which is "
-        "the most.",
+        description="Maximum length of an answer in tokens, at most rollout.max_response_tokens, "
+        "which null means.",
     )
     overlap: bool = Field(
         False,
-        description="Evaluate while trainers work on the iteration, after it has been generated; "
-        "what is not complete when they are ready is left out, so that training never "
-        "waits. The last version is evaluated in full.",
+        description="Evaluate in the background, after the iteration has been generated and while "
+        "it is trained. Answers that are not complete when the trainers are ready are "
+        "left out, so that training never waits. The last version is always evaluated "
+        "in full.",
     )
     metric: str | None = Field(
         None,
         min_length=1,
-        description="What checkpoint.keep_best goes by, SET/NAME such as test/greedy or "
-        "aime/pass@8; none means the first set's first number.",
+        description="Number by which checkpoint.keep_best chooses, as SET/NAME, such as "
+        "test/greedy or aime/pass@8. null takes the first number of the first set.",
     )
 
 
@@ -121,75 +128,85 @@ class PublishConfig(Section):
     timeout_s: float = Field(300.0, gt=0, description="Deadline of one weight publish.")
     lora: Literal["merged", "adapter"] = Field(
         "merged",
-        description="What engines get of adapters: merged, all weights with the adapters in them; "
-        "adapter, A and B alone, which engines merge into the weights of their model "
-        "directory.",
+        description="What engines receive of LoRA adapters. merged sends all weights with the "
+        "adapters added. adapter sends A and B alone, and engines add them to the "
+        "weights of their model directory.",
     )
     mode: Literal["blocking", "delayed", "rolling"] = Field(
         "blocking",
-        description="How a version comes to the engines. blocking: it is loaded between two "
-        "iterations. delayed and rolling, with schedule.max_staleness: it is sent into "
-        "a second buffer while they generate. With delayed they swap to it when all "
-        "groups of the version before are complete; with rolling one after another as "
-        "they run out of these, and begin with the next iteration's meanwhile.",
+        description="How a weight version comes to the engines. blocking loads it between two "
+        "iterations. delayed and rolling, which need schedule.max_staleness, send it "
+        "into a second buffer while engines generate. With delayed all engines swap to "
+        "it once the groups of the version before are complete. With rolling each "
+        "engine swaps as soon as its own groups are complete, and begins the next "
+        "iteration.",
     )
     divergence: float | None = Field(
         None,
         gt=0,
-        description="With schedule.max_staleness: publish only versions whose KL(engines' policy "
-        "|| trainers' policy) per token of the probe is at least so many nats; none "
-        "publishes every version.",
+        description="Publish only versions whose KL(engines' policy || trainers' policy) per token "
+        "of the probe is at least this number of nats. Needs schedule.max_staleness. "
+        "null publishes every version.",
     )
     probe_tokens: int = Field(
         16,
         ge=0,
-        description="Tokens of each of the 16 responses that probe log-probs after the first and "
-        "the last publish; between them an iteration's first groups are the probe. 0 "
-        "turns both off.",
+        description="Number of tokens of each of the 16 responses that compare log-probs of engine "
+        "and trainer after the first and the last publish. Between them the first "
+        "groups of an iteration are compared. 0 turns both off.",
     )
     probe_tolerance: float | None = Field(
         None,
         gt=0,
-        description="Absolute limit of every |engine - trainer| log-prob of the probe, beside "
-        "noise_margin; none sets none.",
+        description="Absolute limit of |engine - trainer| for every log-prob of the probe, in "
+        "addition to noise_margin. null sets none.",
     )
     noise_margin: float | None = Field(
         4.0,
         ge=1.0,
-        description="Stop where the log-odds of tokens differ between engine and trainer on "
-        "average by more than so many times the trainer's own rounding (bf16 against "
-        "fp32, fp32 against fp64), over a probe or an iteration's tokens (I5); 4 lets "
-        "an engine round three times as much as the trainer. None only records.",
+        description="End the run if the log-odds of tokens differ between engine and trainer on "
+        "average by more than this multiple of the trainer's own rounding error (bf16 "
+        "against fp32, fp32 against fp64), in a probe or over an iteration (I5). 4 "
+        "lets an engine round three times as much as the trainer. null only records "
+        "the difference.",
     )
     only_logged: list[AgreementCheck] = Field(
         default_factory=list,
-        description="Checks of I5 that warn and record in RUN/agreement/, and end no run: mean, "
-        "square, slope, strays (docs/results/agreement.md).",
+        description="Checks of I5 that only warn and record in RUN/agreement/, and end no run: "
+        "mean, square, slope, strays (docs/results/agreement.md).",
     )
 
 
 class CheckpointConfig(Section):
-    every: int = Field(0, ge=0, description="Save every n iterations; 0 only after the last one.")
+    every: int = Field(
+        0,
+        ge=0,
+        description="Save a checkpoint every n iterations. 0 saves only after the last iteration.",
+    )
     load: FilePath | None = Field(
         None, description="Checkpoint directory (.../iteration_000010) to continue from."
     )
     resume: Literal["auto"] | None = Field(
         None,
-        description="auto: continue from the newest complete checkpoint of run.dir; where there is "
-        "none, start from checkpoint.load or from the beginning.",
+        description="auto continues from the newest complete checkpoint of run.dir. If there is "
+        "none, it starts from checkpoint.load or from the beginning. null never looks "
+        "for one.",
     )
     keep_last: int = Field(
-        0, ge=0, description="Keep the newest n checkpoints and delete older ones; 0 keeps all."
+        0,
+        ge=0,
+        description="Number of newest checkpoints to keep; older ones are deleted. 0 keeps all.",
     )
     keep_best: int = Field(
         0,
         ge=0,
-        description="Keep, beside keep_last, the n checkpoints with the best evaluation accuracy.",
+        description="Number of checkpoints with the best evaluation accuracy to keep, in addition "
+        "to keep_last.",
     )
     export_hf: bool | Literal["merged"] = Field(
         True,
-        description="Write the final weights as an HF directory: adapters as one of peft, or with "
-        "merged the whole model with the adapters in it.",
+        description="Write the final weights as an HF directory. LoRA adapters are written as peft "
+        "does; merged writes the whole model with the adapters added.",
     )
 
 
@@ -200,34 +217,35 @@ TRACKERS: tuple[str, ...] = get_args(TrackerName)
 class TelemetryConfig(Section):
     samples: Literal["all"] | Annotated[int, Field(ge=0)] = Field(
         4,
-        description="Groups of each iteration kept in RUN/samples (parquet) with rewards, "
-        "advantages, tokens and log-probs; all keeps every one, 0 none.",
+        description="Number of groups of each iteration to keep in RUN/samples (parquet), with "
+        "rewards, advantages, tokens and log-probs. all keeps every group, 0 none.",
     )
     trackers: Several[TrackerName] = Field(
         ("tensorboard",),
-        description="Experiment trackers that get the run's records and samples beside its own "
-        "files.",
+        description="Experiment trackers that receive the run's records and samples. The run's own "
+        "files are written in any case.",
     )
-    project: str = Field("pa_npu", min_length=1, description="The run's project with the trackers.")
+    project: str = Field(
+        "pa_npu", min_length=1, description="Name of the project under which trackers file the run."
+    )
     metric_names: Literal["trl", "verl"] = Field(
         "trl",
-        description="Whose names metrics have in trackers; the run's own files keep those of "
-        "docs/output.md.",
+        description="Library whose metric names are used in trackers. The run's own files keep the "
+        "names of docs/output.md.",
     )
     profile_iterations: Several[int] = Field(
         (),
-        description="Iterations whose training is profiled into RUN/profile, which slows them; "
-        "none by default.",
+        description="Iterations whose training is profiled into RUN/profile. Profiling slows them.",
     )
 
 
 class BufferConfig(Section):
     shards: Literal["auto", "head", "node"] = Field(
         "auto",
-        description="Where groups lie between coordinator and trainers: in the store on the head, "
-        "or each on the node of the replica that trains it, in its first rank's "
-        "process, while the head keeps what is filled and who is done; auto is node "
-        "with several nodes.",
+        description="Where groups are kept between coordinator and trainers. head: in the store on "
+        "the head node. node: in the memory of the replica that trains them, on its "
+        "node, while the head only knows which are there. auto: node if there are "
+        "several nodes, otherwise head.",
     )
 
 
@@ -237,43 +255,46 @@ LOOPBACK = "127.0.0.1"
 class PlacementConfig(Section):
     cluster: Literal["local", "ray"] = Field(
         "local",
-        description="What runs engines and trainers: this machine, or the nodes of a Ray cluster.",
+        description="Where engines and trainers run: on this machine, or on the nodes of a Ray "
+        "cluster.",
     )
-    nnodes: int = Field(1, ge=1, description="Number of nodes; several need placement.cluster=ray.")
+    nnodes: int = Field(
+        1, ge=1, description="Number of nodes. More than one needs placement.cluster=ray."
+    )
     devices_per_node: int | None = Field(
         None,
         ge=1,
-        description="Devices (cpu: cores) of each node that the run uses; none divides them "
-        "evenly.",
+        description="Number of devices (cpu: cores) of each node that the run uses. null divides "
+        "the devices evenly.",
     )
     host: str | None = Field(
         None,
         min_length=1,
-        description="Address of this machine that the store listens on, and with cluster=local "
-        "engines and trainers too; none is loopback, and on a Ray cluster the address "
-        "that this node has there. Other nodes use theirs.",
+        description="Address of this machine on which the store listens, and with cluster=local "
+        "engines and trainers too. null means loopback, or on a Ray cluster the "
+        "address that this node has there. Other nodes use their own addresses.",
     )
     port: int = Field(
         0,
         ge=0,
         le=65535,
-        description="First of the run's ports: the store's, behind which those of the engines "
-        "follow; 0 takes free ones.",
+        description="First port of the run. The store listens on it, the engines on those that "
+        "follow. 0 takes free ports.",
     )
     devices: Several[Annotated[int, Field(ge=0)]] | None = Field(
         None,
-        description="Device indices of the engines, then of the trainer ranks; with "
-        "placement.colocate of the ranks alone. None takes the first ones.",
+        description="Device indices of the engines, followed by those of the trainer ranks; with "
+        "placement.colocate only those of the ranks. null takes the first ones.",
     )
     colocate: bool = Field(
         False,
-        description="Engines on the trainers' devices and on no others; auto goes by prediction. "
-        "With schedule.stream all decode, and when the rest fits on fewer engines, "
-        "replica after replica trains; with stream=false engines generate the whole "
-        "batch, then trainers train it.",
+        description="Run engines on the trainers' devices and on no others. With schedule.stream "
+        "all devices decode first, and replica after replica begins to train once the "
+        "remaining sequences fit on fewer engines. With stream=false engines generate "
+        "the whole batch, and then trainers train it. auto chooses by prediction.",
     )
 
     @property
     def address(self) -> str:
-        """placement.host, resolved; on a cluster the launcher has put it there."""
+        """Returns placement.host, or loopback. On a cluster the launcher has filled it in."""
         return self.host or LOOPBACK

@@ -1,4 +1,4 @@
-"""Keys of how samples come about: engines, environments, agents, rewards."""
+"""Keys of sampling: engines, environments, agents, rewards."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pydantic import Field
 from pa_npu.config.sections import FilePath, Section, Several
 
 SLOWEST_TOKEN_S = 0.25
-"""An engine that takes longer per token of a response than this, on top of its deadline, is not
-worth waiting for.
+"""Time per token of a response that is added to rollout.request_timeout_s. A slower engine is
+replaced.
 """
 
 
@@ -20,34 +20,33 @@ class EngineSettings(Section):
     engines: Several[Annotated[int, Field(ge=0, le=2**14)]] = Field(
         ...,
         min_length=1,
-        description="Numbers of the engines, from 0 in the order of rollout.attach, or in which "
-        "the run starts them.",
+        description="Numbers of the engines that these settings are for, from 0, in the order of "
+        "rollout.attach or in the order in which the run starts them.",
     )
     window: int | None = Field(
         None,
         ge=1,
-        description="Sequences in flight on each of them, in place of rollout.window; none goes by "
-        "that.",
+        description="Replaces rollout.window for these engines. null keeps it.",
     )
     speed: float = Field(
         1.0,
         ge=0.05,
         le=20.0,
-        description="How fast each is expected to be beside an engine of 1; it holds until "
-        "iterations have shown their speed.",
+        description="Expected speed of each relative to other engines. It is used until iterations "
+        "have shown the real speed.",
     )
     device: str | None = Field(
         None,
         min_length=1,
         max_length=64,
-        description="What each runs on, for records and reports, such as `npu 910B`. Attached "
-        "engines whose first word is another of npu, cuda and cpu than run.device get "
-        "weights through host memory.",
+        description="Device of each engine for records and reports, such as `npu 910B`. If the "
+        "first word is npu, cuda or cpu and not run.device, attached engines receive "
+        "their weights through host memory.",
     )
 
     @property
     def device_kind(self) -> str | None:
-        """npu, cuda or cpu, where `device` begins with one of them."""
+        """Returns npu, cuda or cpu if `device` begins with one of them, otherwise None."""
         words = (self.device or "").lower().split()
         return words[0] if words and words[0] in ("npu", "cuda", "cpu") else None
 
@@ -56,143 +55,159 @@ class RolloutConfig(Section):
     backend: str = Field(
         "vllm",
         min_length=1,
-        description="Kind of engine: vllm; transformers (slow, exact, for debugging); or "
-        "module:NAME, an EngineKind of your own.",
+        description="Kind of engine: vllm; transformers, which is slow and exact, for debugging; "
+        "or module:NAME, an EngineKind of your own.",
     )
     engines: int = Field(
         1,
         ge=1,
         le=2**14,
-        description="Number of engines (servers) that the run starts with; auto goes by prediction "
-        "(docs/plan.md).",
+        description="Number of engines (servers) that the run starts with. auto chooses by "
+        "prediction (docs/plan.md).",
     )
     max_engines: int | None = Field(
         None,
         ge=1,
-        description="Engines that the run grows to as nodes of a cluster with free devices appear "
-        "(placement.cluster=ray); none stays at engines.",
+        description="Number of engines up to which the run grows as nodes with free devices join "
+        "the cluster (placement.cluster=ray). null stays at rollout.engines.",
     )
     attach: Several[str] = Field(
         (),
         description="URLs of running engines (see `pa-npu engines`) to use instead of starting "
-        "any; they must serve this model.path, one for each of rollout.engines, and "
-        "take the key in the variable VLLM_API_KEY.",
+        "any, as many as rollout.engines. They must serve this model.path and accept "
+        "the key in the variable VLLM_API_KEY.",
     )
     engine_settings: Several[EngineSettings] = Field(
         (),
-        description="What is particular to some of the engines, such as [{engines: [1, 2], speed: "
-        "0.5}]; engines that no entry names are alike.",
+        description="Settings of some of the engines, such as [{engines: [1, 2], speed: 0.5}]. "
+        "Engines that no entry names have the settings of this section.",
     )
     tensor_parallel: int = Field(
-        1, ge=1, le=1024, description="Devices per engine; auto goes by prediction."
+        1, ge=1, le=1024, description="Number of devices per engine. auto chooses by prediction."
     )
     python: FilePath | None = Field(
-        None, description="Interpreter of the engines' own environment; none means this one."
+        None,
+        description="Python interpreter of the engines, if they have an environment of their own. "
+        "null means the run's.",
     )
     responses_per_prompt: int = Field(
         8, ge=2, description="G, the number of responses per prompt (one group)."
     )
-    max_response_tokens: int = Field(256, ge=1, description="Longest response in tokens.")
+    max_response_tokens: int = Field(
+        256, ge=1, description="Maximum length of a response in tokens."
+    )
     temperature: float = Field(
-        1.0, gt=0.0, le=10.0, description="Sampling temperature; the trainer applies the same."
+        1.0, gt=0.0, le=10.0, description="Sampling temperature. The trainer applies the same."
     )
     ignore_eos: bool = Field(
-        False, description="Always generate max_response_tokens (benchmarks with fixed work)."
+        False,
+        description="Always generate max_response_tokens tokens, for benchmarks with a fixed "
+        "amount of work.",
     )
     window: Literal["auto"] | int = Field(
         "auto",
-        description="Sequences in flight per engine; auto chooses them for each iteration, with "
-        "turns and order of dispatch, by predicting it with what was learned of "
-        "engines, trainers and lengths.",
+        description="Number of sequences in flight per engine. auto chooses it for each iteration, "
+        "together with turns and the order of dispatch, by a prediction from the "
+        "measured speed of engines and trainers and the measured lengths.",
     )
     max_num_batched_tokens: int = Field(
-        32768, ge=1, description="vLLM's token budget per step; no prompt may be chunked."
+        32768,
+        ge=1,
+        description="vLLM's token budget per step. It must hold a whole prompt, since prompts are "
+        "not chunked.",
     )
     max_num_seqs: int = Field(
         256,
         ge=1,
-        description="Most sequences that an engine decodes together. Where it is not given, the "
-        "run doubles it to 512 or 1024 if the KV cache holds so many at their longest "
-        "and an iteration has them.",
+        description="Maximum number of sequences that an engine decodes together. If it is unset, "
+        "the run raises it to 512 or 1024 when an iteration has that many sequences "
+        "and the KV cache holds them at their maximum length.",
     )
     memory_fraction: float | None = Field(
         None,
         gt=0.0,
         le=1.0,
-        description="Share of device memory that an engine may take (npu, cuda). None is 0.85; on "
-        "a trainer's device 0.3, or where engines sleep what its trainer leaves as it "
-        "decodes.",
+        description="Share of device memory that an engine may take (npu and cuda). null means "
+        "0.85. On a trainer's device it means 0.3, or, if engines sleep, what the "
+        "trainer leaves free while they decode.",
     )
     sleep: bool | None = Field(
         None,
-        description="Engines on trainers' devices give their memory back while these train, and "
-        "get it and new weights at the next border; none: where they can (vllm on npu "
-        "and cuda).",
+        description="Engines on trainers' devices free their memory while the trainers work, and "
+        "take it again, with new weights, at the next border. null does so where the "
+        "engine can (vllm on npu and cuda).",
     )
     kv_cache_gib: float = Field(
-        1.0, gt=0.0, le=1e6, description="KV cache of an engine in GiB (cpu)."
+        1.0, gt=0.0, le=1e6, description="Size of an engine's KV cache in GiB (cpu only)."
     )
     graph_mode: bool | None = Field(
         None,
-        description="Let engines compile and capture graphs; false computes eagerly; none goes by "
-        "the engine: graphs of decode steps with vllm-ascend 0.23, else eagerly.",
+        description="true lets engines compile and capture graphs; false computes eagerly. null "
+        "captures decode steps with vllm-ascend 0.23 and computes eagerly with other "
+        "engines.",
     )
     batch_invariant: bool = Field(
         False,
-        description="Engine kernels whose results do not depend on what else is in the batch; "
-        "slower.",
+        description="Use engine kernels whose results do not depend on what else is in the batch. "
+        "They are slower.",
     )
     request_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="Deadline of one group's generation. An engine that works is given 0.25 s more "
-        "per token of rollout.max_response_tokens; one that does not is replaced.",
+        description="Deadline for generating one group. An engine that still generates gets "
+        "another 0.25 s per token of rollout.max_response_tokens; one that does not is "
+        "replaced.",
     )
     probe_timeout_s: float = Field(
         60.0,
         gt=0,
-        description="Deadline of a probe, a token that a serving engine must generate; one that "
-        "does not is taken for hung and replaced. Engines are probed twice in that "
-        "time.",
+        description="Deadline of a health probe, for which a serving engine must generate one "
+        "token. Engines are probed twice within this time. An engine that misses the "
+        "deadline counts as hung and is replaced.",
     )
-    extra_args: Several[str] = Field((), description="Further arguments for the vLLM server.")
+    extra_args: Several[str] = Field((), description="Further arguments of the vLLM server.")
     env: dict[str, str] = Field(
-        default_factory=dict, description="Further environment variables for the engines."
+        default_factory=dict, description="Further environment variables of the engines."
     )
 
     def settings_of(self, index: int) -> EngineSettings:
-        """Returns the settings of engine `index`; the usual ones if no entry names it."""
-        found = (entry for entry in self.engine_settings if index in entry.engines)
-        return next(found, None) or EngineSettings(engines=(index,))
+        """Returns the settings of engine `index`, or the defaults if no entry names it."""
+        for entry in self.engine_settings:
+            if index in entry.engines:
+                return entry
+        return EngineSettings(engines=(index,))
 
 
 class EnvironmentConfig(Section):
     name: str = Field(
         "single_turn",
         min_length=1,
-        description="How a prompt becomes samples: single_turn, tools (several turns with a tool), "
-        "agents (programs that call the run's gateway, docs/agents.md), remote (a "
-        "server with reset and step), or a class of your own, module:Class.",
+        description="How a prompt becomes samples: single_turn; tools (several turns with a tool); "
+        "agents (programs that call the run's gateway, docs/agents.md); remote (a "
+        "server with reset and step); or module:Class, a class of your own.",
     )
-    max_turns: int = Field(4, ge=1, le=1000, description="Most turns of the policy in one sample.")
+    max_turns: int = Field(
+        4, ge=1, le=1000, description="Maximum number of the policy's turns in one sample."
+    )
     timeout_s: float | None = Field(
         None,
         gt=0,
-        description="Time limit of the environment's own work in one turn, such as a tool's; none "
-        "means 10. Of agents, of a session from when an agent has it, the policy's "
-        "answers included, after which it ends with the outcome time; none means 600. "
-        "A run in which no task is taken for a minute longer ends.",
+        description="Time limit of the environment's own work in one turn, such as a tool call; "
+        "null means 10. With agents it is the time limit of a whole session, the "
+        "policy's answers included, from the moment when an agent takes it; null means "
+        "600. A session that exceeds it ends with the outcome time. A run ends if no "
+        "agent takes a task for a minute longer than that.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict,
-        description="What the environment reads itself; see its docstring, e.g. "
-        "pa_npu.environments.tools.",
+        description="Options that the environment itself reads. Its docstring lists them, e.g. "
+        "that of pa_npu.environments.tools.",
     )
 
 
 MAX_REWARD = 1e15
-"""Largest magnitude of a reward, a weight and their sum: squares of it still fit into float32, in
-which trainers compute.
+"""Largest magnitude of a reward, a weight or a sum of rewards. Its square still fits into float32,
+in which trainers compute.
 """
 
 
@@ -203,43 +218,47 @@ class RewardFunction(Section):
         description="math, format, overlong, judge, code, or module:function of your own.",
     )
     weight: float = Field(
-        1.0, ge=-MAX_REWARD, le=MAX_REWARD, description="Factor of this reward in the sum."
+        1.0,
+        ge=-MAX_REWARD,
+        le=MAX_REWARD,
+        description="Factor of this reward in the sum of all rewards.",
     )
     pattern: str | None = Field(
-        None, description="Regular expression a response must match (format only)."
+        None, description="Regular expression that a response must match (format only)."
     )
     buffer_tokens: int | None = Field(
         None,
         ge=1,
-        description="Tokens before rollout.max_response_tokens over which the reward falls from 0 "
-        "to -1 (overlong only); null means a fifth of that.",
+        description="Number of tokens before rollout.max_response_tokens over which the reward "
+        "falls from 0 to -1 (overlong only). null means a fifth of "
+        "rollout.max_response_tokens.",
     )
 
 
 JUDGE_KEY_VARIABLE = "JUDGE_API_KEY"
-"""Holds the key of the judge's server; without it requests have none."""
+"""Environment variable with the key of the judge's server. Without it requests carry no key."""
 JUDGE_ATTEMPTS = 4
-"""Requests for one score, at growing intervals: a server that restarts within a minute costs
-nothing.
+"""Number of requests for one score, at growing intervals, so that a server may restart within a
+minute.
 """
 LONGEST_JUDGE_PAUSE_S = 30.0
-"""Between two requests for one score, however often they failed and whatever the server asked for.
-"""
+"""Longest pause between two requests for one score, also if the server asks for a longer one."""
 
 
 class JudgeConfig(Section):
     url: str | None = Field(
         None,
         description="Base URL of the judge's OpenAI-compatible server, such as "
-        "http://HOST:PORT/v1; its key is in the environment, as JUDGE_API_KEY.",
+        "http://HOST:PORT/v1. Its key is read from the environment variable "
+        "JUDGE_API_KEY.",
     )
     model: str | None = Field(
-        None, min_length=1, description="Name of the model that judges, as its server knows it."
+        None, min_length=1, description="Name of the judging model on that server."
     )
     api: Literal["chat", "pooling"] = Field(
         "chat",
-        description="chat: the model is asked in words and its answer read (template, "
-        "score_pattern). pooling: a reward model gives the number itself (vLLM's "
+        description="chat asks the model in words and reads the score from its answer (template, "
+        "score_pattern). pooling takes the number that a reward model returns (vLLM's "
         "/pooling beside /v1).",
     )
     template: str = Field(
@@ -247,51 +266,53 @@ class JudgeConfig(Section):
         "answer:\n{answer}\n\nResponse:\n{response}\n\n"
         "Explain briefly how good the response is, then end with a line 'Score: N', where N is "
         "from {lowest} to {highest}.",
-        description="What the judge is asked: {prompt}, {answer}, {response}, {lowest}, {highest} "
-        "and {row.COLUMN} are filled in.",
+        description="Text that the judge is asked. {prompt}, {answer}, {response}, {lowest}, "
+        "{highest} and {row.COLUMN} are filled in.",
     )
     score_pattern: str = Field(
         r"[Ss]core\W{0,5}(-?\d+(?:\.\d+)?)",
-        description="Regular expression whose group is the score; its last match in the judge's "
+        description="Regular expression whose group is the score. Its last match in the judge's "
         "answer counts.",
     )
     scores: tuple[float, float] = Field(
         (0.0, 10.0),
         strict=False,
-        description="The score that is reward 0, and the score that is reward 1.",
+        description="The score that gives reward 0, and the score that gives reward 1.",
     )
     request: dict[str, Any] = Field(
         {"temperature": 0.0, "max_tokens": 512},
-        description="Fields of each request beside its model and messages, as the server takes "
-        "them (chat only).",
+        description="Further fields of each request, as the server takes them, beside model and "
+        "messages (chat only).",
     )
-    concurrency: int = Field(16, ge=1, le=1024, description="Requests to the judge at once.")
+    concurrency: int = Field(
+        16, ge=1, le=1024, description="Maximum number of requests to the judge at once."
+    )
     timeout_s: float = Field(60.0, gt=0, description="Deadline of one request.")
     on_failure: Literal["end", "neutral"] = Field(
         "end",
-        description="A response without a score after four requests: end ends the run; neutral "
-        "gives it the mean of its group's others, so that it is neither rewarded nor "
-        "punished. Counted in the record either way.",
+        description="What happens to a response that has no score after four requests. end ends "
+        "the run. neutral gives it the mean of the other responses of its group, so "
+        "that it is neither rewarded nor punished. The record counts both.",
     )
 
 
 STARVED_FACTOR = 10
-"""A function of a user's ends at so many times reward.timeout_s of wall clock, however busy the
-machine is.
+"""A reward function of the user's is ended after this multiple of reward.timeout_s of wall-clock
+time, however busy the machine is.
 """
 RESPONSE_CPU_S = 5.0
-"""Processor time of `math` or `format` for a response, beside that of comparisons; usual are
-milliseconds.
+"""Limit of the processor time of `math` or `format` per response, comparisons excluded. Usually
+they take milliseconds.
 """
 COMPARED_CPU_S = 2.0
-"""Processor time of one comparison by math-verify; what is equal is found within 0.3 s on one core
-of 2020.
+"""Limit of the processor time of one comparison by math-verify. Equal answers took at most 0.3 s on
+a core of 2020.
 """
 MAX_COMPARISONS = 4
-"""Comparisons by math-verify that `math` makes for a response, at most."""
+"""Maximum number of comparisons by math-verify that `math` makes for a response."""
 MOST_TESTS = 32
-"""Tests of a row that are run, the first ones: each may take reward.code.timeout_s, and the
-trainers wait for all.
+"""Maximum number of tests of a row that are run, from the first on. Each may take
+reward.code.timeout_s, and trainers wait for all of them.
 """
 
 
@@ -299,26 +320,31 @@ class CodeConfig(Section):
     tests: str = Field(
         "tests",
         min_length=1,
-        description="Column with the tests, dotted for one inside another "
-        "(reward_model.ground_truth); docs/rewards.md has the layouts.",
+        description="Column with the tests; a.b is column b inside column a "
+        "(reward_model.ground_truth). docs/rewards.md lists the layouts.",
     )
     score: Literal["all", "share"] = Field(
         "all",
-        description="Reward 1 where all tests pass and else 0; or the share of tests that pass.",
+        description="all gives reward 1 if every test passes, otherwise 0. share gives the share "
+        "of tests that pass.",
     )
     timeout_s: float = Field(
-        10.0, gt=0, description="Wall and processor time of one run of a program."
+        10.0,
+        gt=0,
+        description="Limit of wall-clock time, and of processor time, of one run of a program.",
     )
     memory_mib: int = Field(
         1024,
         ge=16,
-        description="Address space of each of a program's processes, and what all of them hold.",
+        description="Limit of the address space of each process of a program, and of the memory "
+        "that all of them hold, in MiB.",
     )
     require: Literal["limits", "files", "namespaces"] = Field(
         "limits",
-        description="Least isolation of programs, else the run is refused. limits: those of a "
-        "process. files: also no network, no files but its own, and no other process. "
-        "namespaces: also nothing else of the machine, and no rights in it.",
+        description="Weakest isolation of programs that the run accepts. limits: resource limits "
+        "of a process. files: in addition no network, no files but its own and no "
+        "other process. namespaces: in addition nothing else of the machine and no "
+        "privileges on it.",
     )
 
 
@@ -326,28 +352,30 @@ class RewardConfig(Section):
     functions: Several[RewardFunction] = Field(
         (RewardFunction(name="math"),),
         min_length=1,
-        description="Reward functions; a response's reward is their weighted sum.",
+        description="Reward functions. The reward of a response is their weighted sum.",
     )
     judge: JudgeConfig = Field(JudgeConfig(), description="The judge of the function `judge`.")
     code: CodeConfig = Field(CodeConfig(), description="How the function `code` runs programs.")
     timeout_s: float = Field(
         10.0,
         gt=0,
-        description="Time of a function of your own for one group; then its reward is zero, "
-        "logged. What it waits for a processor on a busy machine does not count, up to "
-        "ten times the limit. The built-in functions have limits of their own.",
+        description="Time limit of a function of your own for one group. When it is exceeded the "
+        "reward is zero and the log says so. Time spent waiting for a processor on a "
+        "busy machine does not count, up to ten times the limit. The built-in "
+        "functions have limits of their own.",
     )
     workers: int = Field(
         1,
         ge=1,
         le=256,
-        description="Processes that compute rewards; of `code` twice as many programs run at once.",
+        description="Number of processes that compute rewards. The function code runs twice as "
+        "many programs at once.",
     )
 
     @property
     def programs(self) -> int:
-        """Programs of `code` at once: more than workers, since they also wait for their start and
-        for a time limit.
+        """Returns how many programs of `code` run at once. There are more than workers, because
+        programs also wait for their start and for time limits.
         """
         return 2 * self.workers
 
@@ -359,52 +387,57 @@ class AgentConfig(Section):
     command: str | None = Field(
         None,
         min_length=1,
-        description="Command line of the agent, run without a shell for one session: it has "
-        "OPENAI_BASE_URL, OPENAI_API_KEY and TASK (JSON) in its environment and ends "
-        "by itself. If unset, agents connect by themselves and take tasks.",
+        description="Command line of the agent, run without a shell, once per session. Its "
+        "environment has OPENAI_BASE_URL, OPENAI_API_KEY and TASK (JSON), and it ends "
+        "by itself. null: agents connect by themselves and take tasks.",
     )
     programs: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="Programs that stay, and take one task after another from the gateway (GET "
-        "/tasks), or several at once; none  starts one for every session.",
+        description="Number of agent.command's processes that stay and take one task after "
+        "another, or several at once, from the gateway (GET /tasks). null starts a "
+        "process for every session.",
     )
     container: str | None = Field(
         None,
         pattern=r"^(--?[^\s]+\s+)*\w[\w.:/@-]*$",
-        description="Image in which agent.command runs, by docker or podman, behind options of "
-        "`docker run` such as --memory=8g, which has 4g, 2 CPUs and 512 processes "
-        "otherwise; none runs it as a process of this machine.",
+        description="Container image in which agent.command runs, by docker or podman. Options of "
+        "`docker run` may stand before it, such as --memory=8g; without them a "
+        "container has 4g, 2 CPUs and 512 processes. null runs the command as a "
+        "process of this machine.",
     )
     concurrent: int = Field(
-        64, ge=1, le=4096, description="Sessions at once, open or offered to be taken."
+        64,
+        ge=1,
+        le=4096,
+        description="Maximum number of sessions at once, open or offered to agents.",
     )
     output_kib: int = Field(
         1024,
         ge=1,
-        description="Most that a program may write to its standard output and error, in KiB; then "
-        "outcome output.",
+        description="Maximum size of a program's standard output and error in KiB. A session that "
+        "exceeds it ends with the outcome output.",
     )
     discards: Several[Outcome] = Field(
         ("time", "output", "failed"),
-        description="Sessions with these outcomes are not trained: time and output (limits above), "
+        description="Outcomes whose sessions are not trained: time and output (limits above), "
         "failed (the program ended with an error), turns (environment.max_turns), "
         "tokens (rollout.max_response_tokens, data.max_prompt_tokens), done.",
     )
     tool_parser: str = Field(
         "auto",
         min_length=1,
-        description="What finds tool calls in the policy's text: hermes, template (transformers' "
-        "parse_response), or a parser of vLLM by its name there; auto is template "
-        "where the tokenizer has one, else hermes.",
+        description="What finds tool calls in the policy's text: hermes; template (transformers' "
+        "parse_response); or the name of one of vLLM's parsers. auto takes template if "
+        "the tokenizer has one, otherwise hermes.",
     )
     port: int | None = Field(
         None,
         ge=0,
         le=65535,
         description="Port of the gateway at placement.host, also for other programs with the run's "
-        "key (docs/agents.md); 0 takes a free one, which RUN/gateway.json names. "
-        "Unset: with environment.name=agents the gateway listens on loopback; "
-        "otherwise there is none.",
+        "key (docs/agents.md). 0 takes a free port, which RUN/gateway.json names. "
+        "null: with environment.name=agents the gateway listens on loopback, otherwise "
+        "there is no gateway.",
     )

@@ -14,7 +14,7 @@ from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
 from pa_npu.backends.optimizer import learning_rate
-from pa_npu.backends.protocol import MicrobatchSource, Step, SteppedTensor
+from pa_npu.backends.protocol import MicrobatchSource, Step, SteppedTensor, refuse_attachments
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
 from pa_npu.config.mesh import Mesh, Place
 from pa_npu.config.schema import Config
@@ -194,6 +194,7 @@ class ToyBackend:
         return Outputs(logprobs, entropy if entropy_gradient else entropy.detach(), frozen)
 
     def _logprobs(self, name: str, microbatch: Microbatch) -> tuple[Logprobs, torch.Tensor]:
+        refuse_attachments(microbatch, self._config)
         model, layout = self._models[name], microbatch.layout
         hidden = torch.full(
             (layout.total, layout.total), torch.finfo(model.dtype).min, dtype=model.dtype

@@ -78,6 +78,22 @@ def test_only_every_so_manieth_element_of_a_chunk_is_looked_at(
     )
 
 
+def test_reductions_of_an_update_add_up_and_the_next_update_begins_with_none() -> None:
+    one, rest = CountedReduceScatter(copies=2), CountedReduceScatter(copies=2)
+    for value in (1.0, 10.0):
+        memory = one.allocate((CHUNK,), dtype=torch.float32, device=torch.device("cpu"))
+        memory.fill_(value)
+        one.take_reduced(torch.full((CHUNK,), 2 * value))
+    sampled = len(range(0, CHUNK, SAMPLED_EVERY))
+    counts = counted([one, rest], torch.device("cpu"))
+    assert counts.own[0] == 11 * sampled
+    assert counts.squares[0] == 101 * sampled
+    assert counts.reduced[0] == 11 * sampled, "two copies of the shards hold the same sum"
+    assert torch.stack([counts.own, counts.squares, counts.reduced])[:, 1].isnan().all()
+    one.restart()
+    assert counted([one], torch.device("cpu")).own.isnan().all()
+
+
 def test_a_gradients_size_around_its_division_is_that_of_a_sample(tmp_path: Any) -> None:
     weights = [
         torch.nn.Parameter(torch.zeros(7, SAMPLED_EVERY)),

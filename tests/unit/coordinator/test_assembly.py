@@ -12,6 +12,7 @@ from pa_npu.control.freshness import Freshness
 from pa_npu.coordinator import main
 from pa_npu.engines.protocol import Sampling
 from pa_npu.telemetry.timeline import Timeline
+from tests.helpers.policies import milestones
 
 USES: dict[str, dict[str, dict[str, Any]]] = {
     "BudgetedGroups": {"schedule": {"max_staleness": 1, "tokens_per_update": 4096}},
@@ -28,7 +29,14 @@ def constructed(sections: dict[str, dict[str, Any]]) -> set[str]:
     tokenizer = SimpleNamespace(all_special_ids=(), chat_template=None)
     none: Any = None
     objects = (
-        main.make_updates(config, Freshness.of(config), none, none, none).choose(0, []),
+        main.make_updates(
+            config,
+            freshness=Freshness.of(config),
+            milestones=milestones(config),
+            channel=none,
+            buffer=none,
+            train=none,
+        ).choose(0, []),
         service := main.make_service(config, pool, Sampling(8, 1.0), tokenizer),
         main.make_gateway(config, none, "key", service),
         main.make_roles(config, pool, Timeline(None, ""), SimpleNamespace(speeds=none)),

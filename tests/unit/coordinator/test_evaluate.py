@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.coordinator.evaluate import Evaluator, RunEvaluations
+from pa_npu.control.milestones import Milestones
+from pa_npu.coordinator.evaluate import BackgroundEvaluations, Evaluator
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
@@ -162,20 +163,22 @@ class Records:
         self.came.set()
 
 
-def beside(engine: Engine) -> tuple[RunEvaluations, Records]:
-    """Evaluations beside training."""
-    evaluator, records = make(engine, overlap=True), Records()
-    return RunEvaluations(evaluator.config, evaluator, records, Timeline(None, "")), records
+def in_background(engine: Engine) -> tuple[BackgroundEvaluations, Records]:
+    """Evaluations while versions are trained; every version is due."""
+    records: Any = Records()
+    due = Milestones(last=100, evaluate_every=1)
+    evaluator = make(engine, overlap=True)
+    return BackgroundEvaluations(evaluator, records, Timeline(None, ""), due), records
 
 
 async def test_an_overlapped_evaluation_that_ends_in_time_is_whole() -> None:
-    evaluations, records = beside(Engine())
-    evaluations.start(4)
+    evaluations, records = in_background(Engine())
+    evaluations.after_producing(4)
     assert evaluations.is_running
     await asyncio.wait_for(records.came.wait(), 5)
     await asyncio.sleep(0)
     assert not evaluations.is_running and records.written[0][0]["questions"] == QUESTIONS
-    await evaluations.cut_short(4)
+    await evaluations.make_way(5)
     assert len(records.written) == 1, "it was told already"
 
 
@@ -183,14 +186,13 @@ async def test_one_that_is_cut_short_counts_the_questions_before_the_first_that_
     None
 ):
     engine = Engine()
-    evaluations, records = beside(engine)
-    assert evaluations.evaluator is not None
+    evaluations, records = in_background(engine)
     await evaluations.evaluator.evaluate(4)
     order = list(dict.fromkeys(question for question, *_ in engine.asked))
     engine.held = {order[5], order[8]}
-    evaluations.start(4)
+    evaluations.after_producing(4)
     await asyncio.sleep(0.2)
-    await asyncio.wait_for(evaluations.cut_short(4), 5)
+    await asyncio.wait_for(evaluations.make_way(5), 5)
     record, responses = records.written.pop()
     assert (record["questions"], record["planned"]) == (5, QUESTIONS) and not records.written
     assert {int(response.answer) for response in responses} == set(order[:5]), (
@@ -200,9 +202,9 @@ async def test_one_that_is_cut_short_counts_the_questions_before_the_first_that_
         "nothing goes on"
     )
     engine.held, engine.cancelled = {order[0]}, []
-    evaluations.start(4)
+    evaluations.after_producing(4)
     await asyncio.sleep(0.2)
-    await evaluations.cut_short(4)
+    await evaluations.make_way(5)
     assert not records.written, "not one question is complete"
 
 

@@ -13,7 +13,7 @@ from pa_npu.config.sections.rollout import EngineSettings
 from pa_npu.control.messages import BorderReport
 from pa_npu.coordinator.delivery import Production
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.coordinator.record import Border, Window, iteration_record
+from pa_npu.coordinator.record import BorderOutcome, Interval, iteration_record
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EngineUse
 from pa_npu.planning.iteration_model.subjects import Prediction
@@ -54,8 +54,8 @@ def test_a_device_that_decodes_and_trains_is_idle_while_it_does_neither() -> Non
             iteration_report(4, wait_s=3.5, train_s=4.0, tokens_computed=70),
             BorderReport(0.5, 0.125),
             Prediction("", None, None),
-            Window(None, Border(hold(10.75 - SECONDS), before, 3), None),
-            Border(hold(10.75), after, 3),
+            Interval(None, BorderOutcome(hold(10.75 - SECONDS), before, 3), ()),
+            BorderOutcome(hold(10.75), after, 3),
         )
 
     found = record(shared=True)
@@ -131,12 +131,12 @@ def test_every_number_is_what_its_definition_gives() -> None:
         iteration_report(4, wait_s=1.5, train_s=3.0, tokens_computed=70),
         BorderReport(0.5, 0.125),
         Prediction("periodic", 7.0, -0.1),
-        Window(
+        Interval(
             {"seconds": 1.25, "accuracy": 0.5},
-            Border(hold(10.75 - SECONDS), before, DEVICES - 1),
-            None,
+            BorderOutcome(hold(10.75 - SECONDS), before, DEVICES - 1),
+            (),
         ),
-        Border(hold(10.75), after, DEVICES - 1),
+        BorderOutcome(hold(10.75), after, DEVICES - 1),
     )
     tokens, prompt_tokens = int(length.sum()), RESPONSES * sum(prompts)
     expected = {

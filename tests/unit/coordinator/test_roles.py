@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -219,7 +220,8 @@ async def produce(
         ),  # type: ignore[arg-type]
         lambda prompt, responses: float(prompt + sum(responses)),
         store_thread,
-        roles=roles,
+        variants=[roles],
+        streamed=partial(module.RolesDelivery, roles=roles),
     )
     prompts = [
         Prompt(i, np.full(3, i, np.int32), str(i), f"question {i}", {"id": i})

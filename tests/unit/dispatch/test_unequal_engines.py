@@ -115,7 +115,7 @@ def test_engines_on_other_devices_get_weights_through_host_memory_and_workers_ar
     connection = Connection(
         ("127.0.0.1", 1), "hccl", [StageManifest("s", {})], [StageManifest("late", {})], "npu"
     )
-    groups = EngineGroups(chosen, connection)
+    groups = EngineGroups(chosen.rollout, connection, chosen.publish.timeout_s)
     shape = [
         (g.backend, g.stages[0]["name"], g.first_rank, g.world_size)
         for g in groups.of_members(members, 7)

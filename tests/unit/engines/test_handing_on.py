@@ -65,7 +65,7 @@ async def test_a_group_that_is_handed_on_takes_room_for_the_responses_that_go_on
     held: list[tuple[int, int]] = []
 
     def begin(seed: int) -> int | None:
-        pool.rest(frozenset({0}))
+        pool.devices.move({0})
         return 5 if seed == 2 else None
 
     def end(seed: int) -> None:
@@ -90,7 +90,8 @@ async def test_responses_may_be_handed_on_unbegun_as_often_as_devices_change_the
         number = next(turns, None)
         if number is None:
             return None
-        pool.rest(frozenset({number % 2}))
+        pool.devices.decode_all()
+        pool.devices.move({number % 2})
         return 0
 
     pool = pool_of(Engine("a", cut), Engine("b", cut))

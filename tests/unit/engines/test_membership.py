@@ -12,6 +12,7 @@ import torch.distributed as dist
 from pa_npu.config.sections.rollout import RolloutConfig
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.roster import Roster
+from pa_npu.engines.member import Member
 from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineCapabilities, EngineGone
@@ -36,7 +37,10 @@ class SlowToStart:
 
 
 class Job:
-    """A fleet over a roster in memory. engines: those it has made clients for, by URL."""
+    """A fleet over a roster in memory, whose trainers give nobody a version inside an iteration.
+
+    engines: those it has made clients for, by URL.
+    """
 
     def __init__(self, needs_routes: bool = False) -> None:
         self.roster = Roster(StoreChannel(dist.HashStore()), "")
@@ -45,6 +49,9 @@ class Job:
         self.fleet = Fleet(
             RolloutConfig(), self.pool, Roster(self.roster._channel, ""), self._make, needs_routes
         )
+
+    async def deliver_late(self, member: Member, version: int) -> bool:
+        return False
 
     def _make(self, url: str) -> Any:
         return self.engines.setdefault(url, SlowToStart(url))
@@ -62,7 +69,7 @@ class Job:
         self.engines[url].answers.set()
         await self.until(lambda: self.fleet._members[index].state == "ready", "it is ready")
         async with self.fleet.border():
-            self.fleet.serve(await self.fleet.members(), 0)
+            self.fleet.serve(await self.fleet.members(), 0, self.deliver_late)
         return index
 
 
@@ -116,7 +123,7 @@ async def test_an_engine_that_wants_to_leave_inside_a_publish_stays_until_it_is_
             await job.until(lambda: members[1].state == "leaving", "the fleet has seen the wish")
             await asyncio.sleep(0.6)  # several looks of the fleet
             assert not job.roster.has_left(index) and not job.engines["b"].closed
-            job.fleet.serve(members, 1)
+            job.fleet.serve(members, 1, job.deliver_late)
         assert [engine.name for engine in job.pool.engines] == ["a"], (
             "it does not serve the new version"
         )
@@ -157,15 +164,15 @@ async def test_an_engine_that_joins_while_others_are_asked_to_load_gets_that_ver
     """They are asked when nothing is in flight any more, which may be long before the trainers have
     the version.
     """
-    job = Job()
     delivered: list[tuple[str, int]] = []
 
-    async def deliver_late(member: Any, version: int) -> bool:
-        delivered.append((member.name, version))
-        return True
+    class DeliversLate(Job):
+        async def deliver_late(self, member: Member, version: int) -> bool:
+            delivered.append((member.name, version))
+            return True
 
+    job = DeliversLate()
     async with job.fleet:
-        job.fleet.deliver_late = deliver_late
         await job.serving("a")
         inside = job.roster.announce(
             "b", restarts=False
@@ -181,7 +188,7 @@ async def test_an_engine_that_joins_while_others_are_asked_to_load_gets_that_ver
             job.engines["c"].answers.set()
             await job.until(lambda: job.fleet._members[index].state == "ready", "it is ready")
             assert delivered == [], "not among the loads of a publish"
-            job.fleet.serve(members, 1)
+            job.fleet.serve(members, 1, job.deliver_late)
         await job.until(
             lambda: job.fleet._members[index].state == "serving", "it serves inside the iteration"
         )

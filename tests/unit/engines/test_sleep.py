@@ -18,9 +18,10 @@ from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.errors import ConfigError, DeadlineExceeded
-from pa_npu.publish.coordinator_side import CoordinatorPublish
 from pa_npu.publish.engines import Connection
 from pa_npu.publish.messages import READY, VERDICT, StageManifest, TrainersReady
+from tests.helpers.policies import probe_plan
+from tests.helpers.publish import ServesNobodyLate
 from tests.helpers.stand_in_engine import API_KEY, Served
 from tools.stand_in import Speed
 
@@ -62,9 +63,18 @@ class Job:
         )
         stages = [StageManifest("stage", {})]
         connection = Connection(("127.0.0.1", self.store.port), "gloo", stages, stages, "cpu")
-        parts = (self.config, self.fleet, self.pool, self.channel, connection, Sampling(8, 1.0))
-        self.publish = CoordinatorPublish(*parts)
-        self.fleet.deliver_late = None
+        self.publish = ServesNobodyLate(
+            rollout=self.config.rollout,
+            timeout_s=self.config.publish.timeout_s,
+            seed=self.config.run.seed,
+            senders=self.config.mesh.senders(),
+            fleet=self.fleet,
+            pool=self.pool,
+            channel=self.channel,
+            connection=connection,
+            sampling=Sampling(8, 1.0),
+            probes=probe_plan(self.config),
+        )
 
     async def __aenter__(self) -> Job:
         await self.fleet.__aenter__()

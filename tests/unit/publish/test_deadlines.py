@@ -234,7 +234,7 @@ async def test_an_engine_that_hangs_has_a_publishs_time_from_when_the_trainers_s
     monkeypatch.setattr(coordinator_side, "_HEALTH_EVERY_S", 0.02)
     publish: Any = CoordinatorPublish.__new__(CoordinatorPublish)
     publish._limit_s = 0.2
-    publish._config = SimpleNamespace(rollout=SimpleNamespace(probe_timeout_s=1.0))
+    publish._rollout = SimpleNamespace(probe_timeout_s=1.0)
     looks: list[float] = []
 
     async def look(deadline_s: float) -> None:

@@ -23,7 +23,6 @@ from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling
 from pa_npu.errors import InvariantViolation
-from pa_npu.publish.coordinator_side import CoordinatorPublish
 from pa_npu.publish.engines import Connection
 from pa_npu.publish.messages import VERDICT, PublishVerdict
 from pa_npu.publish.publisher import Publisher
@@ -33,6 +32,8 @@ from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.contents import Contents
 from tests.helpers.engine_conformance import VOCAB, bits, make_engine_model
 from tests.helpers.forked_engine import KEY, ForkedEngine
+from tests.helpers.policies import probe_plan
+from tests.helpers.publish import ServesNobodyLate
 from tests.helpers.weight_sender import manifest_of, tensors_of
 
 
@@ -121,10 +122,18 @@ class Job:
         )
         stages = [self.publisher.manifest()]
         self.connection = Connection(address, "gloo", stages, stages, "cpu")
-        self.publish = CoordinatorPublish(
-            self.config, self.fleet, self.pool, self.channel, self.connection, Sampling(8, 1.0)
+        self.publish = ServesNobodyLate(
+            rollout=self.config.rollout,
+            timeout_s=self.config.publish.timeout_s,
+            seed=self.config.run.seed,
+            senders=self.config.mesh.senders(),
+            fleet=self.fleet,
+            pool=self.pool,
+            channel=self.channel,
+            connection=self.connection,
+            sampling=Sampling(8, 1.0),
+            probes=probe_plan(self.config),
         )
-        self.fleet.deliver_late = None  # these trainers serve nobody inside an iteration
         trainers = StoreChannel(dist.TCPStore(*address, wait_for_workers=False))
         self.trainers = TrainerPublish(
             trainers,

@@ -14,7 +14,13 @@ import torch.distributed as dist
 
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
+from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import CheckpointReport
+from pa_npu.coordinator.publication import (
+    BlockingPublication,
+    DelayedPublication,
+    publication_kind,
+)
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.planning.memory import engine_memory
 from pa_npu.planning.shortages import shortages
@@ -32,13 +38,15 @@ from pa_npu.weight_transfer.receiver import Receiver
 from pa_npu.weight_transfer.transport import WeightSyncError
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
+from tests.helpers.policies import milestones, probe_plan, publication
 from tests.helpers.trainer_rank import make_groups
 from tests.unit.trainer.test_updates import GROUPS, RESPONSES, make_config, make_learner, source
 from tools.bench_publish import MODELS
 
 # these import megatron, which the helper above has prepared
 from pa_npu.trainer.agreement import Agreement  # isort: skip
-from pa_npu.trainer.border import Border  # isort: skip
+from pa_npu.trainer.border import TrainerBorder  # isort: skip
+from pa_npu.trainer.publication import make_publication  # isort: skip
 from pa_npu.algorithm.trainer_models import trainer_models  # isort: skip
 from pa_npu.trainer.loop import consume  # isort: skip
 
@@ -57,8 +65,10 @@ def config_of(**sections: dict[str, Any]) -> Config:
 
 def test_the_first_and_the_last_version_are_published_at_the_border() -> None:
     config = config_of(schedule={"max_staleness": 1, "iterations": 4})
-    assert [version for version in range(5) if config.delays(version)] == [1, 2, 3]
-    assert not any(config_of(publish={}).delays(version) for version in range(5))
+    delayed = publication(DelayedPublication, last=4)
+    assert [version for version in range(5) if delayed.is_delayed(version)] == [1, 2, 3]
+    assert publication_kind(config.publish) is DelayedPublication
+    assert publication_kind(config_of(publish={}).publish) is BlockingPublication
     assert trainer_models(config).keeps_published, (
         "engines that come late get the version before the swap"
     )
@@ -167,7 +177,25 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
     config = make_config(model, schedule=schedule, publish={"mode": "delayed", "probe_tokens": 0})
     learner, stage = make_learner(config)
     channel = StoreChannel(dist.HashStore(), "pa/0/")  # type: ignore[attr-defined]
-    border = Border(config, learner, channel, Timeline(None, ""), 0, Agreement(config, learner))
+    timeline, probes = Timeline(None, ""), probe_plan(config)
+    border = TrainerBorder(
+        config=config,
+        learner=learner,
+        publication=make_publication(
+            config.publish,
+            learner=learner,
+            publisher=None,
+            channel=channel,
+            timeline=timeline,
+            timeout_s=config.border_timeout_s,
+            freshness=Freshness.of(config),
+            milestones=milestones(config),
+        ),
+        channel=channel,
+        timeline=timeline,
+        agreement=Agreement(config, learner, probes),
+        probes=probes,
+    )
     policy, kept = dict(stage.policy.named_parameters()), trainer_models(config).published_source
 
     def copied() -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,19 @@ import torch
 
 from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.config.schema import Config
-from pa_npu.config.tree import PROBE_RESPONSES
 from pa_npu.control.freshness import Freshness
+from pa_npu.publish.probes import MIN_RESPONSES
 from pa_npu.telemetry.report import saved_publishes_line
-from pa_npu.trainer.border import PublishWhen
+from pa_npu.telemetry.timeline import Timeline
+from pa_npu.trainer.publication import (
+    BlockingPublication,
+    PublishedVersions,
+    SkippingPublication,
+    make_publication,
+)
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
+from tests.helpers.policies import milestones, probe_plan
 from tests.helpers.trainer_rank import make_groups
 from tests.unit.trainer.test_updates import GROUPS, RESPONSES, make_config, make_learner, source
 
@@ -26,6 +34,7 @@ from pa_npu.samples.microbatch import build_microbatches  # isort: skip
 from pa_npu.trainer.loop import consume  # isort: skip
 
 LIMIT, ITERATIONS = 0.01, 12
+NO_CHANNEL: Any = None
 
 
 def config_of(staleness: int, **sections: dict[str, Any]) -> Config:
@@ -65,16 +74,27 @@ class Scripted:
         return DifferenceSums(n=100.0, k3=100.0 * next(self._kls))
 
 
+def choice_of(config: Config, kls: list[float]) -> PublishedVersions:
+    """The choice of a run whose probe says `kls`, one after another."""
+    assert config.publish.divergence is not None
+    return PublishedVersions(
+        probes=Scripted(kls),
+        limit=config.publish.divergence,
+        freshness=Freshness.of(config),
+        milestones=milestones(config),
+    )
+
+
 def published(config: Config, kls: list[float], first: int = 0) -> list[int]:
     """The versions that are published when the probe says `kls` at the borders after the first."""
-    when, found = PublishWhen(config, Scripted(kls)), []  # type: ignore[arg-type]
+    choice, versions = choice_of(config, kls), []
     for version in range(first, ITERATIONS + 1):
-        report = when.decide(version)
+        report = choice.decide(version)
         assert report.publish_kl is not None or version == first
         if not report.publish_skipped:
-            when.published(version, ["probe"])  # type: ignore[list-item]
-            found.append(version)
-    return found
+            choice.published(version, ["probe"])  # type: ignore[list-item]
+            versions.append(version)
+    return versions
 
 
 def test_a_version_is_published_when_it_is_far_or_its_tokens_would_be_too_old() -> None:
@@ -128,11 +148,25 @@ def test_every_iteration_is_produced_once_and_fresh_whatever_the_divergences(
 
 def test_without_the_key_every_version_is_published_and_nothing_is_measured() -> None:
     config = config_of(2, publish={"divergence": None})
-    when = PublishWhen(config, Scripted([]))  # type: ignore[arg-type]
-    when.published(0, ["probe"])  # type: ignore[list-item]
-    report = when.decide(1)
-    assert report.publish_kl is None and report.publish_skipped is None
-    assert (config.iterations_ahead, config.probe_responses) == (2, PROBE_RESPONSES)
+    place = config.mesh.place(0)
+    learner: Any = SimpleNamespace(backend=SimpleNamespace(place=place), publish=lambda _: None)
+
+    def policy(chosen: Config) -> BlockingPublication:
+        return make_publication(
+            chosen.publish,
+            learner=learner,
+            publisher=None,
+            channel=NO_CHANNEL,
+            timeline=Timeline(None, ""),
+            timeout_s=1.0,
+            freshness=Freshness.of(chosen),
+            milestones=milestones(chosen),
+        )
+
+    assert type(policy(config)) is BlockingPublication
+    assert type(policy(config_of(2))) is SkippingPublication, "negative control"
+    assert config.iterations_ahead == 2
+    assert probe_plan(config).num_responses == MIN_RESPONSES
 
 
 def test_the_summary_counts_publishes_that_were_saved() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pa_npu.config.mesh import Mesh
+from pa_npu.samples.attachments import Attachment, Placeholders
 from pa_npu.samples.columns import Column, RunColumns
 from pa_npu.samples.group import Group
 from pa_npu.samples.group_digest import digest_group
@@ -54,6 +55,22 @@ def changed(original: Group, name: str, place: int, value: Any) -> Group:
     return replace(original, **{name: array})
 
 
+def run(value: int, start: int = 1, name: str = "pixels") -> Placeholders:
+    return Placeholders(start, 2, (Attachment(name, np.full((3, 2), value, np.uint8)),))
+
+
+def test_what_is_attached_and_where_is_in_the_digest() -> None:
+    made = group()
+    attached = [
+        replace(made, placeholders=runs)
+        for runs in ([], [run(1)], [run(2)], [run(1, start=2)], [run(1, name="sound")])
+    ]
+    assert len({fields(one)["context"] for one in attached}) == len(attached)
+    columns = RunColumns((SCORES,))
+    again = from_bytes(to_bytes(attached[1], columns), columns)
+    assert fields(again) == fields(attached[1])
+
+
 def test_each_digest_changes_with_what_it_is_of_and_with_nothing_else() -> None:
     made = group()
     trained = int(np.flatnonzero(made.trained)[4])
@@ -74,6 +91,7 @@ def test_each_digest_changes_with_what_it_is_of_and_with_nothing_else() -> None:
         "an end": (changed(made, "finished", 0, False), {"context"}),
         "a column": (replace(made, columns={SCORES: column}), {"context"}),
         "a prompt": (replace(made, prompt_id=6), {"prompts"}),
+        "an attachment": (replace(made, placeholders=[run(1)]), {"context"}),
     }
     before = fields(made)
     for what, (other, expected) in cases.items():

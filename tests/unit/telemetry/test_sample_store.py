@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow.dataset
 import pytest
 import torch
 
 from pa_npu.errors import DataError
+from pa_npu.samples.attachments import Attachment, Placeholders, described
 from pa_npu.telemetry.records import lost_records
 from pa_npu.telemetry.sample_store import (
     SampleStore,
@@ -144,3 +146,18 @@ def test_groups_that_agents_and_reward_functions_reward_are_kept_together(tmp_pa
         pytest.approx(by_functions.rewards),
         {"environment": 0.5},
     ]
+
+
+def test_of_attachments_a_sample_keeps_what_they_are_and_no_values(tmp_path: Path) -> None:
+    pixels = Attachment("pixels", np.ones((64, 1176), np.float32))
+    grid = Attachment("grid", np.array([[1, 8, 8]], np.int64))
+    described_run = described([Placeholders(3, 16, (pixels, grid))])
+    attached, plain = (replace(row) for row in kept_responses(0)[:2])
+    attached = replace(attached, attachments=described_run)
+    store = SampleStore(tmp_path, 0, piece)
+    store.write(0, [attached, plain])
+    store.close()
+    rows = read_samples(tmp_path, 0)
+    assert [row["attachments"] for row in rows] == [described_run, []]
+    (file,) = (tmp_path / "samples").iterdir()
+    assert pixels.array.tobytes()[:64] not in file.read_bytes()

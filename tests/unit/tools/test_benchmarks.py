@@ -10,6 +10,11 @@ import pytest
 
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.load import load_config
+from pa_npu.coordinator.publication import (
+    BlockingPublication,
+    RollingPublication,
+    publication_kind,
+)
 from pa_npu.telemetry.chain import read_chain
 from tests.helpers.chained_run import make_chained_run, step
 from tools import bench_chain, bench_scaling, bench_staleness
@@ -86,10 +91,9 @@ def test_every_case_of_staleness_is_a_configuration() -> None:
 def test_every_mode_of_swaps_is_a_configuration(name: str, tmp_path: Path) -> None:
     keys = {"schedule": {"max_staleness": 1}, "publish": MODES[name]}
     config = bench_scaling.configuration(tmp_path, tmp_path / "run", 8, 4, ignore_eos=False, **keys)
-    assert [config.delays(1), config.swaps_in_turn(1)] == [
-        name != "blocking",
-        name == "delayed, rolling",
-    ]
+    kind = publication_kind(config.publish)
+    assert (kind is not BlockingPublication) == (name != "blocking")
+    assert (kind is RollingPublication) == (name == "delayed, rolling")
 
 
 def test_a_line_of_a_chain_is_timed_with_as_many_groups_and_responses_of_the_same_lengths(

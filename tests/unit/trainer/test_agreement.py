@@ -42,6 +42,7 @@ from tests.helpers.backend import make_learner
 from tests.helpers.groups import with_trained
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
+from tests.helpers.policies import probe_plan
 from tests.helpers.shelf import shelf_iterator
 from tools.groups import group_of_responses
 
@@ -153,7 +154,7 @@ class Run:
         self.directory, self.dtype = directory, dtype
         self.config = configuration(model, directory, dtype, **sections)
         self.learner, self.stage = make_learner(self.config)
-        self.agreement = Agreement(self.config, self.learner)
+        self.agreement = Agreement(self.config, self.learner, probe_plan(self.config))
 
     def iteration(
         self,
@@ -174,7 +175,7 @@ class Run:
         def judge(first: DifferenceSums) -> None:
             self.agreement.check_probe(number, first)
 
-        rides = judge if self.config.probe_rides else None
+        rides = judge if self.agreement.probes_ride else None
         updates = self.config.schedule.updates_per_iteration
         consumed = consume(self.learner, microbatches, updates, measure, rides)
         self.agreement.check_trained(number, consumed.exact, consumed.aged)
@@ -186,7 +187,11 @@ class Run:
 
     def probe(self, version: int, engine: Engine) -> DifferenceSums:
         group = engine.group(
-            version, version, 99, responses=self.config.probe_responses, tokens=PROBE_TOKENS
+            version,
+            version,
+            99,
+            responses=probe_plan(self.config).num_responses,
+            tokens=PROBE_TOKENS,
         )
         return self.agreement.check_requests(
             version, build_microbatches(group, group.num_samples, True, 1)
@@ -504,7 +509,8 @@ def test_limits_follow_the_yardstick_which_is_measured_at_the_start_and_every_so
     model: Path, tmp_path: Path
 ) -> None:
     learner: Any = Fixed(1e-3, 1e-4)
-    agreement = Agreement(configuration(model, tmp_path), learner)
+    config = configuration(model, tmp_path)
+    agreement = Agreement(config, learner, probe_plan(config))
     found = []
     for iteration in range(5, 5 + YARDSTICK_EVERY + 1):
         agreement.measure(iteration, lambda number: [])
@@ -521,7 +527,8 @@ def test_limits_follow_the_yardstick_which_is_measured_at_the_start_and_every_so
 
 def test_a_device_without_a_wider_type_has_a_stated_yardstick(model: Path, tmp_path: Path) -> None:
     learner: Any = Fixed()
-    agreement = Agreement(configuration(model, tmp_path), learner)
+    config = configuration(model, tmp_path)
+    agreement = Agreement(config, learner, probe_plan(config))
     agreement.measure(0, lambda number: [])
     assert 4e-6 < (agreement.check_trained(0, sums(1e-6), NONE).logodds_diff_limit or 0) < 2e-5
     with pytest.raises(
@@ -535,7 +542,8 @@ def test_without_a_margin_everything_is_recorded_and_nothing_judged(
     model: Path, tmp_path: Path
 ) -> None:
     learner: Any = Fixed()
-    agreement = Agreement(configuration(model, tmp_path, publish={"noise_margin": None}), learner)
+    config = configuration(model, tmp_path, publish={"noise_margin": None})
+    agreement = Agreement(config, learner, probe_plan(config))
     agreement.measure(0, lambda number: [])
     assert (
         agreement.check_trained(0, sums(1.0), sums(1.0)).logodds_diff_limit is None
@@ -546,7 +554,8 @@ def test_without_a_margin_everything_is_recorded_and_nothing_judged(
 
 def test_an_absolute_tolerance_holds_beside_the_yardstick(model: Path, tmp_path: Path) -> None:
     learner: Any = Fixed()
-    agreement = Agreement(configuration(model, tmp_path, publish={"probe_tolerance": 0.1}), learner)
+    config = configuration(model, tmp_path, publish={"probe_tolerance": 0.1})
+    agreement = Agreement(config, learner, probe_plan(config))
     agreement.check_probe(0, replace(sums(1e-7), largest=0.09))
     with pytest.raises(
         InvariantViolation, match=r"difference of 0.11, more than publish.probe_tolerance = 0.1"
@@ -585,7 +594,8 @@ def test_a_check_that_is_only_logged_ends_no_run_and_leaves_all_that_it_judged(
 
     def judge(**publish: Any) -> Agreement:
         learner.asked = 0
-        agreement = Agreement(configuration(model, tmp_path, publish=publish), learner)
+        config = configuration(model, tmp_path, publish=publish)
+        agreement = Agreement(config, learner, probe_plan(config))
         agreement.measure(3, lambda number: [])
         agreement.check_trained(3, wrong, NONE)
         return agreement
@@ -610,7 +620,8 @@ def test_a_check_that_is_only_logged_ends_no_run_and_leaves_all_that_it_judged(
 
 def test_an_agreement_is_recorded_too(model: Path, tmp_path: Path) -> None:
     learner: Any = Fixed(1e-4)
-    agreement = Agreement(configuration(model, tmp_path), learner)
+    config = configuration(model, tmp_path)
+    agreement = Agreement(config, learner, probe_plan(config))
     agreement.measure(0, lambda number: [])
     agreement.check_probe(0, sums(1e-5))
     report = agreement.check_trained(0, sums(1e-5), NONE)

@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.messages import CARRIED, EARLY_END, CarriedGroups, EarlyEnd
+from pa_npu.control.milestones import Milestones
 from pa_npu.coordinator.token_budget import BudgetedUpdates
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer import loop
-from pa_npu.trainer.border import Border
+from pa_npu.trainer.border import TrainerBorder
 from tests.unit.trainer.test_profiling import (
     PLATFORM,
     NoCheckpoints,
@@ -73,7 +74,7 @@ def asked(channel: StoreChannel, trained_groups: int | None, version: int) -> bo
     border: Any = SimpleNamespace(
         _rank=0, _channel=channel, _config=SimpleNamespace(trained_groups=trained_groups)
     )
-    return Border.ends(border, version)
+    return TrainerBorder.ends(border, version)
 
 
 def test_ranks_end_once_the_launcher_has_asked(channel: StoreChannel) -> None:
@@ -87,7 +88,7 @@ def test_a_run_with_carried_groups_ends_where_these_can_be_saved(channel: StoreC
     with the next one.
     """
     updates: Any = SimpleNamespace(
-        config=SimpleNamespace(saves=lambda version: False),
+        milestones=Milestones(last=10),
         channel=channel,
         freshness=SimpleNamespace(iterations_ahead=1),
         buffer=SimpleNamespace(written=lambda version: None),

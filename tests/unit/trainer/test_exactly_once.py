@@ -22,6 +22,7 @@ from pa_npu.trainer.loop import Consumed, IterationChecks
 from tests.helpers.backend import Source, make_learner
 from tests.helpers.megatron import model_config, single_process
 from tests.helpers.models import make_model
+from tests.helpers.policies import probe_plan
 from tests.helpers.trainer_rank import make_groups
 
 LENGTHS = {0: (3, 5), 1: (2, 2), 2: (7, 1), 3: (4, 4)}
@@ -211,7 +212,9 @@ def test_a_microbatch_trained_twice_or_left_out_inside_a_replica_ends_the_iterat
     channel = StoreChannel(dist.HashStore())
     sent = [DispatchedGroup(g.index, 0, tuple(g.trained_lengths.tolist())) for g in groups]
     DISPATCHED.put(channel, Dispatched(0, tuple(sent)), iteration=0)
-    checks = IterationChecks(config, channel, Agreement(config, NO_BACKEND), replica=0)
+    checks = IterationChecks(
+        config, channel, Agreement(config, NO_BACKEND, probe_plan(config)), replica=0
+    )
     none = DifferenceSums()
     consumed = Consumed(update.report, trained, [update.normaliser], update.differences, none, none)
     if fault is None:
@@ -229,7 +232,10 @@ def test_a_coordinator_that_never_says_what_it_dispatched_ends_the_wait(
         update={"trainer": config.trainer.model_copy(update={"wait_timeout_s": 0.01})}
     )
     checks = IterationChecks(
-        config, StoreChannel(dist.HashStore()), Agreement(config, NO_BACKEND), replica=0
+        config,
+        StoreChannel(dist.HashStore()),
+        Agreement(config, NO_BACKEND, probe_plan(config)),
+        replica=0,
     )
     with pytest.raises(DeadlineExceeded, match="the coordinator: what iteration 3 consists of"):
         checks(3, None)

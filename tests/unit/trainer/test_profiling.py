@@ -69,7 +69,9 @@ class NoCheckpoints:
 
 class NoChecks(IterationChecks):
     def __init__(self) -> None:
-        self.agreement: Any = SimpleNamespace(measure=lambda *_: None, check_probe=lambda *_: None)
+        self.agreement: Any = SimpleNamespace(
+            measure=lambda *_: None, check_probe=lambda *_: None, probes_ride=True
+        )
 
     def __call__(self, *_: Any) -> AgreementReport:
         return AgreementReport()
