@@ -265,7 +265,7 @@ class _WorkerSlot:
 
         limit_s = self._all.timeout_s
         if overdue and not self._runs_users_code:
-            cause = f"it was silent for {BUILTIN_SILENCE_S:g} s"
+            cause = f"it said nothing for {BUILTIN_SILENCE_S:g} s"
         elif overdue and self._all.waits:
             cause = (
                 f"its event loop stood still for {limit_s + SILENCE_S:g} s, blocked by a function"

@@ -323,7 +323,7 @@ def test_a_jail_is_asked_for_no_more_than_a_cell_shows(name: str, tmp_path: Path
     link.symlink_to("usr/lib")
     cell = {
         "shown": ["/usr/lib", str(link)],
-        "given": "/given",
+        "program_files": "/given",
         "directory": "/work",
         "files_bytes": 5,
         "num_files": 3,
