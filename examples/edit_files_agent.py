@@ -24,10 +24,10 @@ from typing import Any
 from calculator_agent import post, serve
 from openai import OpenAI, OpenAIError
 
-from pa_npu.rewards.sandbox import Limits, run
+from pa_npu.rewards.sandbox import CellLimits, run
 
 TURNS = 8
-LIMITS = Limits(wall_s=10.0, cpu_s=5, memory_bytes=1 << 28)
+LIMITS = CellLimits(wall_s=10.0, cpu_s=5, memory_bytes=1 << 28)
 # What one test is: the word comes on standard input, before anything of the policy's is imported.
 RUNNER = """
 import sys, pathlib

@@ -264,7 +264,7 @@ async def serve(
                     lambda _: load.at_once,
                     deadline_s=WAIT_S,
                     again_deadline_s=WAIT_S,
-                    what=f"session {number}",
+                    label=f"session {number}",
                     version=None,
                 ) as session:
                     generate = GroupGenerate(session, group_seed(0, 0, number), sampling)

@@ -38,7 +38,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from pa_npu.control.tasks import cancel
-from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, Identity, authorised
+from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, EngineIdentity, authorised
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class StandInEngine:
         self._api_key = api_key
         self.requests: list[dict[str, Any]] = []
         self.calls: list[tuple[str, list[Any]]] = []
-        self.identity = Identity()
+        self.identity = EngineIdentity()
         self.receive_s = 0.0
         self.prefix_resets = 0
         self._vocab_size = vocab_size

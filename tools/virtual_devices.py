@@ -102,7 +102,7 @@ class PacedEngine:
             for number, (count, sequence) in enumerate(zip(counts, mine, strict=True))
         ]
 
-    async def hand_on(self, *, deadline_s: float) -> None:
+    async def cut_responses(self, *, deadline_s: float) -> None:
         """Ends all as they stand."""
         self._advance()
         for _, _, sequence in self._running:

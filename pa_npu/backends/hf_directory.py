@@ -177,7 +177,7 @@ def _write_stage(
     held_bytes, number = 0, 0
     for bucket, buffer in zip(manifest.buckets, buckets, strict=False):
         assert buffer is not None, "only TP leaders have the gathered weights"
-        for name, tensor in assembler.take(bucket, buffer):
+        for name, tensor in assembler.completed(bucket, buffer):
             if held and held_bytes + tensor.nbytes > max_file_bytes:
                 save_file(held, _stage_file(directory, stage, number), metadata={"format": "pt"})
                 held, held_bytes, number = {}, 0, number + 1
@@ -290,7 +290,7 @@ def checked_run(checkpoint: Path, output: Path, model: str | None) -> tuple[Conf
             f"--output: {output} exists; name a directory that does not, or an empty one"
         )
     config = _single_process(checkpoint, meta, model)
-    spec = ModelSpec.of(config)
+    spec = ModelSpec.from_config(config)
     if model_fingerprint(config.model.path) != meta.model["fingerprint"]:
         raise DataError(
             f"--model: {config.model.path} is not the model that {checkpoint} began with "

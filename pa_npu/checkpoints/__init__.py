@@ -1,1 +1,1 @@
-"""Checkpoints of a run: their directories, when they are written and by whom, and what may continue from them."""
+"""Checkpoints of a run: directories, when and by whom they are written, what may continue from them."""

@@ -1,9 +1,9 @@
-"""Iterations that were produced ahead of training, in a checkpoint: their groups, and what the coordinator says of them.
+"""Iterations that were produced ahead of training, as a checkpoint stores them.
 
-With schedule.max_staleness = k a checkpoint of version v has iterations v to v + k - 1: the weights
-that generated them are gone, so a resumed run trains these very groups. One safetensors file: the
-wire format of every group as bytes under "iteration/number", where number = slot * replicas +
-replica, and the rest as JSON in its header. There is no pickle.
+With schedule.max_staleness = k a checkpoint of version v has iterations v to v + k - 1. The weights
+that generated them are gone, so a resumed run trains these very groups. They are one safetensors
+file: the wire format of every group as bytes under "iteration/number", with number = slot *
+replicas + replica, and the coordinator's further values as JSON in its header. There is no pickle.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ _HEADER = "iterations"
 
 @dataclass(frozen=True)
 class AheadIteration:
-    """numbers, samples: of Produced. data: TrainingStream.state() after it. groups: wire format, by
-    number.
+    """One iteration.
+
+    numbers, samples: of Produced.
+    data: TrainingStream.state() after it.
+    groups: wire format, by number.
     """
 
     iteration: int
@@ -38,7 +41,7 @@ class AheadIteration:
 
 
 def write_ahead(directory: Path, iterations: Sequence[AheadIteration]) -> list[str]:
-    """Returns the names of the files that it writes: none where there is nothing to write.
+    """Writes the file; returns its name in a list, or an empty list if there are no iterations.
 
     Raises OSError.
     """
@@ -53,24 +56,23 @@ def write_ahead(directory: Path, iterations: Sequence[AheadIteration]) -> list[s
         }
         for ahead in iterations
     ]
-    tensors = {
-        f"{ahead.iteration}/{number}": np.frombuffer(group, np.uint8)
-        for ahead in iterations
-        for number, group in enumerate(ahead.groups)
-    }
+    tensors = {}
+    for ahead in iterations:
+        for number, group in enumerate(ahead.groups):
+            tensors[f"{ahead.iteration}/{number}"] = np.frombuffer(group, np.uint8)
     save_file(tensors, directory / AHEAD_FILE, metadata={_HEADER: json.dumps(header)})
     return [AHEAD_FILE]
 
 
 def read_ahead(directory: Path) -> list[AheadIteration]:
-    """By iteration; none where the checkpoint has no such file.
+    """Returns the iterations in order; none if the checkpoint has no such file.
 
-    Raises DataError where it is damaged.
+    Raises DataError if it is damaged.
     """
     file = directory / AHEAD_FILE
     if not file.exists():
         return []
-    found = []
+    iterations = []
     try:
         with safetensors.safe_open(str(file), "numpy") as opened:
             names = set(opened.keys())
@@ -80,11 +82,11 @@ def read_ahead(directory: Path) -> list[AheadIteration]:
                     opened.get_tensor(f"{entry['iteration']}/{number}").tobytes()
                     for number in range(count)
                 ]
-                found.append(AheadIteration(**entry, groups=groups))
+                iterations.append(AheadIteration(**entry, groups=groups))
     except (OSError, ValueError, LookupError, TypeError, safetensors.SafetensorError) as error:
         reason = str(error).partition("\n")[0]
         raise DataError(
             f"{file}: what was produced ahead of this checkpoint cannot be read ({reason}); take "
             "an earlier checkpoint"
         ) from error
-    return sorted(found, key=lambda ahead: ahead.iteration)
+    return sorted(iterations, key=lambda ahead: ahead.iteration)

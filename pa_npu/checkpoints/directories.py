@@ -1,21 +1,21 @@
-"""Checkpoint directories on disk: their names, meta data and digests, which are complete, which is the newest, which are deleted.
+"""Checkpoint directories on disk: names, meta data, digests; which is complete, newest, superfluous.
 
     RUN/checkpoints/iteration_000004/                 complete: META_FILE is there and names every
                                                       file, size and digest
-    RUN/checkpoints/.iteration_000006.incomplete/     being written; takes its name when complete,
-                                                      else removed by the next run
+    RUN/checkpoints/.iteration_000006.incomplete/     being written; gets its name when complete,
+                                                      else the next run removes it
     RUN/checkpoints/.iteration_000004.replaced/       the earlier one of a version that is saved
                                                       again, until that is in place
-    RUN/checkpoints/.iteration_000002.deleted/        on its way out
+    RUN/checkpoints/.iteration_000002.deleted/        being deleted
 
-Launcher, coordinator and trainers all read checkpoints and may not import each other, so this lies
+Launcher, coordinator and trainers all read checkpoints and may not import each other, so this is
 below them; it needs neither torch nor Megatron. Only trainer rank 0 writes, or the launcher while
 no trainer runs.
 
-Digests are taken by the rank that wrote a file, beside training, and compared before anything is
-read. SHA-256, because processors of trainers compute it in hardware (x86 SHA-NI, Armv8 SHA2), it
-needs no package, and `sha256sum` checks a file by hand. On load ranks take turns with the files, so
-that each is read once, however many ranks there are.
+The rank that wrote a file computes its digest, in the background, and digests are compared before
+anything is read. They are SHA-256, because processors of trainers compute it in hardware (x86
+SHA-NI, Armv8 SHA2), it needs no package, and `sha256sum` checks a file by hand. On load ranks share
+the files, so that each is read once, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ logger = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
 META_FILE = "pa_npu.json"
 _PREFIX = "iteration_"
-_MOST_DIGITS = 10  # of a version, above what a run can count
-_INCOMPLETE, _REPLACED, _DELETED = ".incomplete", ".replaced", ".deleted"
+_MAX_DIGITS = 10  # of a version, above what a run can count
+_INCOMPLETE = ".incomplete"
+_REPLACED = ".replaced"
+_DELETED = ".deleted"
 
 _SEAL = "digest"  # of the other values of META_FILE
 _LARGEST_META_BYTES = 64 << 20  # a line per file, of thousands of ranks
@@ -55,24 +57,24 @@ _THREADS = 4  # hashing releases the interpreter's lock
 
 @dataclass(frozen=True, config=ConfigDict(strict=True))
 class CheckpointMeta:
-    """META_FILE.
+    """The content of META_FILE. In the file it is sealed by a digest of its own.
 
-    version: of the weights, which is also the iteration that comes next. updates: optimizer steps
-    so far.
-    data: TrainingStream.state() before that iteration. seed: run.seed. config, config_digest: the
-    run's resolved tree, of secrets digests alone.
-    layout: trainer ranks and their TP and PP sizes. model: path and fingerprint of the HF model the
-    run began with.
-    reference: of which version the reference is (0: the HF model), and whether it is in the
-    checkpoint; null without one.
-    chat_template: the text of the file that data.chat_template names; null where it names none.
-    base: digest of the weights that adapters are trained beside; null where the weights themselves
-    are trained.
-    optimizer: by rank, by what a resume knows the optimizer's state again (StepReplay.saved); null
-    in those of releases before it.
-    files: every other file of the directory with its size in bytes. digests: of these files; none
-    in those
-    of releases before it. In the file the whole has a digest too.
+    version: of the weights, which is also the next iteration.
+    updates: optimizer steps so far.
+    data: TrainingStream.state() before that iteration.
+    seed: run.seed.
+    layout: number of trainer ranks, and their TP and PP sizes.
+    model: path and fingerprint of the HF model that the run began with.
+    reference: version of the reference (0: the HF model), and whether it is in the checkpoint; null
+        without one.
+    config, config_digest: the run's resolved tree, with digests in place of secrets.
+    files: every other file of the directory with its size in bytes.
+    digests: of these files; none in checkpoints of releases before it.
+    base: digest of the weights that adapters are trained beside; null if the weights themselves are
+        trained.
+    chat_template: text of the file that data.chat_template names; null if it names none.
+    optimizer: by rank, values by which a resume recognises the optimizer's state
+        (StepReplay.saved); null in checkpoints of releases before it.
     """
 
     version: int
@@ -104,14 +106,16 @@ def directory_name(version: int) -> str:
 
 
 def version_of(directory: Path) -> int | None:
-    """The version in a checkpoint directory's name; None for anything else."""
+    """Returns the version in a checkpoint directory's name; None for any other name."""
+    if not directory.name.startswith(_PREFIX):
+        return None
     digits = directory.name.removeprefix(_PREFIX)
-    is_number = digits.isascii() and digits.isdigit() and len(digits) <= _MOST_DIGITS
-    return int(digits) if directory.name.startswith(_PREFIX) and is_number else None
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= _MAX_DIGITS
+    return int(digits) if is_number else None
 
 
 def read_meta(directory: Path) -> CheckpointMeta:
-    """Raises UserError, naming checkpoint.load, when `directory` is not a complete checkpoint."""
+    """Returns the meta data; raises UserError unless `directory` is a complete checkpoint."""
     meta = _read(directory)
     if isinstance(meta, CheckpointMeta):
         return meta
@@ -129,20 +133,20 @@ def read_meta(directory: Path) -> CheckpointMeta:
 
 
 def problem(directory: Path) -> str | None:
-    """Says why `directory` cannot be used as a checkpoint; None for a complete one."""
+    """Returns why `directory` cannot be used as a checkpoint; None for a complete one."""
     meta = _read(directory)
     return None if isinstance(meta, CheckpointMeta) else meta
 
 
 def complete(parent: Path) -> list[Path]:
-    """The complete checkpoints in `parent`, oldest first."""
+    """Returns the complete checkpoints in `parent`, oldest first."""
     return [path for path in _named(parent) if problem(path) is None]
 
 
 def newest(parent: Path, damaged: Mapping[Path, str] | None = None) -> tuple[Path | None, str]:
-    """The newest complete checkpoint in `parent`, and why each newer one is passed over, in words.
+    """Returns the newest complete checkpoint in `parent`, and why newer ones are skipped.
 
-    damaged: what is wrong with checkpoints whose content was looked at.
+    `damaged`: problems of checkpoints whose content was checked.
     """
     skipped = ""
     for path in reversed(_named(parent)):
@@ -154,23 +158,23 @@ def newest(parent: Path, damaged: Mapping[Path, str] | None = None) -> tuple[Pat
 
 
 def next_older(directory: Path) -> str:
-    """The next older complete checkpoint beside `directory`, in words."""
+    """Returns a sentence about the next older complete checkpoint beside `directory`."""
     version = version_of(directory)
-    older = [
-        path
-        for path in complete(directory.parent)
-        if version is not None and (version_of(path) or 0) < version
-    ]
-    return f"the next older one is {older[-1]}" if older else "there is no older one beside it"
+    older = []
+    if version is not None:
+        older = [path for path in complete(directory.parent) if (version_of(path) or 0) < version]
+    if not older:
+        return "there is no older one beside it"
+    return f"the next older one is {older[-1]}"
 
 
 def incomplete(parent: Path, version: int) -> Path:
-    """Returns the directory in which the checkpoint of `version` is written before it has its name."""
+    """Returns the directory in which the checkpoint of `version` is written."""
     return _hidden(parent, version, _INCOMPLETE)
 
 
 def start(parent: Path, version: int) -> Path:
-    """An empty directory to write the checkpoint of `version` into."""
+    """Returns an empty directory to write the checkpoint of `version` into."""
     temporary = incomplete(parent, version)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -178,10 +182,12 @@ def start(parent: Path, version: int) -> Path:
 
 
 def commit(temporary: Path, meta: CheckpointMeta) -> Path:
-    """Write META_FILE and give the directory its name; an earlier checkpoint of that version goes
-    only then.
+    """Writes META_FILE and gives the directory its name.
+
+    An earlier checkpoint of that version is removed only then.
     """
-    parent, final = temporary.parent, temporary.parent / directory_name(meta.version)
+    parent = temporary.parent
+    final = parent / directory_name(meta.version)
     file_of_owner = os.open(temporary / META_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(file_of_owner, "w", encoding="utf-8") as file:
         file.write(meta.dump())
@@ -199,56 +205,58 @@ def commit(temporary: Path, meta: CheckpointMeta) -> Path:
 
 
 def abandon(parent: Path, version: int) -> None:
-    """Remove what was written of a checkpoint that will not be completed."""
+    """Removes the files of a checkpoint that will not be completed."""
     shutil.rmtree(incomplete(parent, version), ignore_errors=True)
 
 
 def clean(parent: Path) -> list[str]:
-    """Finish what a killed run left half done; returns it in words. No trainer may be writing."""
-    said = []
-    for path in sorted(parent.glob(f".{_PREFIX}*")) if parent.is_dir() else []:
+    """Finishes what a killed run left half done; returns it in words. No trainer may be writing."""
+    if not parent.is_dir():
+        return []
+    lines = []
+    for path in sorted(parent.glob(f".{_PREFIX}*")):
         final = parent / path.stem.removeprefix(".")
         if path.suffix == _REPLACED and problem(final) is not None and problem(path) is None:
             shutil.rmtree(final, ignore_errors=True)
             path.rename(final)
-            said.append(f"checkpoint {final} is put back: its replacement was not completed")
+            lines.append(f"checkpoint {final} is put back: its replacement was not completed")
         elif path.suffix in (_INCOMPLETE, _REPLACED, _DELETED):
             shutil.rmtree(path, ignore_errors=True)
             if path.suffix == _INCOMPLETE:
-                said.append(f"checkpoint {final}: its incomplete files are removed")
-    return said
+                lines.append(f"checkpoint {final}: its incomplete files are removed")
+    return lines
 
 
 def delete(directory: Path) -> None:
-    """In two steps, so that a kill in the middle leaves no directory that looks like a checkpoint."""
-    going = directory.with_name(f".{directory.name}{_DELETED}")
-    shutil.rmtree(going, ignore_errors=True)
-    directory.rename(going)
-    shutil.rmtree(going, ignore_errors=True)
+    """Deletes a checkpoint in two steps, so that a kill leaves no directory that looks like one."""
+    hidden = directory.with_name(f".{directory.name}{_DELETED}")
+    shutil.rmtree(hidden, ignore_errors=True)
+    directory.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def superfluous(
     parent: Path, keep_last: int, keep_best: int, accuracy: Mapping[int, float]
 ) -> list[Path]:
-    """Returns the complete checkpoints that retention lets go, oldest first; never the newest, and
-    none with keep_last = 0.
+    """Returns the complete checkpoints that retention deletes, oldest first.
 
-    accuracy: by version, of those that were evaluated. Among equals the newer is the better.
+    Never returns the newest, and none with keep_last = 0. `accuracy`: by version, of those that
+    were evaluated; among equals the newer one is better.
     """
-    found = {
-        version: path for path in complete(parent) if (version := version_of(path)) is not None
-    }
     if not keep_last:
         return []
-    evaluated = sorted(
-        (version for version in found if version in accuracy), key=lambda v: (accuracy[v], v)
-    )
-    kept = {*sorted(found)[-keep_last:], *(evaluated[-keep_best:] if keep_best else ())}
-    return [path for version, path in sorted(found.items()) if version not in kept]
+    paths = {version_of(path): path for path in complete(parent)}
+    versions = sorted(version for version in paths if version is not None)
+    kept = set(versions[-keep_last:])
+    if keep_best:
+        evaluated = [version for version in versions if version in accuracy]
+        evaluated.sort(key=lambda version: (accuracy[version], version))
+        kept.update(evaluated[-keep_best:])
+    return [paths[version] for version in versions if version not in kept]
 
 
 def list_files(directory: Path) -> dict[str, int]:
-    """Every file below `directory` with its size, META_FILE excepted."""
+    """Returns the size of every file below `directory` by name, META_FILE excepted."""
     files = (path for path in sorted(directory.rglob("*")) if path.is_file())
     return {
         str(path.relative_to(directory)): path.stat().st_size
@@ -258,8 +266,9 @@ def list_files(directory: Path) -> dict[str, int]:
 
 
 def digest_of(file: Path) -> str:
-    """SHA-256 of the file's bytes, in hexadecimal. Raises OSError."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
+    """Returns the SHA-256 of the file's bytes, in hexadecimal. Raises OSError."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
     with file.open("rb", buffering=0) as stream:
         while count := stream.readinto(buffer):
             digest.update(buffer[:count])
@@ -267,18 +276,18 @@ def digest_of(file: Path) -> str:
 
 
 def note_digests(directory: Path, rank: int, names: Iterable[str]) -> None:
-    """Leave the digests of the files that this rank has written for `collect_digests`.
+    """Writes the digests of the files that this rank has written, for `collect_digests`.
 
     Raises OSError.
     """
-    _note_of(directory, rank).write_text(
-        json.dumps({name: digest_of(directory / name) for name in names})
-    )
+    digests = {name: digest_of(directory / name) for name in names}
+    _note_of(directory, rank).write_text(json.dumps(digests))
 
 
 def collect_digests(directory: Path, ranks: int) -> dict[str, str]:
-    """By file: what all ranks have noted, whose notes go, and the digests of the few small files
-    that nobody noted.
+    """Returns the digests of all files, by name, and removes the ranks' notes of them.
+
+    Digests of the few small files that no rank noted are computed.
     """
     noted: dict[str, str] = {}
     for note_file in [_note_of(directory, rank) for rank in range(ranks)]:
@@ -288,20 +297,18 @@ def collect_digests(directory: Path, ranks: int) -> dict[str, str]:
 
 
 def check_files(directory: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Compare this rank's share of a checkpoint's files with their digests.
+    """Compares this rank's share of a checkpoint's files with their digests.
 
-    A checkpoint of an earlier release has none; rank 0 says so. Raises UserError where the
-    checkpoint is not complete, DataError naming the first file that is not what was written and the
-    next older checkpoint.
+    A checkpoint of an earlier release has no digests; rank 0 says so. Raises UserError if the
+    checkpoint is not complete. Raises DataError that names the first file that is not what was
+    written, and the next older checkpoint.
     """
     if wrong := content_problem(directory, rank, ranks):
         raise damaged(directory, wrong)
 
 
 def content_problem(directory: Path, rank: int = 0, ranks: int = 1) -> str:
-    """The first file of this rank's share that is not what was written, and how; empty where all
-    are.
-    """
+    """Returns the first file of this rank's share that is not what was written; empty if none."""
     meta = read_meta(directory)
     if not meta.digests and rank == 0:
         logger.warning(
@@ -312,34 +319,30 @@ def content_problem(directory: Path, rank: int = 0, ranks: int = 1) -> str:
     largest_first = sorted(meta.digests, key=lambda name: (-meta.files[name], name))
     mine = largest_first[rank::ranks]
     with ThreadPoolExecutor(_THREADS, "checkpoint digests") as threads:
-        for name, wrong in zip(
-            mine,
-            threads.map(lambda name: _wrong(directory / name, meta.digests[name]), mine),
-            strict=True,
-        ):
+        problems = threads.map(lambda name: _wrong(directory / name, meta.digests[name]), mine)
+        for name, wrong in zip(mine, problems, strict=True):
             if wrong:
                 return f"{name} {wrong}"
     return ""
 
 
-def damaged(directory: Path, what: str) -> DataError:
-    """The error that says what is wrong with a checkpoint, and where to go on."""
+def damaged(directory: Path, problem: str) -> DataError:
+    """Returns the error that states a checkpoint's damage, and where to continue."""
     return DataError(
-        f"checkpoint {directory} is damaged: {what}; remove it or name another (checkpoint.load, "
+        f"checkpoint {directory} is damaged: {problem}; remove it or name another (checkpoint.load, "
         f"--checkpoint): {next_older(directory)}"
     )
 
 
 def _wrong(file: Path, expected: str) -> str:
+    """Returns what is wrong with a file; empty if its digest is the expected one."""
     try:
-        found = digest_of(file)
+        digest = digest_of(file)
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    return (
-        ""
-        if found == expected
-        else f"is not what was written (sha256 {found:.12}..., not {expected:.12}...)"
-    )
+    if digest == expected:
+        return ""
+    return f"is not what was written (sha256 {digest:.12}..., not {expected:.12}...)"
 
 
 def _note_of(directory: Path, rank: int) -> Path:
@@ -347,7 +350,7 @@ def _note_of(directory: Path, rank: int) -> Path:
 
 
 def _read(directory: Path) -> CheckpointMeta | str:
-    """The meta data of a complete checkpoint, or what is wrong with it."""
+    """Returns the meta data of a complete checkpoint, or what is wrong with it."""
     try:
         values = json.loads(read_plain(directory / META_FILE, _LARGEST_META_BYTES).decode("utf-8"))
     except OSError as error:
@@ -359,9 +362,8 @@ def _read(directory: Path) -> CheckpointMeta | str:
     seal = values.pop(_SEAL, None)
     is_older = seal is None and "digests" not in values
     is_whole = is_older or seal == _seal(values)
-    known = {
-        field.name: values[field.name] for field in fields(CheckpointMeta) if field.name in values
-    }
+    names = [field.name for field in fields(CheckpointMeta)]
+    known = {name: values[name] for name in names if name in values}
     try:
         meta = CheckpointMeta(**{"digests": {}, **known})
     except ValidationError as error:
@@ -383,13 +385,13 @@ def _read(directory: Path) -> CheckpointMeta | str:
         if "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
             return f"{META_FILE} is damaged (its file {name!r:.60} of {size!r:.20} bytes)"
         try:
-            found = path.stat().st_size if path.is_file() else None
+            actual_size = path.stat().st_size if path.is_file() else None
         except OSError as error:
             return f"{META_FILE} is damaged (its file {name!r:.60}: {error.strerror})"
-        if found is None:
+        if actual_size is None:
             return f"{name:.200} is missing"
-        if found != size:
-            return f"{name} has {found} bytes instead of {size}"
+        if actual_size != size:
+            return f"{name} has {actual_size} bytes instead of {size}"
     return meta
 
 
@@ -398,15 +400,12 @@ def _seal(values: dict[str, Any]) -> str:
 
 
 def _named(parent: Path) -> list[Path]:
-    """Directories named like checkpoints, by version."""
+    """Returns the directories that are named like checkpoints, by version."""
     if not parent.is_dir():
         return []
-    found = {
-        version: path
-        for path in parent.iterdir()
-        if (version := version_of(path)) is not None and path.is_dir()
-    }
-    return [found[version] for version in sorted(found)]
+    directories = {version_of(path): path for path in parent.iterdir() if path.is_dir()}
+    versions = sorted(version for version in directories if version is not None)
+    return [directories[version] for version in versions]
 
 
 def _hidden(parent: Path, version: int, suffix: str) -> Path:
@@ -414,7 +413,7 @@ def _hidden(parent: Path, version: int, suffix: str) -> Path:
 
 
 def _sync_directory(directory: Path) -> None:
-    """Make names in `directory` durable, where the file system can."""
+    """Makes names in `directory` durable, if the file system can."""
     with contextlib.suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Describes a checkpoint's origin, its configuration and model, and says which may change when a run continues from it."""
+"""A checkpoint's origin: its configuration and model, and what may change when a run continues."""
 
 from __future__ import annotations
 
@@ -30,77 +30,86 @@ class Change(Enum):
     NEVER = "the checkpoint could not be loaded, or would mean something else"
 
 
-# Every key of the configuration. A dictionary (rollout.env) stands for all that is in it.
-CHANGES: dict[str, Change] = {
-    key: change
-    for change, sections in {
-        Change.SILENT: {
-            "run": "dir device restarts startup_timeout_s",
-            "rollout": "request_timeout_s probe_timeout_s",
-            "reward": "workers judge.concurrency judge.timeout_s",
-            "trainer": "wait_timeout_s",
-            "publish": "timeout_s lora",
-            "buffer": "shards",
-            "checkpoint": "every load resume keep_last keep_best export_hf",
-            "telemetry": "samples trackers project metric_names profile_iterations",
-            "placement": "cluster nnodes devices_per_node host port devices",
-            "agent": "port",
-        },
-        Change.SAME_RUN: {
-            "run": "deterministic",
-            "model": "path head_chunk_tokens trust_remote_code",
-            "data": "test",
-            "rollout": "backend engines max_engines attach engine_settings tensor_parallel python "
-            "window max_num_batched_tokens max_num_seqs memory_fraction sleep "
-            "kv_cache_gib graph_mode batch_invariant extra_args env",
-            "environment": "timeout_s",
-            "agent": "concurrent programs output_kib",
-            "reward": "timeout_s judge.url judge.on_failure code.memory_mib code.timeout_s "
-            "code.require",
-            "trainer": "devices shards tensor_parallel pipeline_parallel expert_parallel recompute "
-            "frozen_pass",
-            "microbatch": "responses max_tokens",
-            "optimizer": "offload",
-            "attention": "shared_prompt implementation",
-            "evaluate": "sets samples temperature top_p max_response_tokens overlap metric",
-            "schedule": "iterations epochs stream compare_iterations dispatch evaluate_every "
-            "finite_difference_every",
-            "placement": "colocate",
-            "publish": "mode probe_tokens probe_tolerance noise_margin only_logged",
-        },
-        Change.NEW_RUN: {
-            "data": "train question_column answer_column chat_template template_options "
-            "system_prompt instruction max_prompt_tokens overlong_prompt shuffle",
-            "rollout": "responses_per_prompt max_response_tokens temperature ignore_eos",
-            "environment": "name max_turns options",
-            "agent": "command container discards tool_parser",
-            "reward": "functions judge.model judge.api judge.template judge.score_pattern "
-            "judge.scores judge.request code.tests code.score",
-            "algorithm": "name loss advantage clip_low clip_high kl_coef kl_estimator kl_in "
-            "reference_refresh_every ratio importance_sampling importance_cap "
-            "importance_floor age_exponent entropy_coef router_aux_coef router_replay "
-            "delta dual_clip aggregation",
-            "optimizer": "learning_rate min_learning_rate warmup_iterations warmup_share decay weight_decay "
-            "betas epsilon clip_grad",
-            "schedule": "max_staleness tokens_per_update updates_per_iteration "
-            "prompts_per_iteration order dynamic_sampling",
-            "publish": "divergence",
-        },
-        Change.NEVER: {
-            "run": "seed",
-            "model": "dtype adapter",
-            "lora": "rank alpha targets",
-            "trainer": "backend distributed_optimizer",
-        },
-    }.items()
-    for section, names in sections.items()
-    for key in (f"{section}.{name}" for name in names.split())
+# The names of all keys of the configuration. A dictionary (rollout.env) stands for all its keys.
+_KEYS: dict[Change, dict[str, str]] = {
+    Change.SILENT: {
+        "run": "dir device restarts startup_timeout_s",
+        "rollout": "request_timeout_s probe_timeout_s",
+        "reward": "workers judge.concurrency judge.timeout_s",
+        "trainer": "wait_timeout_s",
+        "publish": "timeout_s lora",
+        "buffer": "shards",
+        "checkpoint": "every load resume keep_last keep_best export_hf",
+        "telemetry": "samples trackers project metric_names profile_iterations",
+        "placement": "cluster nnodes devices_per_node host port devices",
+        "agent": "port",
+    },
+    Change.SAME_RUN: {
+        "run": "deterministic",
+        "model": "path head_chunk_tokens trust_remote_code",
+        "data": "test",
+        "rollout": "backend engines max_engines attach engine_settings tensor_parallel python "
+        "window max_num_batched_tokens max_num_seqs memory_fraction sleep "
+        "kv_cache_gib graph_mode batch_invariant extra_args env",
+        "environment": "timeout_s",
+        "agent": "concurrent programs output_kib",
+        "reward": "timeout_s judge.url judge.on_failure code.memory_mib code.timeout_s "
+        "code.require",
+        "trainer": "devices shards tensor_parallel pipeline_parallel expert_parallel recompute "
+        "frozen_pass",
+        "microbatch": "responses max_tokens",
+        "optimizer": "offload",
+        "attention": "shared_prompt implementation",
+        "evaluate": "sets samples temperature top_p max_response_tokens overlap metric",
+        "schedule": "iterations epochs stream compare_iterations dispatch evaluate_every "
+        "finite_difference_every",
+        "placement": "colocate",
+        "publish": "mode probe_tokens probe_tolerance noise_margin only_logged",
+    },
+    Change.NEW_RUN: {
+        "data": "train question_column answer_column chat_template template_options "
+        "system_prompt instruction max_prompt_tokens overlong_prompt shuffle",
+        "rollout": "responses_per_prompt max_response_tokens temperature ignore_eos",
+        "environment": "name max_turns options",
+        "agent": "command container discards tool_parser",
+        "reward": "functions judge.model judge.api judge.template judge.score_pattern "
+        "judge.scores judge.request code.tests code.score",
+        "algorithm": "name loss advantage clip_low clip_high kl_coef kl_estimator kl_in "
+        "reference_refresh_every ratio importance_sampling importance_cap "
+        "importance_floor age_exponent entropy_coef router_aux_coef router_replay "
+        "delta dual_clip aggregation",
+        "optimizer": "learning_rate min_learning_rate warmup_iterations warmup_share decay "
+        "weight_decay betas epsilon clip_grad",
+        "schedule": "max_staleness tokens_per_update updates_per_iteration "
+        "prompts_per_iteration order dynamic_sampling",
+        "publish": "divergence",
+    },
+    Change.NEVER: {
+        "run": "seed",
+        "model": "dtype adapter",
+        "lora": "rank alpha targets",
+        "trainer": "backend distributed_optimizer",
+    },
 }
+
+
+def _changes() -> dict[str, Change]:
+    """Returns the consequence of changing each key."""
+    changes = {}
+    for change, sections in _KEYS.items():
+        for section, names in sections.items():
+            for name in names.split():
+                changes[f"{section}.{name}"] = change
+    return changes
+
+
+CHANGES = _changes()
 REFUSED = {
     "run.seed": "the data order and every sampling seed depend on it",
     "model.dtype": "the weights are saved in it",
     "model.adapter": "the shape of what is trained is that directory's",
-    **dict.fromkeys(("lora.rank", "lora.targets"), "the adapters are saved in that shape"),
+    "lora.rank": "the adapters are saved in that shape",
+    "lora.targets": "the adapters are saved in that shape",
     "lora.alpha": "the adapters that are saved count with that factor",
     "trainer.backend": "the weights are saved in its form",
     "trainer.distributed_optimizer": "the optimizer's state is saved in its form",
@@ -108,8 +117,9 @@ REFUSED = {
 
 
 def change_of(key: str) -> Change:
-    """Returns the consequence of changing `key`, or a key of its dictionary; SILENT for a key that
-    this version does not have.
+    """Returns the consequence of changing `key`, or a key of its dictionary.
+
+    A key that this version does not have is SILENT.
     """
     section, _, rest = key.partition(".")
     return CHANGES.get(key) or CHANGES.get(f"{section}.{rest.partition('.')[0]}", Change.SILENT)
@@ -126,15 +136,15 @@ def layout_of(config: Config) -> dict[str, int]:
 
 
 def config_tree(config: Config) -> dict[str, Any]:
-    """The resolved configuration as JSON values."""
+    """Returns the resolved configuration as JSON values."""
     return config.model_dump(mode="json")
 
 
 def shared_tree(tree: dict[str, Any]) -> dict[str, Any]:
-    """The configuration as checkpoints hold it, which are given to others: what is secret is a
-    short digest of it.
+    """Returns the configuration as checkpoints hold it, with short digests in place of secrets.
 
-    All values of rollout.env count as secret. A tree of this form stays as it is.
+    Checkpoints are given to others. All values of rollout.env count as secret. A tree of this form
+    is returned unchanged.
     """
     shown = Secrets(tree, _digest).tree
     rollout = shown.get("rollout")
@@ -144,19 +154,19 @@ def shared_tree(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _digest(value: str) -> str:
-    """Tells most changes, and is too short to tell whether somebody's guess of a password is right."""
+    """Returns a digest that shows most changes, and is too short to confirm a guessed password."""
     if value.startswith(_HIDDEN):
         return value
     return f"{_HIDDEN}, digest {hashlib.blake2b(value.encode(), digest_size=2).hexdigest()})"
 
 
 def config_digest(config: Config) -> str:
-    """Changes with any value of the resolved configuration, as checkpoints hold it."""
+    """Returns a digest of the resolved configuration as checkpoints hold it."""
     text = json.dumps(shared_tree(config_tree(config)), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-# Paths whose content has a fingerprint of its own, and names that only this machine knows.
+# Paths whose content has a fingerprint of its own, and whose names only this machine knows.
 _PLACES = ("data.train", "model.adapter")
 # Keys that may change the bits of what is computed, and nothing else about it.
 _ARRANGEMENT = (
@@ -185,19 +195,18 @@ _ARRANGEMENT = (
 
 
 def trained_configuration(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keys that make a run another run, by name, where they are not at their defaults.
+    """Returns the keys that make a run another run, by name, unless they have their defaults.
 
-    Secrets and paths of data are left out. tree: a resolved configuration, as it is or as
+    Secrets and paths of data are left out. `tree`: a resolved configuration, as it is or as
     checkpoints hold it.
     """
     defaults = {key.name: _plain(key.default) for key in all_keys() if not key.required}
-    return {
-        key: value
-        for key, value in sorted(_flat(shared_tree(tree)).items())
-        if change_of(key) in (Change.NEW_RUN, Change.NEVER)
-        and not key.startswith(_PLACES)
-        and value != defaults.get(key)
-    }
+    values = {}
+    for key, value in sorted(_flat(shared_tree(tree)).items()):
+        makes_another_run = change_of(key) in (Change.NEW_RUN, Change.NEVER)
+        if makes_another_run and not key.startswith(_PLACES) and value != defaults.get(key):
+            values[key] = value
+    return values
 
 
 def arrangement_of(tree: dict[str, Any]) -> dict[str, Any]:
@@ -207,9 +216,7 @@ def arrangement_of(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_fingerprint(path: str | Path) -> str:
-    """Changes with the HF model's config.json, and with the size, beginning or end of a weight
-    file.
-    """
+    """Returns a digest of an HF model's config.json, and of size, begin and end of weight files."""
     digest = hashlib.blake2b(digest_size=8)
     for file in (Path(path) / "config.json", *sorted(Path(path).glob("*.safetensors"))):
         size = file.stat().st_size
@@ -222,35 +229,38 @@ def model_fingerprint(path: str | Path) -> str:
 
 
 def differences(saved: dict[str, Any], config: Config) -> list[str]:
-    """The keys, as section.key, that have other values in `config` than in the resolved
-    configuration `saved`.
+    """Returns the keys (section.key) whose values differ between `saved` and `config`.
 
-    A key that the version which saved it did not have counts with its default. saved: as it is, or
-    as checkpoints hold it.
+    A key that the version which saved it did not have counts with its default. `saved`: a resolved
+    configuration, as it is or as checkpoints hold it.
     """
     defaults = {key.name: key.default for key in all_keys() if not key.required}
     tree = config_tree(config)
-    before, now, shared = defaults | _flat(saved), _flat(tree), _flat(shared_tree(tree))
-    keys = now.keys() | _flat(saved).keys()
-    return sorted(
-        key for key in keys if _plain(before.get(key)) not in (now.get(key), shared.get(key))
-    )
+    former = _flat(saved)
+    before = defaults | former
+    now = _flat(tree)
+    shared = _flat(shared_tree(tree))
+    changed = []
+    for key in sorted(now.keys() | former.keys()):
+        if _plain(before.get(key)) not in (now.get(key), shared.get(key)):
+            changed.append(key)
+    return changed
 
 
 def changes_the_run(keys: list[str], *, continues: bool) -> list[str]:
-    """Those of `keys` with which this would be another run. continues: from a checkpoint of its
-    own, rather than from the start.
+    """Returns those of `keys` with which this would be another run.
+
+    `continues`: whether it continues from a checkpoint of its own, or begins again.
     """
     same = (Change.SILENT, Change.SAME_RUN) if continues else (Change.SILENT,)
     return [key for key in keys if change_of(key) not in same]
 
 
 def check_continuation(saved: dict[str, Any], config: Config, what: str) -> str | None:
-    """Raises ConfigError when a checkpoint of the configuration `saved` cannot be continued with
-    `config`.
+    """Checks that a checkpoint of the configuration `saved` can be continued with `config`.
 
-    Returns a line that names the other keys with new values, if any, and their former values, but
-    for secrets. `what` names the checkpoint.
+    Returns a line that names the other keys with new values, if any, and their former values
+    without secrets. Raises ConfigError. `what` names the checkpoint.
     """
     before = _flat(shared_tree(saved))
     changed = [key for key in differences(saved, config) if change_of(key) is not Change.SILENT]
@@ -263,9 +273,8 @@ def check_continuation(saved: dict[str, Any], config: Config, what: str) -> str 
             )
     if not changed:
         return None
-    line = f"{what} was written with " + ", ".join(
-        f"{key}={_shown(before.get(key))}" for key in changed
-    )
+    former = [f"{key}={_shown(before.get(key))}" for key in changed]
+    line = f"{what} was written with {', '.join(former)}"
     if "schedule.iterations" in changed and config.optimizer.decay != "constant":
         line += (
             f"; the {config.optimizer.decay} decay of the learning rate now ends at iteration "
@@ -285,7 +294,7 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A default as JSON has it."""
+    """Returns a default as JSON has it."""
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -1,13 +1,14 @@
-"""A run's checkpoints over time: when one is due, its write beside training, its completion by all ranks, its failure.
+"""A run's checkpoints over time: when one is due, its write in the background, its completion.
 
-    at_border(v):  an earlier write is done on all ranks? ─> complete it (index, name, retention)
-                   version v is due? ─> plan it with all ranks and begin to write; training goes on meanwhile
-    finish(n):     wait for the write in progress; save the last version if that is not it
+    at_border(v):  an earlier write is done on all ranks? ─> completes it (index, name, retention)
+                   version v is due? ─> plans it with all ranks and begins to write, while training
+                                        runs
+    finish(n):     waits for the write in progress; saves the last version if that is another one
 
 The ranks agree after each part that can fail on some of them. A failed checkpoint costs the run
-nothing but a line and `checkpoint_failed` in the record; its files go, the earlier checkpoints
-stay, and the next one is tried when it is due. Only when the last version cannot be saved, the run
-ends with CheckpointError.
+nothing but a line and `checkpoint_failed` in the record. Its files are removed, the earlier
+checkpoints stay, and the next one is tried when it is due. Only if the last version cannot be
+saved, the run ends with CheckpointError.
 """
 
 from __future__ import annotations
@@ -43,38 +44,36 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.02
 _REASON_BYTES = 400
 _RUNNING = "running"
-_FULL_BYTES = 2**20  # what is left of a full disk where small files still fit
+_FULL_BYTES = 2**20  # free on a full disk on which small files still fit
 
 
 class PlannedSave(Protocol):
-    """This rank's share of a checkpoint, with the weights as they were when it was planned."""
+    """This rank's share of a checkpoint, with the weights of the time of planning."""
 
     description: dict[str, Any]
-    """Fields of CheckpointMeta: the backend's own, to which SavedState adds the others that
-    describe the state.
-    """
+    """Fields of CheckpointMeta that describe the state: the backend's, and those of SavedState."""
 
     def write(self) -> Sequence[str]:
-        """Write this rank's files, alone, possibly in a forked process; returns their names."""
+        """Writes this rank's files, alone, possibly in a forked process; returns their names."""
 
     def release(self) -> None:
-        """Drop the data, which a forked process has."""
+        """Drops the data, which a forked process has."""
 
     def complete(self) -> None:
-        """When all ranks have written: make the files a checkpoint that `load` reads.
+        """Makes the files a checkpoint that `load` reads, once all ranks have written.
 
         A rank does its part alone.
         """
 
 
 class SavedState(Protocol):
-    """The state that is saved and restored: a training backend, as far as checkpoints know it."""
+    """A training backend, as far as checkpoints know it."""
 
     def plan_save(self, directory: Path) -> PlannedSave:
-        """Agree on what each rank writes into `directory` of the state as it is."""
+        """Agrees with all ranks on the files that each writes into `directory` of the state."""
 
     def load(self, directory: Path) -> int:
-        """Restore a checkpoint and return its weight version."""
+        """Restores a checkpoint and returns its weight version."""
 
 
 @dataclass
@@ -90,8 +89,9 @@ class _Saving:
 
 
 class Checkpointing:
-    """One rank's part; every public method is collective. saved: the last version that has a
-    complete checkpoint.
+    """One rank's part of checkpointing; every public method is collective.
+
+    saved: the last version with a complete checkpoint.
     """
 
     def __init__(
@@ -102,8 +102,15 @@ class Checkpointing:
         timeline: Timeline,
         ahead: Callable[[int], Sequence[AheadIteration]] = lambda version: (),
     ) -> None:
-        """data_position: TrainingStream.state() before the iteration of a version. ahead: what was
-        produced before it for later versions; rank 0 writes it."""
+        """Begins without a write.
+
+        Args:
+            config: of the run.
+            backend: whose state is saved.
+            data_position: returns TrainingStream.state() before the iteration of a version.
+            timeline: of this rank.
+            ahead: returns what was produced for later versions before a version; rank 0 writes it.
+        """
         self._config = config
         self._backend = backend
         self._data_position = data_position
@@ -111,16 +118,15 @@ class Checkpointing:
         self._ahead = ahead
         self._parent = Path(config.run.dir) / store.CHECKPOINTS
         self._saving: _Saving | None = None
-        self._why = ""  # of the last failure
-        self._completed: tuple[int, str] | None = (
-            None  # on rank 0: a version, and its digest, that no report has named yet
-        )
+        self._failure = ""  # the last one
+        # On rank 0, a version and its digest that no report has named yet.
+        self._completed: tuple[int, str] | None = None
         self.saved: int | None = None
 
     def load(self) -> int:
-        """Restore checkpoint.load, if any; returns the version to go on with.
+        """Restores checkpoint.load, if it is set; returns the version to continue with.
 
-        Raises UserError on all ranks when its files are not what was written, as any rank finds.
+        Raises UserError on all ranks if any rank finds a file that is not what was written.
         """
         if not self._config.checkpoint.load:
             return 0
@@ -132,7 +138,7 @@ class Checkpointing:
         return version
 
     def at_border(self, version: int) -> CheckpointReport:
-        """Complete what is written, begin what is due."""
+        """Completes the write in progress, and begins one that is due."""
         every = self._config.checkpoint.every
         due = bool(every) and version % every == 0
         if not due and self._saving is None:
@@ -147,9 +153,9 @@ class Checkpointing:
         return CheckpointReport(time.perf_counter() - start, failed, completed, digest)
 
     def finish(self, version: int) -> None:
-        """Save the last version unless that is done.
+        """Saves the last version unless that is done.
 
-        Raises CheckpointError on all ranks when it cannot be saved.
+        Raises CheckpointError on all ranks if it cannot be saved.
         """
         with self._timeline.span("checkpoint", version=version):
             self._complete(wait=True)
@@ -158,13 +164,13 @@ class Checkpointing:
                 self._complete(wait=True)
         if self.saved != version:
             raise CheckpointError(
-                f"the last checkpoint, of version {version}, could not be written ({self._why}); "
+                f"the last checkpoint, of version {version}, could not be written ({self._failure}); "
                 f"free space, or fix permissions, in {self._parent} and continue with "
                 f"checkpoint.resume=auto (usable: {self._usable()})"
             )
 
     def _begin(self, version: int) -> int | None:
-        """Plan and start to write; returns the version when it has failed."""
+        """Plans a checkpoint and starts its write; returns the version if that has failed."""
         data = self._data_position(version)
 
         def prepare() -> None:
@@ -180,9 +186,8 @@ class Checkpointing:
         writer: Forked | None = None
 
         def write() -> None:
-            store.note_digests(
-                directory, dist.get_rank(), [*write_ahead(directory, ahead), *plan.write()]
-            )
+            names = [*write_ahead(directory, ahead), *plan.write()]
+            store.note_digests(directory, dist.get_rank(), names)
 
         def start() -> None:
             nonlocal writer
@@ -196,8 +201,9 @@ class Checkpointing:
         return None
 
     def _complete(self, *, wait: bool) -> int | None:
-        """Give the checkpoint in progress its name if all ranks have written, or once they have;
-        returns one that failed.
+        """Gives the checkpoint in progress its name if all ranks have written.
+
+        `wait`: waits until they have. Returns its version if it failed.
         """
         saving = self._saving
         if saving is None:
@@ -207,17 +213,17 @@ class Checkpointing:
                 mine = "" if saving.writer.poll() else _RUNNING
             except WriteFailed as failure:
                 mine = str(failure)
-            said = _gather(mine)
-            if all(word in ("", _RUNNING) for word in said) and _RUNNING in said:
+            states = _gather(mine)
+            if all(state in ("", _RUNNING) for state in states) and _RUNNING in states:
                 if not wait:
                     return None
                 time.sleep(_POLL_S)
                 continue
             break
         self._saving = None
-        reasons = {rank: word for rank, word in enumerate(said) if word not in ("", _RUNNING)}
+        reasons = {rank: state for rank, state in enumerate(states) if state not in ("", _RUNNING)}
         if not reasons:
-            reasons = _together(lambda: self._name(saving))
+            reasons = _together(lambda: self._finish_files(saving))
         if reasons:
             return self._failed(saving.version, reasons, saving.writer)
         self.saved = saving.version
@@ -226,12 +232,12 @@ class Checkpointing:
         )
         return None
 
-    def _name(self, saving: _Saving) -> None:
+    def _finish_files(self, saving: _Saving) -> None:
         saving.plan.complete()
         if dist.get_rank() != 0:
             return
         config = self._config
-        found = store.collect_digests(saving.directory, dist.get_world_size())
+        digests = store.collect_digests(saving.directory, dist.get_world_size())
         meta = store.CheckpointMeta(
             version=saving.version,
             data=saving.data,
@@ -241,7 +247,7 @@ class Checkpointing:
             config_digest=config_digest(config),
             chat_template=kept_template(config.data),
             files=store.list_files(saving.directory),
-            digests=found,
+            digests=digests,
             **saving.plan.description,
         )
         final = store.commit(saving.directory, meta)
@@ -259,10 +265,10 @@ class Checkpointing:
         if not options.keep_last:
             return
         evaluations = read_evaluations(self._config.run.dir) if options.keep_best else []
-        accuracy = {
-            entry["version"]: float(entry["best_by"] if "best_by" in entry else entry["accuracy"])
-            for entry in evaluations
-        }
+        accuracy = {}
+        for entry in evaluations:
+            best_by = entry["best_by"] if "best_by" in entry else entry["accuracy"]
+            accuracy[entry["version"]] = float(best_by)
         for path in store.superfluous(self._parent, options.keep_last, options.keep_best, accuracy):
             store.delete(path)
             logger.info("deleted checkpoint %s (checkpoint.keep_last, keep_best)", path)
@@ -271,17 +277,17 @@ class Checkpointing:
         if writer is not None:
             writer.cancel()
         _gather("")  # no rank writes any more
-        self._why = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
-        # torch's writer does not say it
-        if _is_full(self._parent) and os.strerror(errno.ENOSPC) not in self._why:
-            self._why += f"; {os.strerror(errno.ENOSPC)}"
+        self._failure = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
+        # torch's writer does not mention a full disk.
+        if _is_full(self._parent) and os.strerror(errno.ENOSPC) not in self._failure:
+            self._failure += f"; {os.strerror(errno.ENOSPC)}"
         if dist.get_rank() == 0:
             store.abandon(self._parent, version)
             logger.error(
                 "checkpoint %s could not be written (%s); the run goes on, and the next one is "
                 "tried when it is due; usable: %s",
                 self._parent / store.directory_name(version),
-                self._why,
+                self._failure,
                 self._usable(),
             )
         return version
@@ -299,32 +305,35 @@ def _is_full(directory: Path) -> bool:
 
 
 def _all_or_none(action: Callable[[], T]) -> T:
-    """Run on all ranks, of which none goes on where one has met a UserError."""
-    values, mine = [], ""
+    """Runs an action on all ranks; raises DataError on all if one has met a UserError."""
+    values: list[T] = []
+    mine = ""
     try:
         values.append(action())
     except UserError as error:
         mine = str(error)
-    if failed := [word for word in _gather(mine) if word]:
-        raise DataError(mine or failed[0])
+    failures = [reason for reason in _gather(mine) if reason]
+    if failures:
+        raise DataError(mine or failures[0])
     return values[0]
 
 
 def _together(action: Callable[[], None]) -> dict[int, str]:
-    """Run on all ranks; the reasons of those where it failed, known to all."""
+    """Runs an action on all ranks; returns the reasons of those where it failed, on all ranks."""
     reason = ""
     try:
         action()
     except (OSError, WriteFailed) as error:
         reason = root_cause(error) if isinstance(error, OSError) else str(error)
-    return {rank: word for rank, word in enumerate(_gather(reason)) if word}
+    return {rank: text for rank, text in enumerate(_gather(reason)) if text}
 
 
-def _gather(word: str) -> list[str]:
-    """Every rank's word, cut to a fixed length, on all ranks."""
-    data = word.encode()[:_REASON_BYTES]
+def _gather(text: str) -> list[str]:
+    """Returns the texts of all ranks, each cut to a fixed length, on all ranks."""
+    data = text.encode()[:_REASON_BYTES]
     mine = torch.zeros(_REASON_BYTES, dtype=torch.uint8)
-    mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
-    all_words = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_words, mine)
-    return [bytes(words.tolist()).rstrip(b"\0").decode(errors="replace") for words in all_words]
+    if data:
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    texts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(texts, mine)
+    return [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in texts]

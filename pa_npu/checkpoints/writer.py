@@ -1,4 +1,4 @@
-"""Running a rank's write in the background, by a forked process with a deadline."""
+"""Runs a rank's write in the background: a forked process with a deadline."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ _REASON_BYTES = 4000  # less than a pipe holds, so that the writer never waits f
 
 
 class WriteFailed(Exception):
-    """This rank's files could not be written; the message says why."""
+    """This rank's files could not be written; the message states the reason."""
 
 
 class Forked:
-    """A write in a forked process, which has this one's memory as it was: training may change the
-    weights meanwhile. It dies with this process, so that no writer of a killed run interferes with
-    the next one. Raises WriteFailed when it cannot be started."""
+    """A write in a forked process.
+
+    The process has this one's memory as it was, so training may change the weights meanwhile. It
+    dies with this process, so that no writer of a killed run interferes with the next one. Raises
+    WriteFailed if it cannot be started.
+    """
 
     def __init__(self, write: Callable[[], None], timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -42,10 +45,10 @@ class Forked:
         os.close(write_end)
 
     def poll(self) -> bool:
-        """Whether the write is done. Raises WriteFailed."""
+        """Returns whether the write is done. Raises WriteFailed."""
         if self._ended:
             return True
-        # select.select takes no descriptor beyond 1,023, and a trainer may have as many
+        # select.select takes no descriptor beyond 1,023, which a trainer may exceed.
         end = select.poll()
         end.register(self._read_end, select.POLLIN)
         readable = end.poll(0)
@@ -66,15 +69,16 @@ class Forked:
         return False
 
     def cancel(self) -> None:
-        """Stop, if it still runs; nothing is written afterwards."""
+        """Stops the write, if it still runs; nothing is written afterwards."""
         if not self._ended:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             self._reap()
 
     def _reap(self) -> int | None:
-        """The end of a process that has closed its pipe or was killed; None where the kernel does
-        not let it go.
+        """Returns the exit status of a process that has closed its pipe or was killed.
+
+        Returns None if the kernel does not end it.
         """
         os.close(self._read_end)
         self._ended = True
@@ -88,18 +92,22 @@ class Forked:
 
 
 def root_cause(error: BaseException) -> str:
-    """The operating system's word for it where there is one below torch's."""
+    """Returns the operating system's reason below torch's error, if there is one."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror + (f": {cause.filename}" if cause.filename else "")
+            if not cause.filename:
+                return cause.strerror
+            return f"{cause.strerror}: {cause.filename}"
         cause = cause.__cause__ or cause.__context__
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _child(write: Callable[[], None], write_end: int, parent: int) -> None:
-    """Only reads memory and writes files: no collective, no device call, no thread pool of the
-    parent's survives a fork.
+    """Runs the write in the child process, and ends it.
+
+    It only reads memory and writes files: no collective, device call or thread pool of the parent
+    survives a fork.
     """
     word = b""
     try:
@@ -112,7 +120,7 @@ def _child(write: Callable[[], None], write_end: int, parent: int) -> None:
             write()
             word = _WRITTEN
     except BaseException as error:
-        # handed over, and raised there; nothing of the parent's stack may run on in the child
+        # Raised by the parent in `poll`; nothing of the parent's stack may go on in the child.
         word = root_cause(error).encode()[:_REASON_BYTES]
     finally:
         with contextlib.suppress(OSError):

@@ -144,7 +144,7 @@ class IterationOnEngines:
             self.pace.window,
             deadline_s=config.rollout.request_timeout_s,
             again_deadline_s=source.planner.engine_wait_s,
-            what=f"group {index} of iteration {iteration}",
+            label=f"group {index} of iteration {iteration}",
             version=self.version,
         ) as session:
             answers = answers_of(source.environment)

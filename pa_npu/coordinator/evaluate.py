@@ -168,7 +168,7 @@ class Evaluator:
             self._window,
             deadline_s=config.rollout.request_timeout_s,
             again_deadline_s=config.deadlines.engine_wait_s,
-            what=f"question {number} of {name} at version {version}",
+            label=f"question {number} of {name} at version {version}",
         ) as session:
             for kind, count, sampling in self._kinds:
                 generate = GroupGenerate(session, seed, sampling)

@@ -105,7 +105,7 @@ async def run(config: Config) -> None:
     if build_algorithm(config).samples_from == "rows":
         await run_on_rows(config)
         return
-    spec = ModelSpec.of(config)
+    spec = ModelSpec.from_config(config)
     store = store_address()
     # reward functions are users' code, and inherit the environment
     key = os.environ.pop(KEY_VARIABLE, None)

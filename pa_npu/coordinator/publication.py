@@ -32,7 +32,8 @@ from pa_npu.control.milestones import Milestones
 from pa_npu.control.tasks import TaskScope, cancel
 from pa_npu.coordinator.record import BorderOutcome
 from pa_npu.data.prompts import Prompt
-from pa_npu.engines.membership import Fleet, Member
+from pa_npu.engines.member import Member
+from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
 from pa_npu.publish.coordinator_side import CoordinatorPublish, EnginesHold
 from pa_npu.publish.messages import READY

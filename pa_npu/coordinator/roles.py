@@ -249,7 +249,7 @@ class Roles(Variant):
         begin_s = time.perf_counter()
         seats = {seat for unit in units for seat in unit.engines}
         self.pool.devices.move(seats)
-        await self.pool.hand_on(seats, self.config.rollout.probe_timeout_s)
+        await self.pool.vacate(seats, self.config.rollout.probe_timeout_s)
         await self.pool.sleep(seats)
         for unit in units:
             self._train(unit)

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 async def run_on_rows(config: Config) -> None:
     """Everything from an empty event loop to the last evaluation."""
-    spec = ModelSpec.of(config)
+    spec = ModelSpec.from_config(config)
     store = store_address()
     first = first_version(config)
     limit_s = config.run.startup_timeout_s

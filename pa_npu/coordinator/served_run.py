@@ -281,7 +281,7 @@ class ServedRun(Variant):
             self._window,
             deadline_s=self.config.rollout.request_timeout_s,
             again_deadline_s=self.config.deadlines.engine_wait_s,
-            what="a sample for another program",
+            label="a sample for another program",
         ) as session:
             return await session.generate(prompt, n, seed, sampling)
 

@@ -1,8 +1,9 @@
-"""EngineClient: the coordinator's client of one engine that answers as vLLM's server does, with the workers' calls of this package.
+"""EngineClient: the coordinator's client of one engine that answers as vLLM's server does.
 
-A client belongs to one start of one engine: it remembers which start answered first, and an answer
-of another one is EngineGone. It remembers which weight version it had it load; a response generated
-by another version is InvariantViolation (I1).
+The workers' calls are those of this package (weight_calls.py). A client belongs to one start of one
+engine: it remembers which start answered first, and raises EngineGone for the answer of another
+one. It also remembers which weight version it let the engine load, and raises InvariantViolation
+for a response that another version generated (I1).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from pa_npu.engines.http_server import (
 )
 from pa_npu.engines.live_weights import LiveReport
 from pa_npu.engines.protocol import (
-    NOTHING,
+    NO_TOKENS,
     EngineCapabilities,
     EngineError,
     EngineGone,
@@ -59,43 +60,47 @@ _KEEP_ALIVE_S = 2.0
 _READ_BUFFER_BYTES = 2**20
 _GET_TIMEOUT_S = 10.0
 _UNAUTHORISED = 401
-# The size of an answer at most, where nothing else is said.
+# Largest size of an answer, where no other is given.
 ANSWER_BYTES = 2**24
 _READY_PAUSE_S = 0.25
 _CAPABILITIES_WITHIN_S = 60.0
 _WORKERS_ANSWER_S = 10.0
-# Between looks whether a version has been received.
-_SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.02, 0.5
-# Of an answer with routes, beside them.
+# Pauses between two requests whether a version has been received.
+_SHORTEST_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 0.5
+# Of an answer with routes, beside the routes.
 _FRAME_BYTES = 2**16
 _PROBE_PROMPT = np.zeros(1, np.int32)
 _PROBE_SAMPLING = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=False)
-# Of an answer, beside ANSWER_BYTES: so much per token that was asked for and per token of the
-# prompt, which is echoed. A token takes 80 to 200 bytes (its text three times, its log-prob twice);
-# more is no answer of an engine.
-_TOKEN_BYTES, _PROMPT_TOKEN_BYTES = 2048, 16
+# Size of an answer beside ANSWER_BYTES, per token that is asked for and per token of the prompt,
+# which is echoed. A token takes 80 to 200 bytes (its text three times, its log-prob twice); an
+# engine never answers with more.
+_TOKEN_BYTES = 2048
+_PROMPT_TOKEN_BYTES = 16
 
 
 class EngineClient:
-    """RolloutEngine over OpenAI-like paths and those of vLLM's development mode.
+    """A RolloutEngine behind OpenAI-like paths and those of vLLM's development mode.
 
     Owns its connections: use `async with` in the event loop.
 
-    url: http://host:port. vocab_size: every token id must be below it. api_key: None takes
-    VLLM_API_KEY, if set. kind: of the engine, the value of rollout.backend.
+    Args:
+        url: http://host:port.
+        vocab_size: every token id must be below it.
+        api_key: None takes VLLM_API_KEY, if set.
+        kind: of the engine, the value of rollout.backend.
     """
 
     def __init__(
         self, url: str, vocab_size: int, api_key: str | None = None, kind: str = "vllm"
     ) -> None:
         self.name = url.rstrip("/")
-        key = api_key or os.environ.get(KEY_VARIABLE)
-        self._headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {key}"} if key else {}
-        )
+        self._headers = {"Content-Type": "application/json"}
+        if key := api_key or os.environ.get(KEY_VARIABLE):
+            self._headers["Authorization"] = f"Bearer {key}"
         self._session: aiohttp.ClientSession | None = None
         self._instance: str | None = None
-        self._responses: set[aiohttp.ClientResponse] = set()  # that are being read
+        self._responses: set[aiohttp.ClientResponse] = set()  # those that are being read
         self._vocab_size = vocab_size
         self._kind = kind
         self._asked_to_load = False
@@ -123,17 +128,23 @@ class EngineClient:
         sampling: Sampling,
         *,
         deadline_s: float,
-        written: npt.NDArray[np.int32] = NOTHING,
+        written: npt.NDArray[np.int32] = NO_TOKENS,
     ) -> list[Generation]:
         body = encode_request(prompt_tokens, n, seed, sampling, written)
-        given = len(prompt_tokens) + len(written)
-        most = ANSWER_BYTES + n * (_TOKEN_BYTES * sampling.max_tokens + _PROMPT_TOKEN_BYTES * given)
+        num_given = len(prompt_tokens) + len(written)
+        max_bytes = ANSWER_BYTES
+        max_bytes += n * (_TOKEN_BYTES * sampling.max_tokens + _PROMPT_TOKEN_BYTES * num_given)
         if sampling.routes is not None:
-            most += n * (sampling.max_tokens + given) * sampling.routes.most_bytes
+            max_bytes += n * (sampling.max_tokens + num_given) * sampling.routes.most_bytes
         self._generating += 1
         try:
             data, headers = await self._request(
-                "POST", "/v1/completions", body, deadline_s, most_bytes=most, keep_connection=True
+                "POST",
+                "/v1/completions",
+                body,
+                deadline_s,
+                max_bytes=max_bytes,
+                keep_connection=True,
             )
         finally:
             self._generating -= 1
@@ -141,58 +152,62 @@ class EngineClient:
         generations = decode_response(data, n, sampling, self._vocab_size, self.name, version)
         if sampling.routes is None:
             return generations
-        return await self._with_routes(generations, data, given, sampling.routes, deadline_s)
+        return await self._with_routes(generations, data, num_given, sampling.routes, deadline_s)
 
     async def _with_routes(
         self,
         generations: list[Generation],
         data: bytes,
-        given: int,
+        num_given: int,
         routes: Routes,
         deadline_s: float,
     ) -> list[Generation]:
-        """The generations with the routes of what they were given, so many tokens, and of their
-        own. data: the answer.
+        """Returns the generations with the routes of all their tokens.
+
+        Args:
+            generations: the n responses of one request.
+            data: body of the engine's answer.
+            num_given: tokens of the prompt and of the beginning of the response.
+            routes: the column.
+            deadline_s: of a further request to the workers, if the answer has no routes.
         """
         try:
             request, recorded = recorded_routes(data, routes.layers)
             if recorded is None:
-                asked = [request, len(generations), given]
-                most = (
-                    _FRAME_BYTES
-                    + sum(given + len(one.tokens) for one in generations) * routes.most_bytes
+                arguments = [request, len(generations), num_given]
+                num_tokens = sum(num_given + len(response.tokens) for response in generations)
+                results, _ = await self._on_workers(
+                    "pa_routes",
+                    arguments,
+                    deadline_s,
+                    max_bytes=_FRAME_BYTES + num_tokens * routes.most_bytes,
                 )
-                (first, *_), _ = await self._on_workers(
-                    "pa_routes", asked, deadline_s, most_bytes=most
-                )
-                shared = base64.b64decode(first["given"], validate=True)
-                recorded = [
-                    np.frombuffer(shared + base64.b64decode(own, validate=True), "<u2")
-                    for own in first["own"]
-                ]
+                recorded = _decoded_routes(results[0])
             if len(recorded) != len(generations):
                 raise ValueError(f"{len(recorded)} of {len(generations)} responses")
-        except (KeyError, ValueError, TypeError) as error:
+        except (IndexError, KeyError, ValueError, TypeError) as error:
             raise EngineError(
                 f"engine {self.name}: its answer has no routes ({type(error).__name__}: {error}); "
                 "does it record them?"
             ) from None
         size = int(np.prod(routes.column.shape))
-        # it may have computed more than it answers, behind a text that ends a response
-        ends = [(given + len(one.tokens)) * size for one in generations]
-        return [
-            with_routes(one, found.reshape(-1)[:end], given, routes, self.name)
-            for one, found, end in zip(generations, recorded, ends, strict=True)
-        ]
+        completed = []
+        for response, ids in zip(generations, recorded, strict=True):
+            # The engine may have computed more than it answers, behind a text that ends a response.
+            end = (num_given + len(response.tokens)) * size
+            completed.append(
+                with_routes(response, ids.reshape(-1)[:end], num_given, routes, self.name)
+            )
+        return completed
 
-    async def hand_on(self, *, deadline_s: float) -> None:
-        # new requests wait between the two; releases differ in the names of modes, and `abort` is
-        # the default of all
+    async def cut_responses(self, *, deadline_s: float) -> None:
+        # New requests wait between the two. Releases differ in the names of modes; `abort` is the
+        # default of all.
         await self._request("POST", "/pause?mode=abort&clear_cache=false", None, deadline_s)
         await self._request("POST", "/resume", None, deadline_s)
 
     async def sleep(self, *, deadline_s: float) -> None:
-        # level 2 keeps no weights, of which the next load brings all anyway
+        # Level 2 keeps no weights: the next load brings all of them anyway.
         await self._request("POST", "/sleep?level=2", None, deadline_s)
 
     async def wake(self, *, deadline_s: float) -> None:
@@ -204,21 +219,23 @@ class EngineClient:
     async def load_weights(
         self, version: int, *, deadline_s: float, begins_within_s: float | None = None
     ) -> LoadedWeights:
-        args = [version] if begins_within_s is None else [version, begins_within_s]
-        return await self._load("pa_receive", args, deadline_s)
+        arguments: list[Any] = [version]
+        if begins_within_s is not None:
+            arguments.append(begins_within_s)
+        return await self._load("pa_receive", arguments, deadline_s)
 
     async def prepare_weights(self, version: int, *, deadline_s: float) -> LoadedWeights:
         end_s = time.monotonic() + deadline_s
         await self._on_workers("pa_prepare", [version], deadline_s)
-        pause_s = _SHORTEST_LOOK_S
+        pause_s = _SHORTEST_PAUSE_S
         while (left_s := end_s - time.monotonic()) > 0:
-            # workers answer between two steps, which a look costs little of
+            # Workers answer between two steps, so that a request costs little.
             results, _ = await self._on_workers("pa_prepared", [version], left_s)
             loaded = self._loaded(results)
             if None not in loaded.versions:
                 return loaded
             await asyncio.sleep(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         raise DeadlineExceeded(
             f"engine {self.name}: it did not receive weight version {version} within "
             f"{deadline_s:g} s"
@@ -228,19 +245,22 @@ class EngineClient:
         return await self._load("pa_swap", [version], deadline_s)
 
     async def _load(self, method: str, args: Sequence[Any], deadline_s: float) -> LoadedWeights:
-        """Return what a load answers, if the server says the same of itself; responses must be by
-        that version from here on.
+        """Returns the answer to a load, if the server states the same version.
+
+        From here on responses must be by that version.
         """
-        self._asked_to_load, self._version = True, None
+        self._asked_to_load = True
+        self._version = None
         results, headers = await self._on_workers(method, args, deadline_s)
-        loaded, said = self._loaded(results), said_version(headers)
-        if set(loaded.versions) != {said}:
+        loaded = self._loaded(results)
+        stated = stated_version(headers)
+        if set(loaded.versions) != {stated}:
             raise EngineError(
                 f"engine {self.name}: its workers hold weight versions {list(loaded.versions)}, "
                 f"but its server says {headers.get(VERSION_HEADER, 'nothing')}; was it started "
                 "with the command of this package?"
             )
-        self._version = said
+        self._version = stated
         return loaded
 
     async def loaded_weights(self, *, deadline_s: float) -> LoadedWeights:
@@ -263,9 +283,9 @@ class EngineClient:
         )
 
     def _live(self, results: Sequence[dict[str, Any]]) -> tuple[LiveReport, ...]:
-        """Returns what every worker says that it holds; empty unless all of them say it.
+        """Returns the workers' reports of what they hold; empty unless all workers report.
 
-        Raises EngineError for another form.
+        Raises EngineError for a report of another form.
         """
         answers = [result.get("live") for result in results]
         if None in answers:
@@ -278,18 +298,22 @@ class EngineClient:
             ) from None
 
     async def _on_workers(
-        self, method: str, args: Sequence[Any], deadline_s: float, **limits: Any
+        self, method: str, args: Sequence[Any], deadline_s: float, max_bytes: int = ANSWER_BYTES
     ) -> tuple[list[dict[str, Any]], Mapping[str, str]]:
-        """The results of a method of the workers, in rank order, and the answer's headers. limits:
-        as of `_request`.
+        """Calls a method of the workers.
 
-        The deadline stays here: a `timeout` given to vLLM shifts every later reply by one when it
-        fires. After DeadlineExceeded the engine is in an unknown state and must be killed.
+        Returns the results in rank order, and the answer's headers.
+
+        The deadline stays in this client: a `timeout` given to vLLM shifts every later reply by one
+        when it fires. After DeadlineExceeded the engine is in an unknown state and must be killed.
         """
-        body = json.dumps({"method": method, "args": list(args)}).encode()
-        what = f"{method} on its workers"
         data, headers = await self._request(
-            "POST", "/collective_rpc", body, deadline_s, what=what, **limits
+            "POST",
+            "/collective_rpc",
+            json.dumps({"method": method, "args": list(args)}).encode(),
+            deadline_s,
+            action=f"{method} on its workers",
+            max_bytes=max_bytes,
         )
         results = decode_object(data, self.name).get("results")
         if not isinstance(results, list) or not all(isinstance(result, dict) for result in results):
@@ -302,13 +326,12 @@ class EngineClient:
         except DeadlineExceeded:
             if not self._generating:
                 raise
-            # where the batch is full, the token waits for its turn; workers answer between two
-            # steps
+            # If the batch is full, the token waits for its turn; workers answer between two steps.
             await self.loaded_weights(deadline_s=min(deadline_s, _WORKERS_ANSWER_S))
 
     async def check_health(self, *, deadline_s: float) -> int | None:
         _, headers = await self._request("GET", OPEN_PATH, None, deadline_s)
-        return said_version(headers)
+        return stated_version(headers)
 
     async def wait_ready(self, *, deadline_s: float) -> EngineCapabilities:
         start = time.monotonic()
@@ -320,42 +343,44 @@ class EngineClient:
                 reason = str(error)
                 await asyncio.sleep(min(_READY_PAUSE_S, left_s))
             else:
-                # a server that serves may have lost its workers a moment ago, and then never
-                # answers
+                # A server may have lost its workers a moment ago, and then never answers.
                 return await self._capabilities(min(left_s, _CAPABILITIES_WITHIN_S))
         raise DeadlineExceeded(
             f"engine {self.name}: not ready after {deadline_s:g} s ({reason}); see the engine's log"
         )
 
     async def _capabilities(self, deadline_s: float) -> EngineCapabilities:
-        """Ask an engine that serves what it can do."""
+        """Asks a ready engine for its abilities."""
         data, _ = await self._request("GET", "/version", None, deadline_s)
         version = decode_object(data, self.name).get("version")
         workers, _ = await self._on_workers("pa_version", [], deadline_s)
-        able = {
-            name: all(worker.get(said) is True for worker in workers)
-            for name, said in (
-                ("continues", "continues"),
-                ("sleeps", "sleeps"),
-                ("records_routes", "routes"),
-            )
-        }
-        return EngineCapabilities(self._kind, str(version), num_workers=len(workers), **able)
+
+        def all_can(ability: str) -> bool:
+            return all(worker.get(ability) is True for worker in workers)
+
+        return EngineCapabilities(
+            kind=self._kind,
+            version=str(version),
+            num_workers=len(workers),
+            continues=all_can("continues"),
+            sleeps=all_can("sleeps"),
+            records_routes=all_can("routes"),
+        )
 
     def _check_version(self, headers: Mapping[str, str]) -> int | None:
-        """The version that the engine says it generated by.
+        """Returns the version that the engine states for its responses.
 
-        Raises InvariantViolation where it was given another.
+        Raises InvariantViolation if this client let it load another one.
         """
-        said = said_version(headers)
-        if self._asked_to_load and (said is None or said != self._version):
+        stated = stated_version(headers)
+        if self._asked_to_load and (stated is None or stated != self._version):
             published = "none completely" if self._version is None else str(self._version)
             raise InvariantViolation(
                 f"I1 version: engine {self.name} says that it generated by weight version "
                 f"{headers.get(VERSION_HEADER)}, but this run gave it {published}; does another "
                 "run use it?"
             )
-        return said
+        return stated
 
     async def _request(
         self,
@@ -364,18 +389,27 @@ class EngineClient:
         body: bytes | None,
         deadline_s: float,
         *,
-        what: str | None = None,
-        most_bytes: int = ANSWER_BYTES,
+        action: str | None = None,
+        max_bytes: int = ANSWER_BYTES,
         keep_connection: bool = False,
     ) -> tuple[bytes, Mapping[str, str]]:
-        """Body and headers of a 200 answer of this start of the engine. Everything else is an
-        EngineError, or DeadlineExceeded.
+        """Sends a request; returns body and headers of the answer.
 
-        keep_connection: for the next request. uvicorn ends it after an error of the workers, and a
-        request that meets that end looks like the death of the engine, so only what is asked often
-        keeps it.
+        Raises EngineError, or DeadlineExceeded, unless the answer has status 200 and comes from the
+        start of the engine that this client belongs to.
+
+        Args:
+            method: of HTTP.
+            path: behind the engine's URL.
+            body: JSON, or None.
+            deadline_s: seconds from now until the answer is complete.
+            action: the request, for messages; None: the path.
+            max_bytes: largest size of the answer.
+            keep_connection: for the next request. uvicorn ends it after an error of the workers,
+                and a request that meets that end looks like the death of the engine. So only
+                frequent requests keep it.
         """
-        what = what or path
+        action = action or path
         headers = {} if keep_connection else {"Connection": "close"}
         timeout = aiohttp.ClientTimeout(total=deadline_s)
         try:
@@ -389,25 +423,25 @@ class EngineClient:
             ) as response:
                 self._responses.add(response)
                 try:
-                    data = await read_at_most(response, most_bytes)
+                    data = await read_at_most(response, max_bytes)
                 finally:
                     self._responses.discard(response)
         except asyncio.TimeoutError:
             raise DeadlineExceeded(
-                f"engine {self.name}: {what} not answered within {deadline_s:g} s; it may hang"
+                f"engine {self.name}: {action} not answered within {deadline_s:g} s; it may hang"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             detail = str(error) or type(error).__name__
             raise EngineGone(
-                f"engine {self.name}: {what} failed ({detail}); it has probably died, see its log"
+                f"engine {self.name}: {action} failed ({detail}); it has probably died, see its log"
             ) from None
         except ValueError as error:
-            raise EngineError(f"engine {self.name}: {what}: {error}; is it an engine?") from None
+            raise EngineError(f"engine {self.name}: {action}: {error}; is it an engine?") from None
         if response.status != 200:
             excerpt = data[:300].decode("utf-8", "replace").strip()
-            # a server error is what the API process says when the engine behind it has died
+            # A 500 is what the API process answers when the engine behind it has died.
             kind = EngineGone if response.status >= 500 else EngineError
-            raise kind(f"engine {self.name}: {what} answered {response.status}: {excerpt}")
+            raise kind(f"engine {self.name}: {action} answered {response.status}: {excerpt}")
         self._recognise(response.headers.get(INSTANCE_HEADER))
         return data, response.headers
 
@@ -422,7 +456,7 @@ class EngineClient:
             )
 
     def _open_session(self) -> aiohttp.ClientSession:
-        # created on first use, because aiohttp binds a session to the running loop
+        # Created on first use: aiohttp binds a session to the running loop.
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
@@ -437,27 +471,46 @@ class EngineClient:
 
 
 def _memory(results: Sequence[dict[str, Any]]) -> MemoryPeak | None:
-    """Read the engine's memory peak: the first worker speaks for the host, each for its own device.
+    """Returns the engine's memory peak; None if the workers do not report it.
 
-    None where they do not say.
+    The first worker reports for the host, each worker for its own device.
     """
-    said = [memory for result in results if isinstance(memory := result.get("memory"), dict)]
-    host, device = (
-        [n for memory in said if type(n := memory.get(key)) is int] for key in ("host", "device")
-    )
-    return MemoryPeak(sum(host), max(device, default=None)) if host else None
+    host: list[int] = []
+    device: list[int] = []
+    for result in results:
+        memory = result.get("memory")
+        if not isinstance(memory, dict):
+            continue
+        for peaks, key in ((host, "host"), (device, "device")):
+            if type(memory.get(key)) is int:
+                peaks.append(memory[key])
+    if not host:
+        return None
+    return MemoryPeak(sum(host), max(device, default=None))
 
 
-def said_version(headers: Mapping[str, str]) -> int | None:
-    """None for no version, for one that changed while the answer was made, and for what is none."""
-    said = headers.get(VERSION_HEADER, NO_VERSION)
-    return int(said) if said.isascii() and said.isdecimal() and len(said) < 19 else None
+def _decoded_routes(result: Mapping[str, Any]) -> list[npt.NDArray[np.uint16]]:
+    """Returns the routes of each response from the first worker's answer to pa_routes, flat."""
+    given = base64.b64decode(result["given"], validate=True)
+    texts = [base64.b64decode(text, validate=True) for text in result["own"]]
+    return [np.frombuffer(given + text, "<u2") for text in texts]
+
+
+def stated_version(headers: Mapping[str, str]) -> int | None:
+    """Returns the weight version that an answer's headers state.
+
+    Returns None for no version, for one that changed while the answer was made, and for anything
+    that is no version.
+    """
+    text = headers.get(VERSION_HEADER, NO_VERSION)
+    is_version = text.isascii() and text.isdecimal() and len(text) < 19
+    return int(text) if is_version else None
 
 
 def served_model(url: str, key: str) -> str:
-    """The model directory that an engine was started with.
+    """Returns the model directory that an engine was started with.
 
-    Raises OSError or ValueError where it does not say.
+    Raises OSError or ValueError if the engine does not name it.
     """
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     status, body = bounded_get(f"{url}/v1/models", headers, _GET_TIMEOUT_S)

@@ -1,7 +1,7 @@
-"""JSON of /v1/completions as vLLM's server has it: building the request, decoding and checking the response.
+"""The JSON of /v1/completions as vLLM's server has it: encodes requests, decodes and checks responses.
 
-A response that anything uses has a length within what was asked for, token ids within the
-vocabulary and possible log-probs.
+A checked response has a length within what was asked for, token ids within the vocabulary, and
+possible log-probs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.engines.protocol import NOTHING, EngineError, Generation, Sampling
+from pa_npu.engines.protocol import NO_TOKENS, EngineError, Generation, Sampling
 from pa_npu.samples.routes import NO_ROUTE, Routes
 
 SERVED_MODEL = "policy"
@@ -28,7 +28,7 @@ SERVED_MODEL = "policy"
 _LOGPROB_ROUNDING = 1e-4
 # vLLM replaces -inf by this, which a sampled token cannot have.
 _LOGPROB_CLAMP = -9999.0
-# abort: how vLLM ends what it hands on
+# abort: how vLLM ends a response that is cut
 _REASONS: dict[str | None, Literal["stop", "length", "cut"]] = {
     "stop": "stop",
     "length": "length",
@@ -71,13 +71,13 @@ def encode_request(
     n: int,
     seed: int,
     sampling: Sampling,
-    written: npt.NDArray[np.int32] = NOTHING,
+    written: npt.NDArray[np.int32] = NO_TOKENS,
 ) -> bytes:
-    """Every sampling parameter is explicit, so that no generation_config.json of a model changes
-    the distribution.
+    """Returns the body of a request for n responses.
 
-    written: the beginning of the one response that is asked for, which the engine computes as a
-    part of the prompt.
+    Every sampling parameter is explicit, so that no generation_config.json of a model changes the
+    distribution. `written`: the beginning of the one response that is asked for, which the engine
+    computes as a part of the prompt.
     """
     body: dict[str, Any] = {
         "model": SERVED_MODEL,
@@ -93,17 +93,20 @@ def encode_request(
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "ignore_eos": sampling.ignore_eos,
-        "stop_token_ids": [] if sampling.ignore_eos else list(sampling.stop_token_ids),
+        "stop_token_ids": list(sampling.stop_token_ids),
         "return_token_ids": True,
     }
+    if sampling.ignore_eos:
+        body["stop_token_ids"] = []
     if sampling.stop:
-        # the text is what the tokens say, the stop included, so that nothing is lost between text
-        # and tokens
+        # The text includes the stop, so that text and tokens say the same.
         body |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
     if sampling.logprobs:
         body["logprobs"] = 0
-    # vllm/streams.py and vllm/routes.py, which run in the engine
-    extra = {"drawn": len(written)} if len(written) else {}
+    # Read by vllm/streams.py and vllm/routes.py, which run in the engine.
+    extra: dict[str, int] = {}
+    if len(written):
+        extra["drawn"] = len(written)
     if sampling.routes is not None:
         extra["routes"] = 1
     if extra:
@@ -119,9 +122,9 @@ def decode_response(
     engine: str,
     version: int | None = None,
 ) -> list[Generation]:
-    """The n responses in order of their seeds.
+    """Returns the n responses in order of their seeds.
 
-    Raises EngineError when a count, length, id or value is impossible.
+    Raises EngineError if a count, length, id or value is impossible.
     """
     try:
         choices = _decoder.decode(data).choices
@@ -138,16 +141,16 @@ def decode_response(
 def recorded_routes(
     data: bytes, layers: Sequence[int]
 ) -> tuple[str, list[npt.NDArray[np.uint16]] | None]:
-    """(the answer's id, each response's routes uint16 [tokens, layers, experts per token], where
-    the engine answers with them).
+    """Returns the answer's id, and each response's routes if the answer has them.
 
-    layers: those with experts; the engine may have rows for all. Raises ValueError where these are
-    no arrays.
+    The routes of a response are uint16 [tokens, layers, experts per token].
+
+    `layers`: those with experts; the engine may send rows for all layers. Raises ValueError if the
+    routes are no such arrays.
     """
     answer = _decoder.decode(data)
-    texts = [
-        choice.routed_experts for choice in sorted(answer.choices, key=lambda choice: choice.index)
-    ]
+    choices = sorted(answer.choices, key=lambda choice: choice.index)
+    texts = [choice.routed_experts for choice in choices]
     if None in texts:
         return answer.id, None
     arrays = []
@@ -166,7 +169,7 @@ def recorded_routes(
 
 
 def _routes_array(data: bytes) -> npt.NDArray[Any]:
-    """The array of an .npy file that is exactly so long as its header says.
+    """Returns the array of an .npy file that has exactly the length that its header states.
 
     Raises ValueError for anything else.
     """
@@ -204,38 +207,38 @@ def checked_generations(
     engine: str,
     version: int | None = None,
 ) -> list[Generation]:
-    """All responses of an answer, in order. Raises EngineError when a length, id, value or reason
-    is impossible.
+    """Returns all responses of an answer, in order.
 
-    Arrays are made and checked for all together, which is several times cheaper than one by one,
-    and cut apart.
+    Arrays are made and checked for all responses together, which is several times cheaper than one
+    by one, and are cut apart then.
+
+    Raises EngineError if a length, id, value or reason is impossible.
     """
     for number, response in enumerate(responses):
         if problem := _problem(response, sampling):
             raise EngineError(f"engine {engine}: response {number} {problem}")
     bounds = [0, *accumulate(len(response.token_ids) for response in responses)]
-    tokens = _checked_tokens(
-        [response.token_ids for response in responses], bounds, vocab_size, engine
-    )
+    token_ids = [response.token_ids for response in responses]
+    tokens = _checked_tokens(token_ids, bounds, vocab_size, engine)
     logprobs = np.empty(0, np.float32)
     if sampling.logprobs:
-        logprobs = _checked_logprobs(
-            [response.token_logprobs for response in responses], bounds, engine
-        )
-    return [
-        Generation(
+        values = [response.token_logprobs for response in responses]
+        logprobs = _checked_logprobs(values, bounds, engine)
+    generations = []
+    for response, (start, end) in zip(responses, pairwise(bounds), strict=True):
+        generation = Generation(
             tokens=tokens[start:end],
             logprobs=logprobs[start:end],
             text=response.text,
             finish_reason=_REASONS[response.finish_reason],
             version=version,
         )
-        for response, (start, end) in zip(responses, pairwise(bounds), strict=True)
-    ]
+        generations.append(generation)
+    return generations
 
 
 def _problem(response: Answered, sampling: Sampling) -> str | None:
-    """Name what is wrong with the shape of a response; None where nothing is."""
+    """Returns what is wrong with the shape of a response; None if nothing is."""
     length = len(response.token_ids)
     reason = _REASONS.get(response.finish_reason)
     if reason is None:
@@ -243,7 +246,8 @@ def _problem(response: Answered, sampling: Sampling) -> str | None:
             f"ended with reason {response.finish_reason!r} instead of stop or length; see the "
             "engine's log"
         )
-    if not (0 if reason == "cut" else 1) <= length <= sampling.max_tokens:
+    min_tokens = 0 if reason == "cut" else 1
+    if not min_tokens <= length <= sampling.max_tokens:
         return f"has {length} tokens, must be 1 to {sampling.max_tokens}"
     if sampling.logprobs and len(response.token_logprobs) != length:
         return f"has {len(response.token_logprobs)} log-probs for {length} tokens"
@@ -254,8 +258,8 @@ def _checked_tokens(
     token_ids: Sequence[Sequence[int]], bounds: list[int], vocab_size: int, engine: str
 ) -> npt.NDArray[np.int32]:
     try:
-        # fromiter, told the type and the length, takes two thirds of the time of array, which looks
-        # for them first
+        # fromiter, with type and length given, takes two thirds of the time of array, which has to
+        # find them first.
         tokens = np.fromiter(chain.from_iterable(token_ids), np.int64, bounds[-1])
     except OverflowError:
         raise EngineError(
@@ -274,7 +278,7 @@ def _checked_tokens(
 def _checked_logprobs(
     values: Sequence[Sequence[float]], bounds: list[int], engine: str
 ) -> npt.NDArray[np.float32]:
-    # what float32 cannot hold becomes infinite, and is refused below
+    # A value that float32 cannot hold becomes infinite, and is refused below.
     with np.errstate(over="ignore"):
         logprobs = np.fromiter(chain.from_iterable(values), np.float32, bounds[-1])
     # NaN fails both comparisons
@@ -292,26 +296,32 @@ def _checked_logprobs(
 def with_routes(
     generation: Generation,
     recorded: npt.NDArray[np.uint16],
-    given: int,
+    num_given: int,
     routes: Routes,
     engine: str,
 ) -> Generation:
-    """The generation with the routes that an engine recorded of it, from its prompt's first token
-    on; tokens beyond have none.
+    """Returns the generation with the routes that an engine recorded, from the prompt's first token.
 
-    recorded: uint16 of any shape, NO_ROUTE for a token without. given: tokens of prompt and
-    beginning.
-    Raises EngineError where these are no routes.
+    Tokens beyond those recorded get no routes.
+
+    Args:
+        generation: a response.
+        recorded: expert ids, uint16 of any shape; NO_ROUTE for a token without routes.
+        num_given: tokens of the prompt and of the beginning of the response.
+        routes: the column.
+        engine: its name, for messages.
+
+    Raises EngineError if the ids are no routes of this model.
     """
-    column, length = routes.column, given + len(generation.tokens)
-    if (
-        recorded.size % int(np.prod(column.shape))
-        or len(rows := recorded.reshape(-1, *column.shape)) > length
-    ):
+    column = routes.column
+    length = num_given + len(generation.tokens)
+    per_token = int(np.prod(column.shape))
+    if recorded.size % per_token or recorded.size > length * per_token:
         raise EngineError(
             f"engine {engine}: {recorded.size} expert ids for {length} tokens of "
             f"{list(column.shape)}; does it serve another model?"
         )
+    rows = recorded.reshape(-1, *column.shape)
     if rows.size and rows.max() >= routes.num_experts:
         of_tokens = rows.reshape(len(rows), -1)
         wrong = (of_tokens >= routes.num_experts).any(axis=1) & (of_tokens != NO_ROUTE).any(axis=1)
@@ -322,17 +332,17 @@ def with_routes(
                 "experts; does it serve another model?"
             )
     values = column.blank(length)
-    values[: len(rows)] = rows.astype(column.type)  # NO_ROUTE becomes what the column has for none
+    values[: len(rows)] = rows.astype(column.type)  # NO_ROUTE becomes the column's `elsewhere`
     return replace(generation, columns={**generation.columns, column: values})
 
 
 def _response_at(position: int, bounds: list[int]) -> int:
-    """The number of the response that has this token of all."""
+    """Returns the number of the response that has the token at `position` among all tokens."""
     return bisect_right(bounds, position) - 1
 
 
 def decode_object(data: bytes, engine: str) -> dict[str, Any]:
-    """The JSON object of an answer that is no response, {} where its body is empty.
+    """Returns the JSON object of an answer that is no response; {} if its body is empty.
 
     Raises EngineError.
     """
@@ -348,5 +358,5 @@ def decode_object(data: bytes, engine: str) -> dict[str, Any]:
 
 
 def excerpt(data: bytes) -> str:
-    """The beginning of an answer, for messages."""
+    """Returns the beginning of an answer, for messages."""
     return data[:200].decode("utf-8", "replace")

@@ -1,11 +1,11 @@
-"""A group's requests to the engine that it has been given: moved where that engine is gone or rests, joined where several wrote.
+"""GroupSession: a group's requests to its engine, moved to another one if that engine is gone or rests.
 
 A slow engine gets more time, one that hangs is given up, and no group takes for ever.
 
-An engine that is asked to hand on ends every response in flight as it stands (finish_reason `cut`).
-The next engine gets the tokens so far, computes them once, and samples from the same place of the
-same random stream, so that the response is the one that it would have been. Where that cannot be,
-the response is generated again from its seed, which gives the same one too.
+When an engine has to cut its responses, it ends each as it stands (finish_reason `cut`). The next
+engine gets the tokens so far, computes them once, and samples from the same place of the same
+random stream, so that the response is the one that it would have been. Where an engine cannot
+continue, the response is generated again from its seed, which gives the same one too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy.typing as npt
 from pa_npu.config.sections.rollout import SLOWEST_TOKEN_S
 from pa_npu.control.tasks import cancel, gather
 from pa_npu.engines.protocol import (
-    NOTHING,
+    NO_TOKENS,
     EngineError,
     EngineGone,
     Generation,
@@ -41,23 +41,27 @@ logger = logging.getLogger(__name__)
 Decode = Callable[[Sequence[int]], str]
 """Tokens to text, special tokens left out."""
 
-# Responses may be handed on unbegun whenever a device changes its role. An engine that does so of
-# itself is broken.
+# A response may be cut before its first token whenever a device changes its role. An engine that
+# cuts by itself is broken.
 _MAX_UNASKED = 16
-# A request that so many engines died of is the cause, not the victim.
+# A request that killed so many engines is the cause, not the victim.
 _MAX_SENDS = 4
 
 
 class GroupSession:
-    """A group's requests, one or many, to the engine it has been given, and to another where that
-    one is gone.
+    """A group's requests to its engine, and to another one if that is gone.
 
-    What comes back is the same wherever it comes from, because it follows from the seed. Use it
-    with `with`: the end closes the lease.
+    Responses are the same from every engine, because they follow from the seed. Use it with `with`:
+    the end closes the lease.
 
-    deadline_s: of a request, after which the engine must show that it works. again_deadline_s: of
-    the wait for another engine.
-    what: the group, for messages. version: that writes it; None: any.
+    Args:
+        pool: of the engines.
+        lease: the room that the group was admitted with.
+        window: as for EnginePool.admit.
+        deadline_s: of a request, after which the engine must show that it works.
+        again_deadline_s: of the wait for another engine.
+        label: the group, for messages.
+        version: the weight version that has to write it; None: any.
     """
 
     def __init__(
@@ -68,22 +72,22 @@ class GroupSession:
         *,
         deadline_s: float,
         again_deadline_s: float,
-        what: str = "a group",
+        label: str = "a group",
         version: int | None = None,
     ) -> None:
         self.lease = lease
-        """The one that the group has, or had last."""
+        """The group's present or last one."""
         self._pool = pool
         self._window = window
         self._deadline_s = deadline_s
         self._again_deadline_s = again_deadline_s
-        self._what = what
+        self._label = label
         self._version = version
         self._moving = asyncio.Lock()
         self._tokens = 0
-        self._unasked = 0  # responses that an engine handed on unbegun, which did not rest
+        self._unasked = 0  # responses cut before their first token by an engine that did not rest
         self._seats = lease.sequences
-        # responses that were asked for and are not there; those of a request that failed among them
+        # Responses that were asked for and are not there, those of a failed request included.
         self._open = 0
 
     def __enter__(self) -> GroupSession:
@@ -97,49 +101,47 @@ class GroupSession:
     async def generate(
         self, prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling
     ) -> list[Generation]:
-        """n responses to these tokens; several requests of a group may be on their way at the same
-        time.
+        """Returns n responses to these tokens; several requests may be in flight at the same time.
 
-        Raises InvariantViolation where the engine does not say which weight version wrote one:
-        nobody else can (I1).
+        Raises InvariantViolation if the engine does not state which weight version wrote a
+        response: nobody else can (I1).
         """
         self._open += n
         generations = await self._ask(prompt_tokens, n, seed, sampling)
-        cut = _cut(generations)
-        self._open -= n - len(cut)
-        if cut:
-            several = enumerate(generations)
+        num_cut = len(_cut(generations))
+        self._open -= n - num_cut
+        if num_cut:
             generations = await gather(
-                [self._go_on(g, prompt_tokens, seed + i, sampling) for i, g in several]
+                [
+                    self._continue(response, prompt_tokens, seed + number, sampling)
+                    for number, response in enumerate(generations)
+                ]
             )
-        self._tokens += sum([len(generation.tokens) for generation in generations])
+        self._tokens += sum([len(response.tokens) for response in generations])
         return list(generations)
 
-    async def _go_on(
+    async def _continue(
         self,
         response: Generation,
         prompt_tokens: npt.NDArray[np.int32],
         seed: int,
         sampling: Sampling,
     ) -> Generation:
-        """The whole of a response that an engine may have handed on, and the next one again."""
+        """Returns the whole of a response, which may have been cut several times."""
         if response.finish_reason != "cut":
             return response
         begun: Generation | None = None
         while response.finish_reason == "cut":
             if begun is None or len(response.tokens):
-                whole = response if begun is None else joined(begun, response, None)
-                # a text that ends a response may lie across the cut, where no engine would find it
-                begun = (
-                    whole
-                    if self._pool.continues and not sampling.stop and len(whole.tokens)
-                    else None
-                )
-            written = NOTHING if begun is None else begun.tokens
+                whole = response if begun is None else join_parts(begun, response, None)
+                # A text that ends a response may lie across the cut, where no engine would find it.
+                can_continue = self._pool.continues and not sampling.stop
+                begun = whole if can_continue and len(whole.tokens) else None
+            written = NO_TOKENS if begun is None else begun.tokens
             rest = replace(sampling, max_tokens=sampling.max_tokens - len(written))
             (response,) = await self._ask(prompt_tokens, 1, seed, rest, written)
         self._open -= 1
-        return response if begun is None else joined(begun, response, self._pool.decode)
+        return response if begun is None else join_parts(begun, response, self._pool.decode)
 
     async def _ask(
         self,
@@ -147,13 +149,13 @@ class GroupSession:
         n: int,
         seed: int,
         sampling: Sampling,
-        written: npt.NDArray[np.int32] = NOTHING,
+        written: npt.NDArray[np.int32] = NO_TOKENS,
     ) -> list[Generation]:
         for sends in count(1):
             await self._leave_resting()
             engine = self.lease.engine
             try:
-                with self._pool.asking(engine):
+                with self._pool.count_request(engine):
                     generations = await generate_patiently(
                         engine,
                         prompt_tokens,
@@ -163,12 +165,12 @@ class GroupSession:
                         written=written,
                         deadline_s=self._deadline_s,
                         probe_timeout_s=self._pool.probe_timeout_s,
-                        what=self._what,
+                        label=self._label,
                     )
             except EngineGone as error:
                 if sends == _MAX_SENDS:
                     raise EngineError(
-                        f"{self._what}: {sends} engines were lost while they generated it, the "
+                        f"{self._label}: {sends} engines were lost while they generated it, the "
                         f"last: {error}"
                     ) from None
                 if not await self._move_from(engine, str(error)):
@@ -177,21 +179,22 @@ class GroupSession:
                 if None in [generation.version for generation in generations]:
                     raise InvariantViolation(
                         f"I1 version: engine {engine.name} does not say which weight version wrote "
-                        f"its responses for {self._what}; its client must put the version that the "
+                        f"its responses for {self._label}; its client must put the version that the "
                         "engine itself names into every Generation"
                     )
-                if (cut := _cut(generations)) and not self._pool.rests(engine):
-                    self._unasked += sum(not len(one.tokens) for one in cut)
+                cut = _cut(generations)
+                if cut and not self._pool.is_resting(engine):
+                    self._unasked += sum(len(response.tokens) == 0 for response in cut)
                 if self._unasked > _MAX_UNASKED * self._seats:
                     raise EngineError(
-                        f"engine {engine.name}: it ended responses of {self._what} {self._unasked} "
-                        "times unbegun; see its log"
+                        f"engine {engine.name}: it ended responses of {self._label} "
+                        f"{self._unasked} times unbegun; see its log"
                     )
                 return generations
         raise AssertionError("unreachable: the loop ends by return or raise")
 
     async def _move_from(self, lost: RolloutEngine, reason: str) -> bool:
-        """Leave an engine that is gone; false where nobody replaces engines.
+        """Leaves an engine that is gone; returns False if nobody replaces engines.
 
         The first of the group's requests does it for all.
         """
@@ -205,28 +208,26 @@ class GroupSession:
         return True
 
     async def _leave_resting(self) -> None:
-        """Go to another engine where the group's has handed its responses on, with room for what is
-        asked for there.
-        """
-        moves = self._moving.locked() or self._pool.rests(self.lease.engine)
+        """Moves to another engine if the present one rests; takes room for all open responses."""
+        moves = self._moving.locked() or self._pool.is_resting(self.lease.engine)
         if not moves and self.lease.sequences >= self._num_open:
             return
         async with self._moving:
-            if self._pool.rests(self.lease.engine):
+            if self._pool.is_resting(self.lease.engine):
                 self.lease.close(self._tokens)
                 self._tokens = 0
                 await self._admit_again()
-            elif (
-                self.lease.sequences < self._num_open
-            ):  # more of it than had been asked for when it moved here
-                self.lease.hold(self._num_open)
+            elif self.lease.sequences < self._num_open:
+                # More was asked for since it moved here.
+                self.lease.resize(self._num_open)
 
     @property
     def _num_open(self) -> int:
         return min(max(1, self._open), self._seats)
 
     async def _admit_again(self) -> None:
-        first, tokens = self.lease.first, self.lease.tokens * self._num_open // self.lease.sequences
+        first = self.lease.first
+        tokens = self.lease.tokens * self._num_open // self.lease.sequences
         self.lease = await self._pool.admit(
             self._num_open,
             tokens,
@@ -239,13 +240,14 @@ class GroupSession:
 
 
 def _cut(generations: Sequence[Generation]) -> list[Generation]:
-    """Those that an engine handed on."""
-    return [one for one in generations if one.finish_reason == "cut"]
+    """Returns the responses that an engine has cut."""
+    return [response for response in generations if response.finish_reason == "cut"]
 
 
-def joined(first: Generation, rest: Generation, decode: Decode | None) -> Generation:
-    """One response of two parts; rest begins where `first` was cut. decode: None leaves their texts
-    side by side.
+def join_parts(first: Generation, rest: Generation, decode: Decode | None) -> Generation:
+    """Returns one response of two parts; `rest` begins where `first` was cut.
+
+    `decode`: None joins their texts as they are.
     """
     tokens = np.concatenate([first.tokens, rest.tokens])
     text = first.text + rest.text
@@ -261,9 +263,9 @@ def joined(first: Generation, rest: Generation, decode: Decode | None) -> Genera
 
 
 class GroupTooLong(UserError):
-    """An engine that works did not finish a group within the limit.
+    """A working engine did not finish a group within the limit.
 
-    Another would not either: responses follow from the seed.
+    Another one would not either: responses follow from the seed.
     """
 
 
@@ -276,33 +278,40 @@ async def generate_patiently(
     *,
     deadline_s: float,
     probe_timeout_s: float,
-    what: str,
-    written: npt.NDArray[np.int32] = NOTHING,
+    label: str,
+    written: npt.NDArray[np.int32] = NO_TOKENS,
 ) -> list[Generation]:
-    """engine.generate, and past deadline_s a probe: one that answers it has SLOWEST_TOKEN_S more
-    for every token of a response.
+    """Generates as engine.generate does; a slow engine that answers a probe gets more time.
 
-    written: as in RolloutEngine.generate. what: the group, for messages. Raises EngineGone when the
-    engine does not answer the probe, GroupTooLong at the limit.
+    It gets SLOWEST_TOKEN_S more for every token of a response.
+
+    Args:
+        engine: to ask.
+        prompt_tokens, n, seed, sampling, written: as for RolloutEngine.generate.
+        deadline_s: seconds until the engine is probed.
+        probe_timeout_s: of the probe.
+        label: the group, for messages.
+
+    Raises EngineGone if the engine does not answer the probe, GroupTooLong at the limit.
     """
     more = {"written": written} if len(written) else {}
     limit_s = deadline_s + SLOWEST_TOKEN_S * sampling.max_tokens
     loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()  # by the request, or by who watches it
+    # Set by the request, or by its watcher.
+    ended: asyncio.Future[None] = loop.create_future()
     watching: list[asyncio.Task[None]] = []
 
     def watch() -> None:
-        of = f"{n} responses of up to {sampling.max_tokens} tokens"
-        watching.append(
-            loop.create_task(_watch(ended, engine, deadline_s, limit_s, probe_timeout_s, what, of))
-        )
+        responses = f"{n} responses of up to {sampling.max_tokens} tokens"
+        work = _watch(ended, engine, deadline_s, limit_s, probe_timeout_s, label, responses)
+        watching.append(loop.create_task(work))
 
-    # past the limit the request is cancelled here, so that its own deadline never comes first
+    # Past the limit the request is cancelled here, so that its own deadline never comes first.
     request = loop.create_task(
         engine.generate(prompt_tokens, n, seed, sampling, deadline_s=2 * limit_s, **more)
     )
     request.add_done_callback(lambda _: None if ended.done() else ended.set_result(None))
-    # nearly every request ends before, and needs no other task
+    # Nearly every request ends before its deadline, and needs no second task.
     timer = loop.call_later(deadline_s, watch)
     try:
         await ended
@@ -318,26 +327,27 @@ async def _watch(
     deadline_s: float,
     limit_s: float,
     probe_timeout_s: float,
-    what: str,
-    of: str,
+    label: str,
+    responses: str,
 ) -> None:
-    """Ends a request that has passed its deadline by the reason, if its engine does not answer, or
-    not within the limit.
+    """Ends a request past its deadline, with the reason.
+
+    The reason is that its engine does not answer, or does not finish within the limit.
     """
     try:
-        await _probe(engine, deadline_s, probe_timeout_s, what)
+        await _probe(engine, deadline_s, probe_timeout_s, label)
         logger.warning(
             "%s is slow: engine %s works, but has not finished it after %g s "
             "(rollout.request_timeout_s); waiting up to %g s",
-            what,
+            label,
             engine.name,
             deadline_s,
             limit_s,
         )
         await asyncio.sleep(limit_s - deadline_s)
-        await _probe(engine, limit_s, probe_timeout_s, what)
+        await _probe(engine, limit_s, probe_timeout_s, label)
         raise GroupTooLong(
-            f"{what} is too long: engine {engine.name} works, but has not finished {of} within "
+            f"{label} is too long: engine {engine.name} works, but has not finished {responses} within "
             f"{limit_s:g} s; raise rollout.request_timeout_s (now {deadline_s:g}), or lower "
             "rollout.window or rollout.max_response_tokens"
         )
@@ -346,11 +356,11 @@ async def _watch(
             ended.set_exception(error)
 
 
-async def _probe(engine: RolloutEngine, waited_s: float, timeout_s: float, what: str) -> None:
+async def _probe(engine: RolloutEngine, waited_s: float, timeout_s: float, label: str) -> None:
     try:
         await engine.probe(deadline_s=timeout_s)
     except (EngineError, DeadlineExceeded) as error:
         raise EngineGone(
-            f"engine {engine.name}: {what} not answered within {waited_s:g} s, nor a probe after "
+            f"engine {engine.name}: {label} not answered within {waited_s:g} s, nor a probe after "
             f"it: {error}"
         ) from None

@@ -1,13 +1,14 @@
-"""Duties of every engine's HTTP server: it asks for the API key and says who answers. Standard library only.
+"""Duties of every engine's HTTP server: it checks the API key and names itself. Standard library only.
 
-Every path but /health wants the key, which is the environment's VLLM_API_KEY and travels as
-`Authorization: Bearer KEY`. Every answer carries two headers, so that whoever asks need not believe
-its own records (I1):
+Every path but /health needs the key, which is the environment's VLLM_API_KEY and travels as
+`Authorization: Bearer KEY`. Every answer carries two headers, so that a client need not believe its
+own records (I1):
 
     pa-instance         random per start: after a restart an engine has the weights of its model
                         directory again
-    pa-weight-version   of the weights loaded last; `none` before, and while or after a load that
-                        did not succeed; `changed` where it was another one when the request came
+    pa-weight-version   version of the weights loaded last; `none` before the first load, and during
+                        or after a load that did not succeed; `changed` if it was another one when
+                        the request came
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ CHANGED_VERSION = "changed"
 
 
 def authorised(authorization: Iterable[bytes], key: str) -> bool:
-    """Whether the one Authorization header of a request carries the key; takes the same time for
-    every wrong key.
+    """Returns whether the one Authorization header of a request carries the key.
+
+    Takes the same time for every wrong key.
     """
     values = list(authorization)
     if len(values) != 1 or not key:
@@ -44,15 +46,15 @@ def authorised(authorization: Iterable[bytes], key: str) -> bool:
     return scheme.lower() == b"bearer" and hmac.compare_digest(sent, key.encode())
 
 
-class Identity:
-    """Which start of an engine this is, and the weight version that it holds."""
+class EngineIdentity:
+    """The identity of a start of an engine, and the weight version that it holds."""
 
     def __init__(self) -> None:
         self.instance = secrets.token_hex(8)
         self.version: int | None = None
 
     def headers(self, version_before: int | None) -> dict[str, str]:
-        """Make the headers of an answer. version_before: what `version` was when the request came."""
+        """Returns headers of an answer. `version_before`: `version` when the request came."""
         version = NO_VERSION if self.version is None else str(self.version)
         return {
             INSTANCE_HEADER: self.instance,

@@ -1,15 +1,19 @@
-"""The fleet: which engines belong to the run, which of them serve, and how an engine comes to serve or stops serving.
+"""The fleet: which engines belong to the run, and which of them serve.
 
-    starting ──answers──> ready ──next publish, or late delivery──> serving ──wants to leave──> leaving ──nothing in flight──> left
-        ^                   └─ asleep until that publish <──its device trains──┤
-        └───started again──────── gone <──request or probe fails───────────────┘
+    starting ──answers──> ready ──next publish, or late delivery──> serving ──wants to leave──┐
+        ^                   └─ asleep until that publish <──its device trains──┤              │
+        └───started again──────── gone <──request or probe fails───────────────┘           leaving
+                                                                                              │
+                                                            left <──nothing in flight─────────┘
 
-Engines appear in the roster, which the launcher and engines that join write. The fleet makes a
-client for each start of each engine, and lets the pool give it requests once it holds the
-iteration's weights (I1). While it serves, it is probed by generating a token, because its health
-page stays green when its worker hangs. When it is gone, the launcher is asked for a replacement, if
-the engine was started by the launcher; else it has left. An engine that joins serves from the next
-publish on. It may want to leave in any state.
+Engines appear in the roster, which the launcher and joining engines write. The fleet makes a client
+for each start of each engine. It lets the pool give an engine requests once the engine holds the
+iteration's weights (I1).
+
+A serving engine is probed by generating a token, because its health page stays green when its
+worker hangs. When it is gone, the launcher is asked for a replacement if the launcher started it;
+else it has left. An engine that joins serves from the next publish on. An engine may want to leave
+in any state.
 """
 
 from __future__ import annotations
@@ -19,16 +23,16 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 from pa_npu.config.sections.rollout import RolloutConfig
 from pa_npu.control.messages import EngineRunsOn
 from pa_npu.control.roster import Entry, Roster
 from pa_npu.control.tasks import cancel, gather
+from pa_npu.engines.member import Member, check_capabilities
 from pa_npu.engines.pool import EnginePool
-from pa_npu.engines.protocol import EngineCapabilities, EngineError, EngineGone, RolloutEngine
+from pa_npu.engines.protocol import EngineError, EngineGone, RolloutEngine
 from pa_npu.errors import ConfigError, DeadlineExceeded, PaNpuError
 
 logger = logging.getLogger(__name__)
@@ -37,40 +41,10 @@ _LOOK_EVERY_S = 0.25
 _GREETING_S = 2.0
 
 
-@dataclass(eq=False)
-class Member:
-    """One start of one engine, with its own client, so that a late answer of an earlier start is
-    not mistaken for its answer.
-
-    index: in the roster. generation: counts its starts. restarts: whether the launcher starts it
-    again when it is gone.
-    shared: it is on a trainer's device. sleep: that puts it to sleep; None while it is awake.
-    """
-
-    index: int
-    generation: int
-    restarts: bool
-    engine: RolloutEngine
-    shared: bool = False
-    state: Literal["starting", "ready", "serving", "leaving", "gone"] = "starting"
-    capabilities: EngineCapabilities | None = None  # once it is ready
-    probed_s: float = field(default_factory=time.monotonic)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    sleep: asyncio.Task[None] | None = None
-
-    @property
-    def name(self) -> str:
-        return self.engine.name
-
-    @property
-    def sleeps(self) -> bool:
-        """Whether it can."""
-        return self.capabilities is not None and self.capabilities.sleeps
-
-
 DeliverLate = Callable[[Member, int], Awaitable[bool]]
-"""Gives an engine the weights of a version while its iteration runs; returns False where the trainers
-have gone on already.
+"""Gives an engine the weights of a version while its iteration runs.
+
+Returns False if the trainers have begun the next iteration already.
 """
 
 
@@ -87,8 +61,13 @@ class _Running:
 class Fleet:
     """Owns the membership of `pool`. Use it with `async with`, inside the event loop.
 
-    make_engine: the client of the engine at a URL. needs_routes: whether engines must record them.
-    startup_timeout_s: run.startup_timeout_s, within which an engine becomes ready.
+    Args:
+        config: of the rollout.
+        pool: of the engines that serve.
+        roster: of the engines that the run has.
+        make_engine: makes the client of the engine at a URL.
+        needs_routes: whether engines must record the experts of tokens.
+        startup_timeout_s: run.startup_timeout_s, within which an engine must become ready.
     """
 
     def __init__(
@@ -109,13 +88,13 @@ class Fleet:
         self._members: dict[int, Member] = {}
         self._running: _Running | None = None  # None between two iterations
         self._border = asyncio.Lock()
-        self._counted: list[Member] = []  # on which a publish, or a late delivery, counts
+        self._counted: list[Member] = []  # members that a publish or a late delivery waits for
         self._changed = asyncio.Event()
         self._failure: PaNpuError | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Fleet:
-        self._pool.on_lost = self.lost
+        self._pool.on_lost = self.report_lost
         self._pool.on_sleep = self.sleep
         for entry in self._roster.entries():
             if entry.shared:
@@ -131,24 +110,23 @@ class Fleet:
 
     @property
     def size(self) -> int:
-        """Engines with devices of their own: those that serve, and those that are being started or
-        replaced.
-        """
+        """The number of engines with devices of their own, those that start included."""
         return sum(not member.shared for member in self._members.values())
 
     async def wait_all_ready(self) -> None:
-        """At the start of a run: wait until every engine answers."""
+        """Waits until every engine answers, at the start of a run."""
         deadline = time.monotonic() + self._startup_timeout_s
-        while late := [
-            member.name
-            for member in self._members.values()
-            if member.state not in ("ready", "serving")
-        ]:
+        while late := self._not_ready():
             await self._wait_change(deadline, f"engines {', '.join(late)} to become ready")
 
+    def _not_ready(self) -> list[str]:
+        members = self._members.values()
+        return [member.name for member in members if member.state not in ("ready", "serving")]
+
     def check_sleep(self) -> None:
-        """Raises ConfigError where an engine that is ready cannot sleep, though there is no room
-        for it beside its trainer.
+        """Raises ConfigError if a ready engine cannot sleep.
+
+        Call it if there is no room for engines beside their trainers.
         """
         for member in self._members.values():
             if member.capabilities is not None and not member.sleeps:
@@ -158,39 +136,40 @@ class Fleet:
                 )
 
     def run_on(self) -> tuple[EngineRunsOn, ...]:
-        """List what the engines that are ready say they are, in the order of the roster."""
-        ready = [(member, member.capabilities) for _, member in sorted(self._members.items())]
-        return tuple(
-            EngineRunsOn(
+        """Returns what each ready engine runs on, in the order of the roster."""
+        runs_on = []
+        for _, member in sorted(self._members.items()):
+            if member.capabilities is None:
+                continue
+            engine_runs_on = EngineRunsOn(
                 member.name,
-                found.kind,
-                found.version,
+                member.capabilities.kind,
+                member.capabilities.version,
                 self._config.settings_of(member.index).device,
             )
-            for member, found in ready
-            if found is not None
-        )
+            runs_on.append(engine_runs_on)
+        return tuple(runs_on)
 
     async def members(self) -> list[Member]:
-        """The members that can take part in a publish, in the order of the roster; waits until
-        there is one.
+        """Returns the members that can take part in a publish, in the order of the roster.
 
-        Until the border ends none of them leaves.
+        Waits until there is one. None of them leaves until the border ends.
         """
         deadline = time.monotonic() + self._startup_timeout_s
-        while not (
-            ready := [
-                m for _, m in sorted(self._members.items()) if m.state in ("ready", "serving")
-            ]
-        ):
+        while not (ready := self._in_state("ready", "serving")):
             await self._wait_change(deadline, "an engine that can take weights")
         self._counted = ready
         return ready
 
+    def _in_state(self, *states: str) -> list[Member]:
+        members = [member for _, member in sorted(self._members.items())]
+        return [member for member in members if member.state in states]
+
     @asynccontextmanager
     async def border(self) -> AsyncIterator[None]:
-        """The time between two iterations, without late deliveries and probes: an engine that loads
-        weights answers no probe.
+        """Encloses the time between two iterations, which has no late deliveries and no probes.
+
+        An engine that loads weights answers no probe.
         """
         await self._look_for_joiners()
         async with self._border:
@@ -204,23 +183,23 @@ class Fleet:
                 self._counted = []
 
     async def _look_for_joiners(self) -> None:
-        """Let engines that joined before a publish take part in it: they answer already, so that
-        this waits briefly.
+        """Lets engines that joined before a publish take part in it.
+
+        They answer already, so that this waits briefly.
         """
         if self._roster.changed():
             self._update()
-        new = {
-            task
-            for member in self._members.values()
-            if member.state == "starting" and not member.restarts
-            for task in member.tasks
-        }
+        new: set[asyncio.Task[None]] = set()
+        for member in self._members.values():
+            if member.state == "starting" and not member.restarts:
+                new |= member.tasks
         if new:
             await asyncio.wait(new, timeout=_GREETING_S)
 
     def serve(self, members: Sequence[Member], version: int, deliver_late: DeliverLate) -> None:
-        """These members hold `version`, whose iteration begins; engines that come late get it from
-        `deliver_late`.
+        """Lets members serve that hold `version`, whose iteration begins.
+
+        `deliver_late` gives it to engines that come late.
         """
         for member in members:
             if member.state in ("ready", "serving"):
@@ -228,52 +207,44 @@ class Fleet:
         self._running = _Running(version, deliver_late)
 
     async def sleep(self, places: Collection[int]) -> None:
-        """The devices of these engines, which have nothing in flight, train until `wake`: engines
-        give their memory back.
+        """Lets engines give their memory back: their devices train until `wake`.
 
-        One that is being started is waited for, and one that is gone starts when there is room for
-        it. Nothing where engines cannot sleep. Raises DeadlineExceeded.
+        The engines, named by their places, have nothing in flight. One that is being started is
+        waited for. One that is gone starts again when there is room for it. Does nothing if engines
+        cannot sleep. Raises DeadlineExceeded.
         """
-        if self._config.sleep is False or not any(
-            member.sleeps for member in self._members.values()
-        ):
+        can_sleep = any(member.sleeps for member in self._members.values())
+        if self._config.sleep is False or not can_sleep:
             return
-        places = {
-            place for place in places if place in self._members and self._members[place].shared
-        }
+        members = self._members
+        places = {place for place in places if place in members and members[place].shared}
         for place in self._pool.devices.lend(places):
             self._roster.lend_device(place, to_trainer=True)
         deadline = time.monotonic() + self._startup_timeout_s
         while True:
-            members = [member for place, member in sorted(self._members.items()) if place in places]
-            for member in members:
+            affected = [member for place, member in sorted(members.items()) if place in places]
+            for member in affected:
                 if member.state in ("ready", "serving") and member.sleep is None:
                     member.sleep = self._start(member, partial(self._put_to_sleep, member), "sleep")
-            awake = [
-                one
-                for one in members
-                if one.state == "starting" or not (one.sleep is None or one.sleep.done())
-            ]
+            awake = [member.name for member in affected if member.is_falling_asleep]
             if not awake:
                 return
-            await self._wait_change(
-                deadline, f"engines {', '.join(one.name for one in awake)} to sleep"
-            )
+            await self._wait_change(deadline, f"engines {', '.join(awake)} to sleep")
 
     @property
-    def lends(self) -> bool:
+    def has_lent_devices(self) -> bool:
         """Whether a trainer has a device alone, on which an engine sleeps or would sleep."""
         return self._pool.devices.any_lent
 
-    def take_devices(self) -> None:
-        """No device trains any more: engines may start there."""
+    def reclaim_devices(self) -> None:
+        """Lets engines start again on devices that trained."""
         for place in self._pool.devices.take_back():
             self._roster.lend_device(place, to_trainer=False)
 
     async def wake(self, member: Member) -> None:
-        """It takes its memory again where it gave it back, asked by an earlier coordinator perhaps.
+        """Lets an engine that sleeps take its memory again.
 
-        Raises EngineError, DeadlineExceeded.
+        An earlier coordinator may have put it to sleep. Raises EngineError, DeadlineExceeded.
         """
         if member.sleeps:
             await member.engine.wake(deadline_s=self._config.probe_timeout_s)
@@ -281,7 +252,7 @@ class Fleet:
 
     async def _put_to_sleep(self, member: Member) -> None:
         try:
-            # a probe, a late delivery; each has a deadline
+            # A probe or a late delivery; each has a deadline.
             if others := member.tasks - {asyncio.current_task()}:
                 await asyncio.wait(others)
             self._pool.suspend(member.engine)
@@ -290,17 +261,18 @@ class Fleet:
             if member.sleeps:
                 await member.engine.sleep(deadline_s=self._config.probe_timeout_s)
         except (EngineError, DeadlineExceeded) as error:
-            await self.lost(member.engine, str(error))
+            await self.report_lost(member.engine, str(error))
         finally:
             asyncio.get_running_loop().call_soon(self._changed.set)
 
     def serving(self) -> list[Member]:
-        """The members that generate now, in the order of the roster."""
-        return [member for _, member in sorted(self._members.items()) if member.state == "serving"]
+        """Returns the members that generate now, in the order of the roster."""
+        return self._in_state("serving")
 
     def catch_up(self, members: Sequence[Member]) -> None:
-        """After a border: of these members whoever serves holds an older version; it gets the
-        border's, as one that comes late.
+        """After a border, gives its version to those of these members that serve an older one.
+
+        Each gets it as a late engine does.
         """
         for member in members:
             if member.state == "serving":
@@ -309,18 +281,18 @@ class Fleet:
                 self._start(member, partial(self._deliver, member), "catch up")
 
     async def check(self, members: Sequence[Member]) -> None:
-        """After a publish that failed: report the members as lost whose workers do not all answer."""
+        """After a failed publish, reports members as lost whose workers do not all answer."""
 
         async def ask(member: Member) -> None:
             try:
                 await member.engine.loaded_weights(deadline_s=self._config.probe_timeout_s)
             except (EngineError, DeadlineExceeded) as error:
-                await self.lost(member.engine, str(error))
+                await self.report_lost(member.engine, str(error))
 
         await gather([ask(member) for member in members])
 
-    async def lost(self, engine: RolloutEngine, reason: str) -> None:
-        """The engine is gone: end its requests and have it replaced.
+    async def report_lost(self, engine: RolloutEngine, reason: str) -> None:
+        """Ends the requests of an engine that is gone, and has it replaced.
 
         Further reports of the same start do nothing.
         """
@@ -353,7 +325,7 @@ class Fleet:
                 )
             )
 
-    async def _wait_change(self, deadline: float, what: str) -> None:
+    async def _wait_change(self, deadline: float, awaited: str) -> None:
         if self._failure is not None:
             raise self._failure
         if not self._members:
@@ -363,7 +335,7 @@ class Fleet:
             await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
         except asyncio.TimeoutError:
             raise DeadlineExceeded(
-                f"waited {self._startup_timeout_s:g} s for {what} (run.startup_timeout_s); see the "
+                f"waited {self._startup_timeout_s:g} s for {awaited} (run.startup_timeout_s); see the "
                 "engines' logs"
             ) from None
 
@@ -394,11 +366,11 @@ class Fleet:
 
     def _welcome(self, entry: Entry, predecessor: Member | None) -> None:
         member = Member(
-            entry.index,
-            entry.generation,
-            entry.restarts,
-            self._make_engine(entry.url),
-            entry.shared,
+            index=entry.index,
+            generation=entry.generation,
+            restarts=entry.restarts,
+            engine=self._make_engine(entry.url),
+            shared=entry.shared,
         )
         if predecessor is not None:
             logger.info("engine %s was started again", member.name)
@@ -419,24 +391,25 @@ class Fleet:
     async def _bring_up(self, member: Member, *, is_replacement: bool) -> None:
         try:
             member.capabilities = await member.engine.wait_ready(deadline_s=self._startup_timeout_s)
-            self._check_capabilities(member, member.capabilities)
+            self._pool.continues &= check_capabilities(
+                member, self._config, needs_routes=self._needs_routes
+            ).continues
             if member.state != "starting":  # it leaves already
                 return
             member.state = "ready"
             self._changed.set()
-            # one that joins inside an iteration serves from the next publish on; that is too late
-            # where engines have been asked to load it already, which can be long before the
-            # trainers are through
+            # An engine that joins inside an iteration serves from the next publish on. That is too
+            # late if engines have been asked to load already, which can be long before the trainers
+            # send.
             missed = self._border.locked()
             can_start = not self._pool.devices.is_lent(member.index)
-            wanted = (is_replacement or missed) and can_start
-            if wanted:
+            if (is_replacement or missed) and can_start:
                 await self._deliver(member)
         except (EngineError, DeadlineExceeded) as error:
-            await self.lost(member.engine, str(error))
+            await self.report_lost(member.engine, str(error))
 
     async def _deliver(self, member: Member) -> None:
-        """Gives a member that is ready the version of the iteration that runs."""
+        """Gives a ready member the version of the iteration that runs, inside the iteration."""
         try:
             async with self._border:
                 running = self._running
@@ -453,28 +426,10 @@ class Fleet:
                     )
                     self._serves(member, running.version)
         except (EngineError, DeadlineExceeded) as error:
-            await self.lost(member.engine, str(error))
-
-    def _check_capabilities(self, member: Member, found: EngineCapabilities) -> None:
-        """Raises ConfigError where the engine is not what the run needs, as one that was started
-        elsewhere may be.
-        """
-        if found.num_workers not in (None, self._config.tensor_parallel):
-            raise ConfigError(
-                f"engine {member.name} has {found.num_workers} workers, but "
-                f"rollout.tensor_parallel = {self._config.tensor_parallel}; start it with the "
-                "same, or change the key"
-            )
-        self._pool.continues &= found.continues
-        if self._needs_routes and not found.records_routes:
-            raise ConfigError(
-                f"engine {member.name} ({found.version}) does not say which experts a token took, "
-                "as algorithm.router_replay wants; set that to none, or use another release of the "
-                "engine"
-            )
+            await self.report_lost(member.engine, str(error))
 
     def _is_free(self, member: Member) -> bool:
-        """Whether the member may go: nothing is in flight on it, and no publish counts on it."""
+        """Returns whether a member may leave: it has nothing in flight, and no publish needs it."""
         return not self._pool.in_flight(member.engine) and member not in self._counted
 
     def _serves(self, member: Member, version: int) -> None:
@@ -491,7 +446,9 @@ class Fleet:
         try:
             await member.engine.probe(deadline_s=self._config.probe_timeout_s)
         except (EngineError, DeadlineExceeded) as error:
-            await self.lost(member.engine, f"it did not generate a token when probed: {error}")
+            await self.report_lost(
+                member.engine, f"it did not generate a token when probed: {error}"
+            )
 
     def _start(
         self, member: Member, work: Callable[[], Awaitable[None]], name: str
@@ -502,8 +459,9 @@ class Fleet:
         return task
 
     async def _or_fail(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work`, for which nobody waits: what it does not expect, the loss of the store for
-        example, ends the run.
+        """Runs `work`, for which nobody waits; an unexpected failure ends the run.
+
+        The loss of the store is such a failure.
         """
         try:
             await work()

@@ -1,10 +1,10 @@
-"""EnginePool: chooses an engine for every group, bounds what is in flight, and counts what each engine did.
+"""EnginePool: chooses an engine for every group, bounds what is in flight, and counts the work done.
 
-Admission is asked for in dispatch order by one task (the producer, or the evaluation), and returns
-a lease on the engine with the fewest in-flight tokens for its window among those with room
+One task (the producer, or the evaluation) asks for admission in dispatch order. Admission returns a
+lease on an engine: among those with room, the one with the fewest in-flight tokens for its window
 (pa_npu/dispatch/schedule.py). A group's session (group_session.py) sends its requests under the
-lease and closes it. What an engine lost while it had it is admitted again, before anything new.
-Which engines serve is the fleet's business (membership.py).
+lease and closes it. Groups that an engine lost are admitted again before anything new. The fleet
+decides which engines serve (membership.py).
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ Sleep = Callable[[Collection[int]], Awaitable[None]]
 CHANGING = -1
 """The version of an engine that exchanges its weights."""
 
-# Until a request that met an engine just as it handed on is on it too.
+# Within this time a request that was on its way to an engine as it cut its responses has arrived.
 _LATE_REQUEST_S = 0.05
 _USUAL = EngineSettings(engines=(0,))
 
 
 @dataclass
 class EngineUse:
-    """The use of one engine: what it has in flight and has done.
+    """The use of one engine: what is in flight on it, and what it has done.
 
     Totals only grow; callers take differences.
     """
 
     in_flight_sequences: int = 0
-    asked: int = 0
-    """Requests on their way."""
+    num_requests_sent: int = 0
+    """Requests that are not answered yet."""
     in_flight_tokens: int = 0
     requests: int = 0
     tokens: int = 0
@@ -60,22 +60,22 @@ class EngineUse:
     busy_s: float = 0.0
     """Time with anything in flight."""
     seat: int | None = None
-    """The engine's index, which its successor has too."""
+    """The engine's index; its successor has the same."""
     shared: bool = False
     """Whether the engine is on a trainer's device."""
     settings: EngineSettings = _USUAL
-    """The settings particular to it (rollout.engine_settings)."""
+    """Its own settings (rollout.engine_settings)."""
     version: int | None = None
-    """The weight version that it writes by; None where nobody has said, CHANGING while it changes.
-    """
+    """The weight version that it writes by; CHANGING during an exchange, None if unknown."""
     updated_s: float = field(default_factory=time.perf_counter)
 
     def advance(self, sequences: int = 0, tokens: int = 0) -> None:
-        """Account for the time since the last change, then change what is in flight."""
+        """Accounts for the time since the last change, then changes what is in flight."""
         now_s = time.perf_counter()
         elapsed_s = now_s - self.updated_s
         self.sequence_seconds += elapsed_s * self.in_flight_sequences
-        self.busy_s += elapsed_s if self.in_flight_sequences else 0.0
+        if self.in_flight_sequences:
+            self.busy_s += elapsed_s
         self.in_flight_sequences += sequences
         self.in_flight_tokens += tokens
         self.updated_s = now_s
@@ -97,22 +97,20 @@ class Lease:
         self._closed = False
         self.duration_s = 0.0
         self.first: Lease = self
-        """The one under which its group began, on this engine or another."""
+        """The lease that its group began under, on this engine or another."""
 
     def expect(self, tokens: int) -> None:
-        """Say how many tokens the lease's sequences are expected to have, where that was not known
-        at admission.
-        """
+        """Sets the estimate of the group's tokens, once the prompt is known."""
         self._use.advance(0, tokens - self.tokens)
         self.tokens = tokens
 
-    def hold(self, sequences: int) -> None:
-        """Hold so many sequences from here on, whether there is room or not."""
+    def resize(self, sequences: int) -> None:
+        """Sets the number of sequences that the lease has room for, whether there is room or not."""
         self._use.advance(sequences - self.sequences)
         self.sequences = sequences
 
     def close(self, response_tokens: int = 0) -> None:
-        """Give the room back; response_tokens were received. Further calls do nothing."""
+        """Gives the room back after `response_tokens` were received; may be called again."""
         if self._closed:
             return
         self._closed = True
@@ -127,9 +125,13 @@ class Lease:
 class EnginePool:
     """Several engines as one. Owns the clients: close it, or use `async with`.
 
-    probe_timeout_s: for an engine that has not answered by a request's deadline to show that it
-    works. decode: for the text of responses that several engines wrote. devices: which of their
-    devices decode; others get no group.
+    Args:
+        engines: that serve from the start.
+        probe_timeout_s: within which an engine that has not answered by a request's deadline must
+            show that it works.
+        decode: makes the text of responses that several engines wrote.
+
+    `devices` knows which of their devices decode; other devices get no group.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class EnginePool:
         self.probe_timeout_s = probe_timeout_s
         self.decode = decode
         self.continues = True
-        """Whether every engine goes on with what another one has begun."""
+        """Whether every engine can continue responses of another one."""
         self._engines = {engine.name: engine for engine in engines}
         self._uses = {engine.name: EngineUse() for engine in engines}
         if len(self._uses) != len(engines):
@@ -151,13 +153,13 @@ class EnginePool:
         self._serving = set(self._engines)
         self._room = asyncio.Event()
         self.devices = DeviceRoles(self._room.set)
-        self._again = 0  # admissions of what was lost that are waiting
+        self._num_again = 0  # waiting admissions of groups that an engine lost
         self._open: Counter[int | None] = Counter()  # sessions, by the version that writes for them
         self._failure: PaNpuError | None = None
         self.on_lost: OnLost | None = None
-        """Is told of engines that are gone, with the reason."""
+        """Called for engines that are gone, with the reason."""
         self.on_sleep: Sleep | None = None
-        """Puts engines to sleep."""
+        """Called to put engines to sleep."""
 
     async def __aenter__(self) -> EnginePool:
         return self
@@ -170,7 +172,7 @@ class EnginePool:
 
     @property
     def engines(self) -> tuple[RolloutEngine, ...]:
-        """Those that serve."""
+        """The engines that serve."""
         return tuple(engine for name, engine in self._engines.items() if name in self._serving)
 
     def add(
@@ -181,50 +183,53 @@ class EnginePool:
         shared: bool = False,
         settings: EngineSettings | None = None,
     ) -> None:
-        """One more engine; it does not serve yet. Arguments as of EngineUse."""
+        """Adds an engine, which does not serve yet. Arguments as for EngineUse."""
         self._engines[engine.name] = engine
         use = self._uses.setdefault(engine.name, EngineUse())
-        use.seat, use.shared = seat, shared
+        use.seat = seat
+        use.shared = shared
         if settings is not None:
             use.settings = settings
 
     async def remove(self, engine: RolloutEngine) -> None:
-        """It serves no more and is not counted from here on."""
+        """Removes an engine, which serves no more."""
         self.suspend(engine)
         del self._engines[engine.name]
         await engine.close()
 
     def serve(self, engine: RolloutEngine, version: int | None = None) -> None:
-        """It takes groups from here on. version: by which it writes them."""
+        """Lets an engine take groups, and write them by `version`."""
         self._serving.add(engine.name)
         self.set_version(engine, version)
 
     def set_version(self, engine: RolloutEngine, version: int | None) -> None:
-        """By which an engine writes from here on; with CHANGING it takes no group that a version
-        has to write.
+        """Sets the version that an engine writes by.
+
+        With CHANGING it takes no group that has to be written by a particular version.
         """
         self._uses[engine.name].version = version
         self._room.set()
 
     def suspend(self, engine: RolloutEngine) -> None:
-        """Admit nothing more to it; what it has in flight goes on."""
+        """Stops admission to an engine; what it has in flight goes on."""
         self._serving.discard(engine.name)
-        self._room.set()  # where it was the last that writes by a version, later ones may do
+        # If it was the last one that writes by a version, later ones may write its groups.
+        self._room.set()
 
     async def report_lost(self, engine: RolloutEngine, reason: str) -> bool:
-        """An engine is gone; false where nobody asked to be told."""
+        """Reports that an engine is gone; returns False if nobody replaces engines."""
         if self.on_lost is None:
             return False
         await self.on_lost(engine, reason)
         return True
 
     def fail(self, error: PaNpuError) -> None:
-        """No engine will ever serve again: every admission raises this."""
+        """Lets every admission raise this error: no engine will ever serve again."""
         self._failure = error
         self._room.set()
 
     def in_flight(self, engine: RolloutEngine) -> int:
-        """Sequences in flight on one engine."""
+        """Returns the number of sequences in flight on an engine."""
         return self._uses[engine.name].in_flight_sequences
 
     async def admit(
@@ -237,37 +242,42 @@ class EnginePool:
         again: bool = False,
         version: int | None = None,
     ) -> Lease:
-        """Wait until an engine has room for `sequences` more, of about `tokens` together, and take
-        it.
+        """Waits until an engine has room, and returns a lease on it.
 
-        window: the most sequences in flight on an engine, by its name, asked anew whenever room
-        appears; one with a window of its own has no more than that. An idle engine takes anything,
-        so that a group larger than the window still runs. version: by which the engine must write;
-        None: any. Call it from one task only, in dispatch order; with `again`, for what an engine
-        has lost or handed on, from anywhere.
+        An idle engine takes anything, so that a group larger than the window still runs. Call it
+        from one task only, in dispatch order; with `again` it may be called from anywhere.
+
+        Args:
+            sequences: to make room for.
+            tokens: about how many they have together.
+            window: largest number of sequences in flight on an engine, by its name; called anew
+                whenever there may be room. The window of an engine's own settings also bounds it.
+            deadline_s: seconds from now; DeadlineExceeded is raised then.
+            again: whether an engine has lost or cut these sequences.
+            version: weight version that has to write them; None: any.
         """
         end_s = time.monotonic() + deadline_s
-        self._again += again
+        self._num_again += again
         try:
             while True:
                 if self._failure is not None:
                     raise self._failure
-                found = None
-                if again or not self._again:
-                    limit = self._own_or(window)
-                    found = engine_with_room(self._able(version), sequences, limit)
-                if found is not None:
-                    use = self._uses[found]
+                name = None
+                if again or not self._num_again:
+                    limit = self._limited(window)
+                    name = engine_with_room(self._able(version), sequences, limit)
+                if name is not None:
+                    use = self._uses[name]
                     if version is not None and use.version not in (None, version):
                         logger.warning(
                             "no engine has weight version %d any more: engine %s writes a group of "
                             "it by version %s, and the run is no longer what it would have been "
                             "undisturbed",
                             version,
-                            found,
+                            name,
                             use.version,
                         )
-                    return Lease(self, self._engines[found], use, sequences, tokens)
+                    return Lease(self, self._engines[name], use, sequences, tokens)
                 if (left_s := end_s - time.monotonic()) <= 0:
                     raise DeadlineExceeded(
                         f"no room for {counted(sequences, 'sequence')} on any of "
@@ -276,65 +286,62 @@ class EnginePool:
                         "answer nothing, see their logs"
                     )
                 self._room.clear()
-                # asyncio.wait_for makes a task of every wait, and there is one for nearly every
-                # group
+                # A timer, since asyncio.wait_for makes a task of every wait, and nearly every group
+                # waits.
                 at_the_end = asyncio.get_running_loop().call_later(left_s, self._room.set)
                 try:
                     await self._room.wait()
                 finally:
                     at_the_end.cancel()
         finally:
-            self._again -= again
+            self._num_again -= again
             if again:
                 self._room.set()  # for those that had to wait for this one
 
     def writes_before(self, version: int) -> bool:
-        """Whether there are groups that an older version still has to write, or has to write again."""
-        is_open = any(
-            number and older is not None and older < version for older, number in self._open.items()
-        )
-        return is_open or self.in_flight_before(version)
+        """Returns whether an older version still has groups to write, or to write again."""
+        for older, number in self._open.items():
+            if number and older is not None and older < version:
+                return True
+        return self.in_flight_before(version)
 
     def in_flight_before(self, version: int) -> bool:
-        """Whether an engine with an older version has anything in flight."""
-        uses = self._uses.values()
-        return any(
-            use.in_flight_sequences and use.version is not None and use.version < version
-            for use in uses
-        )
+        """Returns whether an engine with an older version has anything in flight."""
+        busy = [use.version for use in self._uses.values() if use.in_flight_sequences]
+        return any(older is not None and older < version for older in busy)
 
     def _able(self, version: int | None) -> dict[str, EngineUse]:
-        """Engines that may take what this version has to write: those that write by it. Where the
-        last of these is lost after others have gone on to a later version, the others: what they
-        write is fresher, but not what the run would have had."""
-        working = [
-            engine.name
-            for engine in self.engines
-            if self.devices.takes_work(self._uses[engine.name].seat)
-        ]
-        uses = {name: self._uses[name] for name in working}
+        """Returns the engines that may take sequences which this version has to write.
+
+        They write by it. If the last of these is lost after others went on to a later version, the
+        others may: what they write is fresher, but not what the run would have had.
+        """
+        uses = {engine.name: self._uses[engine.name] for engine in self.engines}
+        uses = {name: use for name, use in uses.items() if self.devices.takes_work(use.seat)}
         if version is None:
             return uses
-        held = {name: use for name, use in uses.items() if use.version in (None, version)}
-        return held or {
-            name: use
-            for name, use in uses.items()
-            if use.version is not None and use.version > version
-        }
+        able = {name: use for name, use in uses.items() if use.version in (None, version)}
+        if able:
+            return able
+        return {name: use for name, use in uses.items() if (use.version or 0) > version}
 
-    def _own_or(self, window: Callable[[str], int]) -> Callable[[str], int]:
+    def _limited(self, window: Callable[[str], int]) -> Callable[[str], int]:
+        """Returns `window` bounded by the windows of engines' own settings."""
+
         def limit(name: str) -> int:
-            own = self._uses[name].settings.window
-            return window(name) if own is None else min(own, window(name))
+            engine_window = self._uses[name].settings.window
+            if engine_window is None:
+                return window(name)
+            return min(engine_window, window(name))
 
         return limit
 
     def _windows(self, window: Callable[[str], int]) -> str:
-        limit = self._own_or(window)
+        limit = self._limited(window)
         sizes = sorted({limit(engine.name) for engine in self.engines})
-        return (
-            f"window {' to '.join(str(size) for size in dict.fromkeys([*sizes[:1], *sizes[-1:]]))}"
-        )
+        if len(sizes) > 1:
+            return f"window {sizes[0]} to {sizes[-1]}"
+        return f"window {sizes[0] if sizes else ''}"
 
     @property
     def num_in_flight(self) -> int:
@@ -342,50 +349,54 @@ class EnginePool:
         return sum(use.in_flight_sequences for use in self._uses.values())
 
     def use(self) -> dict[str, EngineUse]:
-        """A copy of the counters by engine name, as of now."""
+        """Returns a copy of the counters by engine name, as of now."""
         for use in self._uses.values():
             use.advance()
         return {name: EngineUse(**vars(self._uses[name])) for name in self._engines}
 
-    def rests(self, engine: RolloutEngine) -> bool:
-        """Returns whether the engine takes nothing because its device has other work."""
+    def is_resting(self, engine: RolloutEngine) -> bool:
+        """Returns whether an engine takes nothing because its device has other work."""
         use = self._uses.get(engine.name)
         return use is not None and not self.devices.takes_work(use.seat)
 
     def by_seat(self) -> dict[int, EngineUse]:
-        """Uses of the engines that serve, by index."""
+        """Returns the uses of the engines that serve, by index."""
         uses = (self._uses[engine.name] for engine in self.engines)
         return {use.seat: use for use in uses if use.seat is not None}
 
     def count_open(self, version: int | None, change: int) -> None:
-        """A session for which this version writes begins (1) or has ended (-1)."""
+        """Counts a session for which this version writes: 1 as it begins, -1 as it ends."""
         self._open[version] += change
-        if change < 0:  # one that begins makes no room, and admission would look for it in vain
+        if change < 0:  # a session that begins makes no room
             self._room.set()
 
     @contextmanager
-    def asking(self, engine: RolloutEngine) -> Iterator[None]:
-        """A request to the engine is on its way."""
+    def count_request(self, engine: RolloutEngine) -> Iterator[None]:
+        """Encloses a request to the engine."""
         use = self._uses[engine.name]
-        use.asked += 1
+        use.num_requests_sent += 1
         try:
             yield
         finally:
-            use.asked -= 1
+            use.num_requests_sent -= 1
             self._room.set()
 
-    async def hand_on(self, seats: Collection[int], deadline_s: float) -> None:
-        """Until nothing is asked of these engines, which rest: where engines continue each other's
-        responses, they end theirs as they stand, else they finish them. One that fails is lost:
-        what it had begins again elsewhere."""
+    async def vacate(self, seats: Collection[int], deadline_s: float) -> None:
+        """Waits until no request is left on these engines, which rest.
+
+        If engines can continue each other's responses, these cut theirs as they stand; else they
+        finish them. An engine that fails is lost: its responses begin again elsewhere.
+        """
 
         async def empty(engine: RolloutEngine) -> None:
-            # a request that was on its way when the engine handed on is handed on in the next turn
-            use, is_lost = self._uses[engine.name], False
-            while use.asked:
+            # A request that was on its way when the engine cut its responses is cut in the next
+            # turn.
+            use = self._uses[engine.name]
+            is_lost = False
+            while use.num_requests_sent:
                 if self.continues and not is_lost:
                     try:
-                        await engine.hand_on(deadline_s=deadline_s)
+                        await engine.cut_responses(deadline_s=deadline_s)
                     except (EngineError, DeadlineExceeded) as error:
                         is_lost = True
                         if not await self.report_lost(engine, str(error)):
@@ -401,20 +412,22 @@ class EnginePool:
         await gather([empty(engine) for engine in engines])
 
     async def sleep(self, seats: Collection[int] | None = None) -> None:
-        """Engines with these indices, which have nothing in flight, give their memory back until a
-        publish, where they can.
+        """Lets engines that can sleep give their memory back until a publish.
 
-        None: all on trainers' devices.
+        `seats`: their indices; None: of all on trainers' devices. They have nothing in flight.
         """
-        if self.on_sleep is not None:
-            shared = {
-                use.seat for use in self._uses.values() if use.shared and use.seat is not None
-            }
-            await self.on_sleep(shared if seats is None else seats)
+        if self.on_sleep is None:
+            return
+        if seats is None:
+            uses = self._uses.values()
+            seats = {use.seat for use in uses if use.shared and use.seat is not None}
+        await self.on_sleep(seats)
 
-    async def until(self, is_so: Callable[[], bool]) -> None:
-        """Until this is so; asked again when a group ends on an engine, and when one serves, is
-        lost or changes version.
+    async def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Waits until `is_so` returns True.
+
+        It is called again when a group ends on an engine, and when an engine serves, is lost or
+        changes its version.
         """
         while not is_so():
             self._room.clear()

@@ -1,4 +1,4 @@
-"""The RolloutEngine protocol: what the coordinator asks of an engine, and the data that crosses it."""
+"""The RolloutEngine protocol: the requests of the coordinator to an engine, and their data."""
 
 from __future__ import annotations
 
@@ -15,32 +15,37 @@ from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.samples.columns import Values
 from pa_npu.samples.routes import Routes
 
-NOTHING: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-"""No tokens."""
+NO_TOKENS: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+"""An empty sequence of tokens."""
 
 
 class EngineError(PaNpuError):
-    """An engine refused a request, answered nonsense, or died; the message names the engine and
-    what it was asked.
+    """An engine refused a request, answered nonsense, or died.
+
+    The message names the engine and the request.
     """
 
 
 class EngineGone(EngineError):
-    """An engine does not answer any more, or says that it is broken: another one, or its successor,
-    can do what was asked.
+    """An engine does not answer any more, or says that it is broken.
+
+    Another engine, or its successor, can do what was asked.
     """
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample a response. temperature 0 is greedy. top_p: nucleus sampling, for evaluation;
-    training samples with 1.
+    """The way to sample a response.
 
-    stop_token_ids end a response beside the model's own end token, unless ignore_eos asks for
-    exactly max_tokens. logprobs: return the log-prob of every token under the distribution it was
-    sampled from. stop: texts that end a response, which keeps the tokens up to the one that
-    completes a text (finish_reason stop). routes: return the experts of every token as this column,
-    of an engine that records them.
+    max_tokens: of the response.
+    temperature: 0 is greedy.
+    stop_token_ids: end a response, beside the model's own end token.
+    ignore_eos: neither ends a response; it has exactly max_tokens.
+    logprobs: return the log-prob of every token under the distribution that it was sampled from.
+    stop: texts that end a response. It keeps the tokens up to the one that completes a text
+        (finish_reason stop).
+    top_p: nucleus sampling, for evaluation; training samples with 1.
+    routes: return the experts of every token as this column, from an engine that records them.
     """
 
     max_tokens: int
@@ -55,15 +60,16 @@ class Sampling:
 
 @dataclass(eq=False)  # not frozen, for the same reason as Sample
 class Generation:
-    """One response, read only. tokens: int32 [R], its end token included. logprobs: float32 [R], or
-    [0] when not asked for.
+    """One response, read only.
 
-    text leaves the end token and other special tokens out. finish_reason: stop (by itself), length
-    (at its limit), or cut: handed on by `hand_on` as it stood, perhaps before its first token.
-    version: of the weights that generated it, as the engine itself says; None where it does not
-    say.
-    columns: declared columns that the engine fills, each [R, *shape]; those of context of what it
-    was given too.
+    tokens: int32 [R], its end token included.
+    logprobs: float32 [R], or [0] if they were not asked for.
+    text: without the end token and other special tokens.
+    finish_reason: stop (by itself), length (at its limit), or cut: by `cut_responses`, as it stood,
+        perhaps before its first token.
+    version: of the weights that generated it, as the engine itself states it; None if it does not.
+    columns: declared columns that the engine fills, each [R, *shape]; columns of context also cover
+        the prompt.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -79,7 +85,7 @@ class Generation:
 
     @property
     def written_by(self) -> int:
-        """The weight version of all its tokens. Raises ValueError where the engine does not say."""
+        """The weight version of all its tokens. Raises ValueError if the engine does not state it."""
         if self.version is None:
             raise ValueError(
                 "a generation without weight version cannot be trained; take it from `generate`"
@@ -89,12 +95,14 @@ class Generation:
 
 @dataclass(frozen=True)
 class WeightGroups:
-    """The groups in which an engine's workers receive weights: process groups, one per pipeline
-    stage, that the trainers lead.
+    """The process groups in which an engine's workers receive weights.
 
-    store: host and port of the trainers' rendezvous. first_rank: of the engine's first worker in
-    every group, its other workers follow; rank 0 sends. world_size: of every group. stages: name
-    and manifest of each, in stage order.
+    There is one per pipeline stage, led by the trainers.
+
+    store: host and port of the trainers' rendezvous.
+    first_rank: of the engine's first worker in every group; its other workers follow. Rank 0 sends.
+    world_size: of every group.
+    stages: name and manifest of each, in stage order.
     timeout_s: of joining, and of every load.
     """
 
@@ -110,13 +118,12 @@ class WeightGroups:
 class LoadedWeights:
     """The weights that the workers of an engine hold, in rank order.
 
-    versions: None before the first load and after one that failed, when the worker must not
-    generate.
-    digests: per worker, of what each stage sent, in stage order (Receiver.digests);
-    empty before the first load. A publish after which there are none is refused (I5).
-    memory: of all processes of the engine and of its fullest device since the load before; None
-    where it does not say.
-    live: per worker, what its live modules hold after the load; empty where it does not say.
+    versions: None before the first load and after a failed one; the worker must not generate then.
+    digests: per worker, of the weights of each stage, in stage order (Receiver.digests); empty
+        before the first load. A publish without digests is refused (I5).
+    memory: of all processes of the engine and of its fullest device since the load before; None if
+        it is not reported.
+    live: per worker, what its live modules hold after the load; empty if it is not reported.
     """
 
     versions: tuple[int | None, ...]
@@ -127,12 +134,14 @@ class LoadedWeights:
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """The kind and abilities of an engine that is ready; None where it does not say.
+    """The kind and abilities of a ready engine; None for what it does not report.
 
-    kind: the value of rollout.backend. version: of its software.
-    continues: it goes on with a response that another engine has begun, and hands on its own.
-    sleeps: it can give its device's memory back for a time. records_routes: it says which experts
-    of a mixture each token took.
+    kind: the value of rollout.backend.
+    version: of its software.
+    num_workers: of the engine.
+    continues: whether it continues responses that another engine has begun, and can cut its own.
+    sleeps: whether it can give its device's memory back for a time.
+    records_routes: whether it reports the experts of a mixture that each token took.
     """
 
     kind: str
@@ -146,13 +155,13 @@ class EngineCapabilities:
 class RolloutEngine(Protocol):
     """One engine. Another inference server is one more class with these methods.
 
-    Every method ends by its deadline: it raises DeadlineExceeded then, EngineGone when the engine
-    dies, and EngineError when it refuses. After DeadlineExceeded from a method that concerns
-    weights, the engine is in an unknown state and must be replaced.
+    Every method ends by its deadline. It raises DeadlineExceeded then, EngineGone if the engine
+    dies, and EngineError if it refuses. After DeadlineExceeded from a method that concerns weights,
+    the engine is in an unknown state and must be replaced.
     """
 
     name: str
-    """How logs and metrics call it: its URL."""
+    """Its name in logs and metrics: its URL."""
 
     async def generate(
         self,
@@ -162,21 +171,21 @@ class RolloutEngine(Protocol):
         sampling: Sampling,
         *,
         deadline_s: float,
-        written: npt.NDArray[np.int32] = NOTHING,
+        written: npt.NDArray[np.int32] = NO_TOKENS,
     ) -> list[Generation]:
-        """Generates n responses. Response i is what a request of one with seed + i gives, whatever
-        else is in flight.
+        """Generates n responses.
+
+        Response i is the one that a single request with seed + i gives, whatever else is in flight.
 
         Args:
             prompt_tokens: int32 [P], the chat template's tokens included.
-            n: responses, at least 1.
+            n: number of responses, at least 1.
             seed: of the first response, below 2^63.
             sampling: lengths in tokens, temperature, ends, and whether log-probs and routes are
-            returned.
-            deadline_s: seconds from now, in which all n are there.
-            written: int32 [W], the beginning of the response, of which the rest is returned, with n
-            = 1, of an engine that
-                continues; sampling.max_tokens is of the rest.
+                returned.
+            deadline_s: seconds from now until all n are there.
+            written: int32 [W], the beginning of the response, if n = 1 and the engine continues
+                responses. The rest is returned, and sampling.max_tokens is that of the rest.
 
         Returns n generations in the order of their seeds.
 
@@ -184,21 +193,24 @@ class RolloutEngine(Protocol):
             DeadlineExceeded, EngineGone, EngineError: as every method.
         """
 
-    async def hand_on(self, *, deadline_s: float) -> None:
-        """End every response in flight as it stands; their requests are answered with what is
-        written so far.
+    async def cut_responses(self, *, deadline_s: float) -> None:
+        """Ends every response in flight as it stands.
+
+        Their requests are answered with the tokens so far.
         """
 
     async def sleep(self, *, deadline_s: float) -> None:
-        """Give the memory of weights and caches back, with what is in it. Nothing may be in flight;
-        it generates nothing before it has been woken and has loaded weights. Asked of engines that
-        can."""
+        """Gives the memory of weights and caches back, with its contents.
+
+        Nothing may be in flight. The engine generates nothing before it has been woken and has
+        loaded weights. Called only on engines that declared `sleeps`.
+        """
 
     async def wake(self, *, deadline_s: float) -> None:
-        """Take the memory again; weights are loaded next. Asked of engines that can sleep."""
+        """Takes the memory again; weights are loaded next. Called only on engines with `sleeps`."""
 
     async def join_weight_groups(self, connection: WeightGroups, *, deadline_s: float) -> None:
-        """Every worker leaves the groups it is in and joins these.
+        """Lets every worker leave the groups that it is in and join these.
 
         Returns once the trainers have joined as well.
         """
@@ -206,51 +218,54 @@ class RolloutEngine(Protocol):
     async def load_weights(
         self, version: int, *, deadline_s: float, begins_within_s: float | None = None
     ) -> LoadedWeights:
-        """Every worker receives `version` from the groups and loads it; prefixes that were cached
-        under the old weights are forgotten. Nothing may be in flight.
+        """Lets every worker receive `version` from the groups and load it.
+
+        Prefixes that were cached under the old weights are forgotten. Nothing may be in flight.
 
         Args:
-            version: of the weights, as the trainers send it; an engine that receives another one
-            refuses.
-            deadline_s: seconds from now, in which they are loaded.
-            begins_within_s: asked ahead of time; the trainers may take so many seconds until they
-            send (Receiver.receive).
-                None: they are about to.
+            version: of the weights, as the trainers send it; the engine refuses another one.
+            deadline_s: seconds from now until they are loaded.
+            begins_within_s: seconds until the trainers send, if it is called ahead of time
+                (Receiver.receive). None: they are about to send.
 
         Raises:
             DeadlineExceeded, EngineGone, EngineError: as every method; the engine must be replaced
-            after the first.
+                after the first.
         """
 
     async def prepare_weights(self, version: int, *, deadline_s: float) -> LoadedWeights:
-        """Every worker receives `version` from the groups into a second buffer, while the engine
-        goes on generating by the version that it has. Returns what was received; `versions` are of
-        that."""
+        """Lets every worker receive `version` into a second buffer.
 
-    async def swap_weights(self, version: int, *, deadline_s: float) -> LoadedWeights:
-        """Every worker loads the version that it has prepared, which takes no wire; otherwise as
-        `load_weights`.
+        The engine goes on generating by the version that it has. Returns what was received, with
+        its `versions`.
         """
 
-    async def loaded_weights(self, *, deadline_s: float) -> LoadedWeights:
-        """Ask every worker which weights it holds.
+    async def swap_weights(self, version: int, *, deadline_s: float) -> LoadedWeights:
+        """Lets every worker load the version that it has prepared; otherwise as `load_weights`."""
 
-        Each must answer, so it also tells whether they are all there.
+    async def loaded_weights(self, *, deadline_s: float) -> LoadedWeights:
+        """Returns the weights that every worker holds.
+
+        Each must answer, so this also checks that all workers are there.
         """
 
     async def check_health(self, *, deadline_s: float) -> int | None:
-        """Return when the engine says that it is well, which it can also while its workers load
-        weights: the version that it says it holds."""
+        """Returns the version that a healthy engine states.
+
+        An engine can answer this while its workers load weights.
+        """
 
     async def wait_ready(self, *, deadline_s: float) -> EngineCapabilities:
-        """Return as soon as the engine serves requests."""
+        """Returns once the engine serves requests."""
 
     async def probe(self, *, deadline_s: float) -> None:
-        """Return when the engine has generated a token: a health page says nothing about a stopped
-        worker.
+        """Returns once the engine has generated a token.
+
+        A health page shows nothing about a stopped worker.
         """
 
     async def close(self) -> None:
-        """Release connections, which ends all requests with EngineGone; the engine's process is the
-        launcher's.
+        """Releases connections, which ends all requests with EngineGone.
+
+        The launcher owns the engine's process.
         """

@@ -1,6 +1,6 @@
-"""The kinds of engines by rollout.backend, and what launcher and coordinator ask of a kind: its command, its client, its checks.
+"""The kinds of engines by rollout.backend: how each is started, asked and checked.
 
-A kind of your own: write a module with an EngineKind in it and set rollout.backend=module:NAME.
+For a kind of your own, write a module with an EngineKind and set rollout.backend=module:NAME.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from pa_npu.families.spec import ModelSpec
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """argv[0] is the interpreter; env holds what must be set on top of the inherited environment.
+    """The command that starts an engine.
 
-    scratch_env: the variable in which the server finds a directory of its own, which goes with it;
-    None where it needs none.
-    own_tmpdir: that directory is its TMPDIR too.
-    scratch_parent: where that is made; None is the usual directory for temporary files.
+    argv: its first item is the interpreter.
+    env: variables to set on top of the inherited environment.
+    scratch_env: variable that names a directory of the server's own, removed with it; None if it
+        needs none.
+    own_tmpdir: whether that directory is its TMPDIR too.
+    scratch_parent: directory in which that is made; None: the usual one for temporary files.
     """
 
     argv: tuple[str, ...]
@@ -47,30 +49,27 @@ class EngineCommand:
 
 @dataclass(frozen=True)
 class EngineKind:
-    """Everything that is particular to a kind of engine. Its server must do what
-    pa_npu.engines.http_server says.
+    """Everything that is particular to a kind of engine.
 
-    command: how to start engine `index` on `port`. Raises ConfigError when the model and the
-    configuration cannot go together,
-        UserError when the installed engine is not supported.
-    client: for the engine at a URL; the integer is the size of the vocabulary, the string the API
-    key.
-    check_keys: that configuration and model, where that is known, ask for nothing that the kind
-    cannot do, on any machine; raises
-        ConfigError.
-    check: that the engines' interpreter can run it as configured; raises UserError.
-    describe: what the engines' interpreter has, in words, and what is missing in one line, if
-    anything is.
-    served_model: the model directory that the engine at a URL was started with, asked with an API
-    key. Raises OSError,
-        ValueError, LookupError or TypeError when it does not say.
-    tool_parser: from the name of one and a tokenizer to what finds tool calls in a text, or raises
-    ConfigError; None where the kind
-        has none.
-    merges_adapters: whether its engines load adapters that are sent alone (publish.lora=adapter):
-    Receiver.whole.
-    records_routes: whether they can say which experts each token took (algorithm.router_replay):
-    EngineCapabilities.
+    Its server must fulfil the duties in pa_npu.engines.http_server.
+
+    command: returns the command of engine `index` on `port`. Raises ConfigError if the model and
+        the configuration cannot go together, UserError if the installed engine is not supported.
+    client: returns the client of the engine at a URL, for a vocabulary of so many tokens, with an
+        API key.
+    check_keys: raises ConfigError if configuration and model (None if unknown) ask for what the
+        kind cannot do on any machine.
+    check: raises UserError if the engines' interpreter cannot run what is configured.
+    describe: returns what the engines' interpreter has, in words, and in one line what is missing,
+        or None.
+    served_model: returns the model directory that the engine at a URL was started with, given an
+        API key. Raises OSError, ValueError, LookupError or TypeError if the engine does not name it.
+    tool_parser: returns a function that finds tool calls in a text, from the parser's name and a
+        tokenizer. Raises ConfigError. None if the kind has no parsers.
+    merges_adapters: whether its engines load adapters that are sent alone (publish.lora=adapter,
+        Receiver.whole).
+    records_routes: whether its engines can report which experts each token took
+        (algorithm.router_replay, EngineCapabilities).
     """
 
     command: Callable[[Config, ModelSpec, int, int], EngineCommand]
@@ -84,7 +83,7 @@ class EngineKind:
     records_routes: bool = False
 
 
-# Modules, because they are imported where they are used only.
+# Names of modules, which are imported only where they are used.
 _KINDS = {
     "vllm": "pa_npu.engines.vllm.kind:VLLM",
     "transformers": "pa_npu.engines.transformers.kind:TRANSFORMERS",
@@ -95,7 +94,7 @@ DEFAULT_BACKEND = str(RolloutConfig.model_fields["backend"].default)
 
 
 def engine_kind(backend: str) -> EngineKind:
-    """The kind that rollout.backend names. Raises ConfigError when there is none."""
+    """Returns the kind that rollout.backend names. Raises ConfigError if there is none."""
     check_name("rollout.backend", backend, _KINDS, "module:NAME")
     kind = import_object("rollout.backend", _KINDS.get(backend, backend), "module:NAME")
     if not isinstance(kind, EngineKind):
@@ -106,8 +105,9 @@ def engine_kind(backend: str) -> EngineKind:
 
 
 def check_engine_keys(config: Config, spec: ModelSpec | None) -> None:
-    """Raises ConfigError where configuration and model, if that is known, ask for what the kind
-    cannot do.
+    """Raises ConfigError if configuration and model ask for what the kind cannot do.
+
+    `spec`: None if the model is unknown.
     """
     kind = engine_kind(config.rollout.backend)
     if config.publish.lora == "adapter" and not kind.merges_adapters:
@@ -125,25 +125,27 @@ def check_engine_keys(config: Config, spec: ModelSpec | None) -> None:
 
 
 def common_environment(config: Config, python: str) -> dict[str, str]:
-    """The variables of every engine, with which its interpreter finds this package."""
+    """Returns the variables of every engine, with which its interpreter finds this package."""
     device = platform.get(config.run.device)
+    collectives = device.collective_environment(
+        config.deadlines.longest_collective_s, config.deterministic_collectives
+    )
     env = {
         "TOKENIZERS_PARALLELISM": "false",
         **device.environment("engine"),
-        **device.collective_environment(
-            config.deadlines.longest_collective_s, config.deterministic_collectives
-        ),
+        **collectives,
     }
     if path := _import_path(config, python):
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
+        paths = [path, os.environ.get("PYTHONPATH")]
+        env["PYTHONPATH"] = os.pathsep.join(part for part in paths if part)
     return env
 
 
 def _import_path(config: Config, python: str) -> str | None:
-    """Directory from which an engine's interpreter can import pa_npu; None when it can already.
+    """Returns the directory from which an engine's interpreter can import pa_npu.
 
-    Never a whole site-packages: its torch would shadow that of an engine with an environment of its
-    own.
+    Returns None if it can already. It is never a whole site-packages: its torch would shadow that
+    of an engine with an environment of its own.
     """
     package = Path(pa_npu.__file__).resolve().parent
     if package.parent.name not in ("site-packages", "dist-packages"):
@@ -160,9 +162,9 @@ def _import_path(config: Config, python: str) -> str | None:
 
 @functools.cache
 def distributions(python: str | None, names: tuple[str, ...]) -> dict[str, str]:
-    """Versions of those of `names` that an interpreter has (None: this one); asked once.
+    """Returns the versions of those of `names` that an interpreter has (None: this one).
 
-    Raises ConfigError.
+    Each is asked only once. Raises ConfigError.
     """
     if python is None:
         return _here(names)
@@ -170,7 +172,7 @@ def distributions(python: str | None, names: tuple[str, ...]) -> dict[str, str]:
         raise ConfigError(
             f"rollout.python: {python} is not an executable; give the path of a Python interpreter"
         )
-    # importlib.metadata alone: importing an engine takes half a minute
+    # By importlib.metadata alone: importing an engine takes half a minute.
     program = (
         "import importlib.metadata, "
         f"json\n{inspect.getsource(_here)}\nprint(json.dumps(_here({names!r})))"
@@ -187,10 +189,10 @@ def distributions(python: str | None, names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _here(names: tuple[str, ...]) -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in names:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -1,1 +1,1 @@
-"""Model families: config.json to a spec, the weights' names and shapes, work and memory; and HF model files."""
+"""Model families: config.json to a spec, names and shapes of weights, work, memory, and HF files."""

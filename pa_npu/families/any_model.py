@@ -1,12 +1,12 @@
-"""Any causal language model of transformers: its shape as transformers reads it, its weights from an instance without memory.
+"""The family of any causal language model of transformers, for trainer.backend=fsdp.
 
-For trainer.backend=fsdp, which needs no more of a model than planning does. transformers is
-imported when the first one is read.
+Its shape is as transformers reads it; its weights are those of an instance without memory. That is
+all that planning and the backend need. transformers is imported when the first model is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,15 +17,19 @@ from pa_npu.families.decoders import DenseDecoder
 from pa_npu.families.shape import ModelShape, Rope
 
 PREFIX = "transformers "
-# What transformers' configurations call experts, and how many of them a token passes through.
+# Keys of transformers' configurations for the experts, and for those that a token passes through.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 ACTIVE = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k")
 
 
 @dataclass(frozen=True)
 class _Instance:
-    """tensors: those of the checkpoint. computed: parameters of the layers that a token passes
-    through.
+    """A model without memory for its weights.
+
+    tensors: of the checkpoint, by name.
+    linear: [outputs, inputs] of linear layers outside of the head, by name.
+    fuses_experts: whether a layer's experts are one tensor.
+    computed: parameters of the layers that a token passes through.
     """
 
     tensors: dict[str, tuple[int, ...]]
@@ -39,7 +43,7 @@ class AnyModel(DenseDecoder):
     """The family of models without a file of their own."""
 
     def refused(self, raw: dict[str, Any], trust_remote_code: bool) -> Iterator[str]:
-        """Each with its remedy."""
+        """Yields the reasons why a model cannot be trained, each with its remedy."""
         if mapping(raw, "auto_map") and not trust_remote_code:
             yield (
                 "it brings code of its own (auto_map); read that code and set "
@@ -57,8 +61,9 @@ class AnyModel(DenseDecoder):
                 )
 
     def sizes_of(self, path: str, trust_remote_code: bool) -> dict[str, Any]:
-        """ModelSpec's fields. ffn_size is that of a gated layer with the work of this model's
-        layers.
+        """Returns ModelSpec's fields.
+
+        ffn_size is that of a gated layer with the work of this model's layers.
         """
         config = config_of(path, trust_remote_code)
         text = config.get_text_config()
@@ -67,12 +72,15 @@ class AnyModel(DenseDecoder):
                 f"model.path: {path}: {text.model_type} reads both ways, no causal language model; "
                 "use a decoder"
             )
-        hidden, layers, heads = text.hidden_size, text.num_hidden_layers, text.num_attention_heads
-        for name, size in {
+        hidden = text.hidden_size
+        layers = text.num_hidden_layers
+        heads = text.num_attention_heads
+        sizes = {
             "hidden_size": hidden,
             "num_hidden_layers": layers,
             "num_attention_heads": heads,
-        }.items():
+        }
+        for name, size in sizes.items():
             if not isinstance(size, int) or size < 1:
                 raise DataError(
                     f"model.path: {path}/config.json: {name}: {size!r:.40} is not a count; use an "
@@ -114,7 +122,7 @@ class AnyModel(DenseDecoder):
 
 
 def config_of(path: str, trust_remote_code: bool) -> Any:
-    """transformers' configuration of a model directory. Raises DataError where it has none."""
+    """Returns transformers' configuration of a model directory. Raises DataError if it has none."""
     from transformers import AutoConfig
 
     try:
@@ -130,9 +138,9 @@ def config_of(path: str, trust_remote_code: bool) -> Any:
 
 
 def bare_model(config: Any, trust_remote_code: bool) -> Any:
-    """The model of a configuration without memory for its weights.
+    """Returns the model of a configuration without memory for its weights.
 
-    Raises DataError where it is no causal language model.
+    Raises DataError if it is no causal language model.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -155,18 +163,16 @@ def _instance(path: str, trust_remote_code: bool) -> _Instance:
     from pa_npu.families.wire_names import wire_weights
 
     config = config_of(path, trust_remote_code)
-    model, text = bare_model(config, trust_remote_code), config.get_text_config()
-    experts, active = (
-        next((getattr(text, key) for key in keys if getattr(text, key, None)), 1)
-        for keys in (EXPERTS, ACTIVE)
-    )
+    text = config.get_text_config()
+    model = bare_model(config, trust_remote_code)
+    experts = _first_value(text, EXPERTS)
+    active = _first_value(text, ACTIVE)
     inside = {f".{name}": tensor.shape for name, tensor in decoder_layers(model).named_parameters()}
-    computed = sum(
-        size.numel() * (active / experts if ".experts." in name else 1.0)
-        for name, size in inside.items()
-    )
-    fuses = experts > 1 and any(len(size) == 3 and size[0] == experts for size in inside.values())
-    tensors = {name: weight.shape for name, weight in wire_weights(model).items()}
+    computed = 0.0
+    for name, size in inside.items():
+        share = active / experts if ".experts." in name else 1.0
+        computed += size.numel() * share
+
     outside = model.get_output_embeddings()
     linear = {
         name: tuple(module.weight.shape)
@@ -174,12 +180,25 @@ def _instance(path: str, trust_remote_code: bool) -> _Instance:
         if isinstance(module, torch.nn.Linear) and module is not outside
     }
     return _Instance(
-        tensors, linear, fuses, sum(parameter.numel() for parameter in model.parameters()), computed
+        tensors={name: weight.shape for name, weight in wire_weights(model).items()},
+        linear=linear,
+        fuses_experts=experts > 1
+        and any(len(size) == 3 and size[0] == experts for size in inside.values()),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        computed=computed,
     )
 
 
+def _first_value(config: Any, keys: Iterable[str]) -> int:
+    """Returns the first value under one of these keys that is not empty; 1 if there is none."""
+    for key in keys:
+        if value := getattr(config, key, None):
+            return int(value)
+    return 1
+
+
 def decoder_layers(model: Any) -> Any:
-    """The list of the decoder's layers. Raises DataError for a model without one."""
+    """Returns the list of the decoder's layers. Raises DataError for a model without one."""
     import torch
 
     number = model.config.get_text_config().num_hidden_layers

@@ -1,4 +1,4 @@
-"""Values out of a model's config.json: the file read with bounds, counts and numbers checked by key."""
+"""Reads a model's config.json, with bounds, and checks its values by key."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LARGEST_CONFIG_BYTES = 4 * 2**20
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
-    """The object in `directory`/config.json.
+    """Returns the object in `directory`/config.json.
 
-    Raises DataError when it is missing, too large, or not a JSON object.
+    Raises DataError if it is missing, too large, or not a JSON object.
     """
     if not directory.is_dir():
         raise DataError(
@@ -35,10 +35,10 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     return read_json_object(directory / "config.json", LARGEST_CONFIG_BYTES)
 
 
-def read_json_object(file: Path, largest_bytes: int) -> dict[str, Any]:
-    """The JSON object in a regular file of at most so many bytes; anything else raises DataError."""
+def read_json_object(file: Path, max_bytes: int) -> dict[str, Any]:
+    """Returns the JSON object in a regular file of at most `max_bytes`; else raises DataError."""
     try:
-        raw = json.loads(read_plain(file, largest_bytes).decode("utf-8"))
+        raw = json.loads(read_plain(file, max_bytes).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(
             f"model.path: {file} cannot be read ({reason(error)}); restore it from the model's "
@@ -52,9 +52,10 @@ def read_json_object(file: Path, largest_bytes: int) -> dict[str, Any]:
 
 
 def count(raw: dict[str, Any], key: str, default: int | None = None) -> int:
-    """A size or number of parts.
+    """Returns a size or a number of parts.
 
-    An absent or null key is the default, without which it raises KeyError; ValueError else.
+    The default is for an absent or null key; without a default it raises KeyError. Raises
+    ValueError for any other value.
     """
     value = raw.get(key)
     if value is None:
@@ -67,7 +68,7 @@ def count(raw: dict[str, Any], key: str, default: int | None = None) -> int:
 
 
 def positive(raw: dict[str, Any], key: str, default: float | None = None) -> float:
-    """A positive finite number, with the same rules for what is absent."""
+    """Returns a positive finite number; rules for absent keys are those of `count`."""
     value = raw.get(key)
     if value is None:
         if default is None:
@@ -84,7 +85,7 @@ def positive(raw: dict[str, Any], key: str, default: float | None = None) -> flo
 
 
 def mapping(raw: dict[str, Any], key: str) -> dict[str, Any]:
-    """An object; absent, null or empty is {}."""
+    """Returns an object; {} if it is absent, null or empty. Raises ValueError."""
     value = raw.get(key) or {}
     if not isinstance(value, dict):
         raise ValueError(f"{key}: {value!r:.40} is not an object")
@@ -92,7 +93,7 @@ def mapping(raw: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def flag(raw: dict[str, Any], key: str) -> bool:
-    """true or false; absent or null is false."""
+    """Returns true or false; false if it is absent or null. Raises ValueError."""
     value = raw.get(key)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"{key}: {value!r:.40} is neither true nor false")
@@ -100,9 +101,11 @@ def flag(raw: dict[str, Any], key: str) -> bool:
 
 
 def token_ids(raw: dict[str, Any], key: str) -> tuple[int, ...]:
-    """A token id or a list of some; absent or null is none."""
+    """Returns a token id or a list of them; empty if it is absent or null. Raises ValueError."""
     value = raw.get(key)
-    values = value if isinstance(value, list) else [] if value is None else [value]
+    if value is None:
+        return ()
+    values = value if isinstance(value, list) else [value]
     for token in values:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < 2**31:
             raise ValueError(f"{key}: {token!r:.40} is not a token id")

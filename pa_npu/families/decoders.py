@@ -1,7 +1,7 @@
-"""Llama-like decoder families: from config.json to sizes, names and shapes of the weights, work and memory.
+"""Llama-like decoder families: config.json to sizes, names and shapes of weights, work and memory.
 
-A family is a subclass of DenseDecoder that states what differs, as those at the end of this file,
-and an entry in `spec`.
+A family is a subclass of DenseDecoder that states its differences, as those at the end of this
+file, and an entry in `spec`.
 
 Everything else reads the family through a ModelSpec: a training backend builds layers from the
 spec's flags and finds the weights by role (`layer_weights`), the planner counts with
@@ -9,12 +9,12 @@ spec's flags and finds the weights by role (`layer_weights`), the planner counts
 
 A family whose layers differ more needs a flag in ModelSpec and the backends' support for it, once
 for all families that have it:
-    Gemma-like      norms that scale by 1 + w (added on loading, taken off on publishing),
+    Gemma-like      norms that scale by 1 + w (added on loading, subtracted on publishing),
                     embeddings scaled by sqrt(hidden_size), GELU in the gated layer, two more norms
                     per layer (roles after_attention_norm and after_feed_forward_norm), capped
                     logits
-    GLM-like        rotation of a part of each head, in pairs that lie side by side; gate and up as
-                    one tensor (role gate_up)
+    GLM-like        rotation of a part of each head, in pairs side by side; gate and up as one
+                    tensor (role gate_up)
 
 The spec of a mixture of experts has `experts`, and its layers with experts have other roles
 (Qwen3Moe).
@@ -30,8 +30,8 @@ from typing import Any
 from pa_npu.families.config_json import count, flag, mapping, positive, token_ids
 from pa_npu.families.shape import Experts, FlopsModel, ModelShape, parse_rope
 
-# No model has more layers; a config.json that says so would have the checks count tensors for ever.
-_MOST_LAYERS = 4096
+# No model has more layers; with a larger number the checks would count tensors for ever.
+_MAX_LAYERS = 4096
 # transformers 5 writes the second name, everything before it the first.
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
 _SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_experts")
@@ -39,11 +39,11 @@ _SHARED = ("shared_expert_intermediate_size", "n_shared_experts", "num_shared_ex
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of an HF checkpoint: its name (of a layer's, without the layer's prefix) and full
-    shape.
+    """One tensor of an HF checkpoint, or one tensor for each expert.
 
-    experts: where it is above 0, as many tensors of this shape, with the expert's number in the
-    place of {expert} in the name.
+    name: of a layer's tensor, without the layer's prefix; {expert} stands for the expert's number.
+    shape: full shape.
+    experts: number of tensors of this shape; 0: a single tensor.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Weight:
     experts: int = 0
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes; expert by expert."""
+        """Returns shapes by name, expert by expert."""
         if not self.experts:
             return {self.name: self.shape}
         return {self.name.format(expert=expert): self.shape for expert in range(self.experts)}
@@ -65,10 +65,10 @@ class Weight:
 class LayerActivations:
     """Numbers per token that a layer keeps for its backward pass, before any division over ranks.
 
-    residual: inputs and outputs of the norms. attention: queries, keys and values before the
-    rotation and attention's output.
-    rotated: queries and keys after the rotation. feed_forward: both halves of the gated layer and
-    their product.
+    residual: inputs and outputs of the norms.
+    attention: queries, keys and values before the rotation, and attention's output.
+    rotated: queries and keys after the rotation.
+    feed_forward: both halves of the gated layer and their product.
     """
 
     residual: int
@@ -78,9 +78,9 @@ class LayerActivations:
 
 
 class DenseDecoder:
-    """A family.
+    """A family of dense decoders.
 
-    Class attributes are what it states; methods are overridden where a family computes something
+    Class attributes state its differences; a family overrides methods where it computes something
     else.
     """
 
@@ -89,21 +89,18 @@ class DenseDecoder:
     qkv_bias = False
     qk_norm = False
     default_kv_heads: int | None = None
-    """Used where config.json does not say; None means as many as heads.
-
-    An explicit null always means that.
-    """
+    """Used if config.json has no value; None means as many as heads. A null always means that."""
     default_head_dim: int | None = None
-    """Used where config.json does not say; None means hidden_size / heads."""
+    """Used if config.json has no value; None means hidden_size / heads."""
     heads_divide_hidden = False
-    """Whether transformers, and with it the engines, refuses other numbers of heads even where
-    head_dim is given.
+    """Whether transformers, and with it the engines, refuses a number of heads that does not divide
+    hidden_size, even if head_dim is given.
     """
 
     # config.json
 
     def unsupported(self, raw: dict[str, Any]) -> Iterator[str]:
-        """Features in words, without which the model would silently be another one."""
+        """Yields features, in words, without which the model would silently be another one."""
         architectures = raw.get("architectures")
         if architectures is not None and architectures != [self.architecture]:
             yield f"architectures {architectures!r:.60} (only {self.architecture})"
@@ -121,12 +118,16 @@ class DenseDecoder:
             yield "attention_bias, which also biases the output projection"
 
     def sizes(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """ModelSpec's fields. KeyError names a missing key, ValueError says what is malformed."""
-        hidden_size, num_heads = count(raw, "hidden_size"), count(raw, "num_attention_heads")
-        kv_default = (
-            num_heads if "num_key_value_heads" in raw else self.default_kv_heads or num_heads
-        )
-        num_kv_heads = count(raw, "num_key_value_heads", kv_default)
+        """Returns ModelSpec's fields.
+
+        Raises KeyError that names a missing key, ValueError that says what is malformed.
+        """
+        hidden_size = count(raw, "hidden_size")
+        num_heads = count(raw, "num_attention_heads")
+        default_kv_heads = num_heads
+        if "num_key_value_heads" not in raw and self.default_kv_heads:
+            default_kv_heads = self.default_kv_heads
+        num_kv_heads = count(raw, "num_key_value_heads", default_kv_heads)
         if hidden_size % num_heads and (
             self.heads_divide_hidden or not (raw.get("head_dim") or self.default_head_dim)
         ):
@@ -134,9 +135,9 @@ class DenseDecoder:
                 f"num_attention_heads: {num_heads} does not divide hidden_size = {hidden_size}"
             )
         head_dim = count(raw, "head_dim", self.default_head_dim or hidden_size // num_heads)
-        if count(raw, "num_hidden_layers") > _MOST_LAYERS:
+        if count(raw, "num_hidden_layers") > _MAX_LAYERS:
             raise ValueError(
-                f"num_hidden_layers: {raw['num_hidden_layers']} is more than {_MOST_LAYERS}"
+                f"num_hidden_layers: {raw['num_hidden_layers']} is more than {_MAX_LAYERS}"
             )
         if num_heads % num_kv_heads:
             raise ValueError(
@@ -168,7 +169,7 @@ class DenseDecoder:
         return f"model.layers.{layer}."
 
     def outer_weights(self, spec: ModelShape) -> dict[str, Weight]:
-        """Name the weights outside of layers; a tied head is the embedding."""
+        """Returns the weights outside of layers, by role; a tied head is the embedding."""
         vocabulary = (spec.vocab_size, spec.hidden_size)
         embedding = Weight("model.embed_tokens.weight", vocabulary)
         return {
@@ -178,9 +179,11 @@ class DenseDecoder:
         }
 
     def layer_weights(self, spec: ModelShape, layer: int) -> dict[str, Weight]:
-        """Name the weights of one of the model's layers, by role."""
-        hidden, ffn = spec.hidden_size, spec.ffn_size
-        q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        """Returns the weights of one of the model's layers, by role."""
+        hidden = spec.hidden_size
+        ffn = spec.ffn_size
+        q_rows = spec.num_heads * spec.head_dim
+        kv_rows = spec.num_kv_heads * spec.head_dim
         weights: dict[str, Weight] = {
             "attention_norm": Weight("input_layernorm.weight", (hidden,)),
             "q": Weight("self_attn.q_proj.weight", (q_rows, hidden)),
@@ -206,42 +209,41 @@ class DenseDecoder:
         return weights
 
     def linear_layers(self, spec: ModelShape) -> dict[str, tuple[int, ...]]:
-        """Name and [outputs, inputs] of every layer that adapters can stand beside.
+        """Returns [outputs, inputs] of every layer that adapters can stand beside, by name.
 
-        No experts or routers.
+        Experts and routers are left out.
         """
-        return {
-            self.layer_prefix(number) + weight.name.removesuffix(".weight"): weight.shape
-            for number in range(spec.num_layers)
-            for role, weight in self.layer_weights(spec, number).items()
-            if len(weight.shape) == 2 and not weight.experts and role != "router"
-        }
+        layers: dict[str, tuple[int, ...]] = {}
+        for number in range(spec.num_layers):
+            prefix = self.layer_prefix(number)
+            for role, weight in self.layer_weights(spec, number).items():
+                if len(weight.shape) == 2 and not weight.experts and role != "router":
+                    layers[prefix + weight.name.removesuffix(".weight")] = weight.shape
+        return layers
 
     def fuses_experts(self, spec: ModelShape) -> bool:
-        """Whether transformers keeps all experts of a layer in one tensor."""
+        """Returns whether transformers keeps all experts of a layer in one tensor."""
         return spec.experts is not None
 
     # Work and memory
 
     def num_parameters(self, spec: ModelShape) -> int:
-        """Tied weights counted once."""
-        layers = sum(
-            weight.size
-            for n in range(spec.num_layers)
-            for weight in self.layer_weights(spec, n).values()
-        )
-        return layers + sum(weight.size for weight in set(self.outer_weights(spec).values()))
+        """Returns the number of parameters, tied weights counted once."""
+        total = sum(weight.size for weight in set(self.outer_weights(spec).values()))
+        for layer in range(spec.num_layers):
+            total += sum(weight.size for weight in self.layer_weights(spec, layer).values())
+        return total
 
     def flops(self, spec: ModelShape) -> FlopsModel:
-        """Matrix multiplications of a training step."""
+        """Returns the matrix multiplications of a training step."""
         return FlopsModel(
-            spec.num_layers,
-            spec.hidden_size,
-            spec.ffn_size,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.vocab_size,
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden_size,
+            ffn_size=spec.ffn_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            vocab_size=spec.vocab_size,
         )
 
     def layer_activations(self, spec: ModelShape) -> LayerActivations:
@@ -257,33 +259,35 @@ class DenseDecoder:
 class Llama(DenseDecoder):
     """Llama 2 and 3, and other models that have their config.json."""
 
-    model_type, architecture = "llama", "LlamaForCausalLM"
+    model_type = "llama"
+    architecture = "LlamaForCausalLM"
     heads_divide_hidden = True
 
 
 class Qwen2(DenseDecoder):
-    """Qwen2 and Qwen2.5, and what was distilled into them: biases on queries, keys and values."""
+    """Qwen2 and Qwen2.5, and models distilled into them: biases on queries, keys and values."""
 
-    model_type, architecture = "qwen2", "Qwen2ForCausalLM"
+    model_type = "qwen2"
+    architecture = "Qwen2ForCausalLM"
     qkv_bias = True
     default_kv_heads = 32
 
 
 class Qwen3(DenseDecoder):
-    """Norms of queries and keys per head, and a head size of its own."""
+    """Qwen3: norms of queries and keys per head, and a head size of its own."""
 
-    model_type, architecture = "qwen3", "Qwen3ForCausalLM"
+    model_type = "qwen3"
+    architecture = "Qwen3ForCausalLM"
     qk_norm = True
     default_kv_heads = 32
     default_head_dim = 128
 
 
 class Qwen3Moe(DenseDecoder):
-    """Qwen3 whose layers, all or some of them, have experts and a router in place of the dense
-    feed-forward layer.
-    """
+    """Qwen3 with experts and a router in place of the feed-forward layer, in all or some layers."""
 
-    model_type, architecture = "qwen3_moe", "Qwen3MoeForCausalLM"
+    model_type = "qwen3_moe"
+    architecture = "Qwen3MoeForCausalLM"
     qk_norm = True
     default_kv_heads = 4
 
@@ -295,15 +299,15 @@ class Qwen3Moe(DenseDecoder):
 
     def sizes(self, raw: dict[str, Any]) -> dict[str, Any]:
         sizes = super().sizes(raw)
-        num_experts = next(
-            (count(raw, key) for key in _NUM_EXPERTS if raw.get(key) is not None), 128
-        )
+        keys = [key for key in _NUM_EXPERTS if raw.get(key) is not None]
+        num_experts = count(raw, keys[0]) if keys else 128
         per_token = count(raw, "num_experts_per_tok", 8)
         if per_token > num_experts:
             raise ValueError(f"num_experts_per_tok: {per_token} is more than {num_experts} experts")
         if num_experts > 65535:
             raise ValueError(f"{_NUM_EXPERTS[0]}: {num_experts} is more than 65535")
-        step, dense = count(raw, "decoder_sparse_step", 1), raw.get("mlp_only_layers") or []
+        step = count(raw, "decoder_sparse_step", 1)
+        dense = raw.get("mlp_only_layers") or []
         if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
             raise ValueError(f"mlp_only_layers: {dense!r:.40} is not a list of layers")
         layers = tuple(
@@ -315,11 +319,11 @@ class Qwen3Moe(DenseDecoder):
                 "experts"
             )
         experts = Experts(
-            num_experts,
-            per_token,
-            count(raw, "moe_intermediate_size", 768),
-            flag(raw, "norm_topk_prob"),
-            layers,
+            count=num_experts,
+            per_token=per_token,
+            ffn_size=count(raw, "moe_intermediate_size", 768),
+            normalises=flag(raw, "norm_topk_prob"),
+            layers=layers,
         )
         return {**sizes, "experts": experts}
 
@@ -328,7 +332,8 @@ class Qwen3Moe(DenseDecoder):
         experts = spec.experts
         if experts is None or not spec.has_experts(layer):
             return weights
-        inner, outer = (experts.ffn_size, spec.hidden_size), (spec.hidden_size, experts.ffn_size)
+        inner = (experts.ffn_size, spec.hidden_size)
+        outer = (spec.hidden_size, experts.ffn_size)
         attention: dict[str, Weight] = {
             role: weight for role, weight in weights.items() if role not in ("gate", "up", "down")
         }
@@ -340,15 +345,16 @@ class Qwen3Moe(DenseDecoder):
         }
 
     def flops(self, spec: ModelShape) -> FlopsModel:
-        """With as many experts as a token goes through; routers, a thousandth of it, are left out."""
+        """Counts the experts that a token passes through, without routers (a thousandth of it)."""
         assert spec.experts is not None
         active = len(spec.experts.layers) * spec.experts.per_token * spec.experts.ffn_size
         dense = spec.num_dense_layers * spec.ffn_size
         return replace(super().flops(spec), ffn_size=round((active + dense) / spec.num_layers))
 
     def layer_activations(self, spec: ModelShape) -> LayerActivations:
-        """Count a layer with experts, where tokens are spread evenly: a row for each of a token's
-        experts goes in and comes out.
+        """Counts a layer with experts over which tokens are spread evenly.
+
+        For each of a token's experts a row goes in and comes out.
         """
         assert spec.experts is not None
         experts = spec.experts

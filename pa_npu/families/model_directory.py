@@ -1,15 +1,14 @@
-"""Checks a model directory's small files and headers in a second, before anything starts: one line per fault.
+"""Checks a model directory's small files and headers within a second, before anything starts.
 
     check_weights(spec)                 every tensor of the model is there once, in its shape, in a
                                         type that can be trained
     check_end_tokens(spec)              the end tokens, of generation_config.json too, are in the
                                         vocabulary
     check_tokenizer(spec, tokenizer)    so are all of the tokenizer's
-    check_plain_files(directory)        nothing that is going to be read is a pipe, a device or
-                                        absurdly large
+    check_plain_files(directory)        no file to be read is a pipe, a device or absurdly large
 
-Of the weights a few KiB of every tensor are read (check_values); whoever loads them sees them all,
-where located_weights says. All raise DataError.
+Of the weights a few KiB of every tensor are read (check_values). located_weights tells a loader
+where each tensor is. All raise DataError with one line per fault.
 """
 
 from __future__ import annotations
@@ -64,14 +63,14 @@ def check_plain_files(directory: str | Path) -> None:
 
 
 def weight_files(directory: str | Path) -> dict[str, str]:
-    """Tensor name -> file name, as the index says; where there is none, the names in
-    model.safetensors.
+    """Returns file names by tensor name, from the index, or from model.safetensors without one.
 
-    Raises DataError where both are missing, the index is malformed, or it names a file that is not
+    Raises DataError if both are missing, the index is malformed, or it names a file that is not
     there.
     """
     directory = Path(directory)
-    index, single = directory / INDEX_FILE, directory / SINGLE_FILE
+    index = directory / INDEX_FILE
+    single = directory / SINGLE_FILE
     if not index.exists():
         if not single.exists():
             raise DataError(
@@ -106,8 +105,9 @@ def check_weights(spec: ModelSpec) -> None:
 
 
 def located_weights(spec: ModelSpec) -> dict[str, tuple[Path, StoredTensor]]:
-    """File and position of the model's tensors by name: each is there once, in its shape, in a type
-    that can be trained.
+    """Returns file and position of the model's tensors by name.
+
+    Each is there once, in its shape, in a type that can be trained; else raises DataError.
     """
     directory = Path(spec.path)
     named = weight_files(directory)
@@ -123,15 +123,16 @@ def located_weights(spec: ModelSpec) -> dict[str, tuple[Path, StoredTensor]]:
                     f"{directory}; remove the file that does not belong to the model, and its "
                     f"entry in {INDEX_FILE}"
                 )
-            stored[name], file_of[name] = tensor, file
-    strays = sorted(
-        name for name in stored.keys() | named.keys() if file_of.get(name) != named.get(name)
-    )
+            stored[name] = tensor
+            file_of[name] = file
+    names = stored.keys() | named.keys()
+    strays = sorted(name for name in names if file_of.get(name) != named.get(name))
     if strays:
-        where, said = file_of.get(strays[0], "no file"), named.get(strays[0], "no file")
+        where = file_of.get(strays[0], "no file")
+        in_index = named.get(strays[0], "no file")
         raise DataError(
             f"model.path: {directory}: tensor {strays[0]!r:.100} is in {where}, but {INDEX_FILE} "
-            f"says {said}; restore the index from its source"
+            f"says {in_index}; restore the index from its source"
         )
     _check_tensors(spec, stored)
     known = spec.hf_tensors() | _tied_head(spec, stored)
@@ -139,16 +140,19 @@ def located_weights(spec: ModelSpec) -> dict[str, tuple[Path, StoredTensor]]:
 
 
 def _tied_head(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
-    """lm_head.weight of a model that has none of its own, where the files have one."""
+    """Returns lm_head.weight of a tied model if the files have one."""
     name = "lm_head.weight"
-    return {name: (spec.vocab_size, spec.hidden_size)} if spec.tied and name in stored else {}
+    if not spec.tied or name not in stored:
+        return {}
+    return {name: (spec.vocab_size, spec.hidden_size)}
 
 
 def check_values(spec: ModelSpec, places: Mapping[str, tuple[Path, StoredTensor]]) -> None:
-    """The values at a few places of every tensor are numbers, not all zero, and a tied model's head
-    is its embedding.
+    """Checks the values at a few places of every tensor.
 
-    places: file and position by name.
+    They must be finite and not all zero, and a tied model's head must be its embedding.
+
+    `places`: file and position by name.
     """
     remedy = "restore the file from its source"
     samples = {name: sample_values(file, tensor) for name, (file, tensor) in places.items()}
@@ -163,13 +167,7 @@ def check_values(spec: ModelSpec, places: Mapping[str, tuple[Path, StoredTensor]
                 f"model.path: {places[name][0]}: tensor {name} is all zero where it was looked at; "
                 f"{remedy}"
             )
-    head, embedding = samples.get("lm_head.weight"), samples.get("model.embed_tokens.weight")
-    if (
-        spec.tied
-        and head is not None
-        and embedding is not None
-        and not np.array_equal(head, embedding)
-    ):
+    if spec.tied and _differ(samples, "lm_head.weight", "model.embed_tokens.weight"):
         raise DataError(
             f"model.path: {spec.path}: config.json says tie_word_embeddings, but lm_head.weight "
             "differs from model.embed_tokens.weight; set tie_word_embeddings to false, or remove "
@@ -177,8 +175,14 @@ def check_values(spec: ModelSpec, places: Mapping[str, tuple[Path, StoredTensor]
         )
 
 
+def _differ(samples: Mapping[str, npt.NDArray[np.float64]], *names: str) -> bool:
+    """Returns whether two tensors are both there and differ."""
+    first, second = (samples.get(name) for name in names)
+    return first is not None and second is not None and not np.array_equal(first, second)
+
+
 def _check_other_files(directory: Path, files: list[str]) -> None:
-    """Engines read every safetensors file of a directory without an index."""
+    """Refuses further files: engines read every safetensors file of a directory without an index."""
     if (directory / INDEX_FILE).exists():
         return
     others = sorted(file.name for file in directory.glob("*.safetensors") if file.name not in files)
@@ -200,7 +204,7 @@ def _check_tensors(spec: ModelSpec, stored: dict[str, StoredTensor]) -> None:
                 "quantised weights cannot be trained; use the model in "
                 f"{' or '.join(_TRAINABLE[1:])}"
             )
-    # transformers renames, ignores and fuses as it loads; whoever loads hears what is missing
+    # transformers renames, ignores and fuses as it loads; its loader reports what is missing.
     if spec.is_any:
         return
     missing = sorted(expected.keys() - stored.keys())
@@ -232,10 +236,10 @@ def check_end_tokens(spec: ModelSpec) -> None:
 
 
 def end_token_ids(path: str, config_tokens: Sequence[int], tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a response, as vLLM takes them together: of config.json,
-    generation_config.json and the tokenizer.
+    """Returns the tokens that end a response, as vLLM takes them together.
 
-    config_tokens: those of config.json. Raises DataError.
+    They come from config.json (`config_tokens`), generation_config.json and the tokenizer. Raises
+    DataError.
     """
     tokens = {*config_tokens, *_generation_end_tokens(path)}
     if tokenizer.eos_token_id is not None:
@@ -244,12 +248,13 @@ def end_token_ids(path: str, config_tokens: Sequence[int], tokenizer: Any) -> tu
 
 
 def end_tokens_line(spec: ModelSpec, tokenizer: Any) -> str:
-    """The tokens that end a response, for the lines that a run begins with."""
-    tokens = end_token_ids(spec.path, spec.eos_token_ids, tokenizer)
-    names = [
-        f"{printable(str(tokenizer.convert_ids_to_tokens(token)))} ({token})" for token in tokens
-    ]
-    return f"a response ends at {' or '.join(names)}" if names else "no token ends a response"
+    """Returns the line about tokens that end a response, for the beginning of a run."""
+    names = []
+    for token in end_token_ids(spec.path, spec.eos_token_ids, tokenizer):
+        names.append(f"{printable(str(tokenizer.convert_ids_to_tokens(token)))} ({token})")
+    if not names:
+        return "no token ends a response"
+    return f"a response ends at {' or '.join(names)}"
 
 
 def _generation_end_tokens(path: str) -> tuple[int, ...]:
@@ -264,32 +269,31 @@ def _generation_end_tokens(path: str) -> tuple[int, ...]:
         ) from None
 
 
-def _in_vocabulary(spec: ModelSpec, what: str, tokens: tuple[int, ...]) -> None:
+def _in_vocabulary(spec: ModelSpec, place: str, tokens: tuple[int, ...]) -> None:
     outside = [token for token in tokens if token >= spec.vocab_size]
     if outside:
         raise DataError(
-            f"model.path: {spec.path}/{what}: {outside[0]} is not one of the {spec.vocab_size} "
+            f"model.path: {spec.path}/{place}: {outside[0]} is not one of the {spec.vocab_size} "
             "tokens of the vocabulary; correct it"
         )
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """The model's, of transformers. Raises DataError."""
+    """Returns the model's tokenizer, by transformers. Raises DataError."""
     from transformers import AutoTokenizer  # seconds of import
 
     try:
         return AutoTokenizer.from_pretrained(
             path, local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except (
-        BaseException
-    ) as error:  # transformers raises anything from OSError to Exception, its native code panics
+    # transformers raises anything from OSError to Exception, and its native code panics.
+    except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         if (Path(path) / "config.json").exists():
             from pa_npu.families.any_model import config_of
 
-            # which tokenizers read too: it raises where that is what is wrong
+            # Tokenizers read the configuration too: this raises if that is what is wrong.
             config_of(path, trust_remote_code)
         reason = " ".join(str(error).split())[:200]
         raise DataError(
@@ -299,9 +303,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 
 
 def check_tokenizer(spec: ModelSpec, tokenizer: Any) -> None:
-    """tokenizer: a loaded transformers tokenizer.
+    """Checks that the vocabulary has all tokens of a transformers tokenizer.
 
-    The vocabulary may be larger than it: models pad theirs.
+    The vocabulary may be larger: models pad theirs. Raises DataError.
     """
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
     if largest >= spec.vocab_size:
@@ -318,8 +322,9 @@ _BYTES_OF = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """dtype: as safetensors names it, such as BF16. begin, num_bytes: where its values are in the
-    file.
+    """A tensor in a file.
+
+    dtype: as safetensors names it, such as BF16. begin, num_bytes: place of its values in the file.
     """
 
     dtype: str
@@ -329,9 +334,9 @@ class StoredTensor:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The file's tensors by name.
+    """Returns the file's tensors by name; reads nothing but the header.
 
-    Raises DataError for a file that is not whole; reads nothing but the header.
+    Raises DataError for a file that is not whole.
     """
     try:
         open_plain(file).close()
@@ -349,19 +354,24 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise DataError(
             f"model.path: {file} is damaged or incomplete ({reason(error)}); copy it again"
         ) from None
-    found = {}
+    tensors = {}
     for name, entry in header.items():
-        if name != "__metadata__":
-            start, stop = entry["data_offsets"]
-            found[name] = StoredTensor(
-                entry["dtype"], tuple(entry["shape"]), 8 + length + start, stop - start
-            )
-    return found
+        if name == "__metadata__":
+            continue
+        start, stop = entry["data_offsets"]
+        tensors[name] = StoredTensor(
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            begin=8 + length + start,
+            num_bytes=stop - start,
+        )
+    return tensors
 
 
 def sample_values(file: Path, tensor: StoredTensor) -> npt.NDArray[np.float64]:
-    """Values at the beginning, at two places between, and at the end of a tensor; all of a small
-    one. Raises DataError.
+    """Returns values at the beginning, at two places between, and at the end of a tensor.
+
+    Returns all values of a small one. Raises DataError.
     """
     size = _BYTES_OF[tensor.dtype]
     steps = {(tensor.num_bytes - _PIECE_BYTES) * part // 3 // size * size for part in range(4)}
@@ -376,12 +386,9 @@ def sample_values(file: Path, tensor: StoredTensor) -> npt.NDArray[np.float64]:
         raise DataError(
             f"model.path: {file} cannot be read ({reason(error)}); copy it again"
         ) from None
+    data = b"".join(pieces)
     if tensor.dtype == "BF16":  # the upper half of a float
-        return (
-            (np.frombuffer(b"".join(pieces), "<u2").astype("<u4") << 16)
-            .view("<f4")
-            .astype(np.float64)
-        )
-    return np.frombuffer(
-        b"".join(pieces), {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[tensor.dtype]
-    ).astype(np.float64)
+        widened = np.frombuffer(data, "<u2").astype("<u4") << 16
+        return widened.view("<f4").astype(np.float64)
+    numpy_dtype = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[tensor.dtype]
+    return np.frombuffer(data, numpy_dtype).astype(np.float64)

@@ -1,4 +1,4 @@
-"""A directory of peft with a LoRA adapter: its shape, read and checked for a run that goes on from it. Knows nothing of torch."""
+"""Reads and checks a directory of peft with a LoRA adapter that a run continues. Without torch."""
 
 from __future__ import annotations
 
@@ -18,38 +18,35 @@ from pa_npu.errors import ConfigError, DataError
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _LARGEST_CONFIG_BYTES = 16 << 20
-# Each would put something beside the weights, or into them, that is not the product of two matrices
-# and a factor.
+# Each of these would add something to the weights that is not the product of two matrices and a
+# factor.
 _UNSUPPORTED = (
-    *(
-        "use_dora",
-        "use_qalora",
-        "lora_bias",
-        "fan_in_fan_out",
-        "modules_to_save",
-        "target_parameters",
-        "megatron_config",
-    ),
-    *(
-        "trainable_token_indices",
-        "layer_replication",
-        "rank_pattern",
-        "alpha_pattern",
-        "alora_invocation_tokens",
-    ),
-    *(
-        "arrow_config",
-        "use_bdlora",
-        "layers_to_transform",
-        "exclude_modules",
-        "ensure_weight_tying",
-    ),
+    "use_dora",
+    "use_qalora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "target_parameters",
+    "megatron_config",
+    "trainable_token_indices",
+    "layer_replication",
+    "rank_pattern",
+    "alpha_pattern",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "use_bdlora",
+    "layers_to_transform",
+    "exclude_modules",
+    "ensure_weight_tying",
 )
 
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """targets: last parts of layers' names, a pattern of whole names (text), or all-linear."""
+    """The shape of a model's adapters.
+
+    targets: last parts of layers' names, a pattern of whole names (text), or all-linear.
+    """
 
     rank: int
     alpha: float
@@ -59,10 +56,11 @@ class AdapterShape:
     @property
     def factor(self) -> float:
         """The factor of the product."""
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+        divisor = math.sqrt(self.rank) if self.rank_stabilized else self.rank
+        return self.alpha / divisor
 
     def chooses(self, layer: str) -> bool:
-        """Whether targets name a layer, of which all-linear takes all that are linear."""
+        """Returns whether targets name a layer; all-linear names all that are linear."""
         if self.targets == "all-linear":
             return True
         if isinstance(self.targets, str):
@@ -70,19 +68,19 @@ class AdapterShape:
         return any(layer == target or layer.endswith(f".{target}") for target in self.targets)
 
     @classmethod
-    def of(cls, config: Config) -> AdapterShape:
-        """The adapters that a run trains.
+    def from_config(cls, config: Config) -> AdapterShape:
+        """Returns the adapters that a run trains.
 
-        Raises DataError where model.adapter cannot be gone on from.
+        Raises DataError if model.adapter cannot be continued.
         """
         if config.model.adapter:
             return cls.read(Path(config.model.adapter))
         keys = config.lora
-        return cls(keys.rank, keys.alpha, False, keys.targets)
+        return cls(rank=keys.rank, alpha=keys.alpha, rank_stabilized=False, targets=keys.targets)
 
     @classmethod
     def read(cls, directory: Path) -> AdapterShape:
-        """The adapter in a directory. Raises DataError."""
+        """Returns the adapter in a directory. Raises DataError."""
         where = f"model.adapter: {directory}"
         try:
             raw = json.loads(read_plain(directory / CONFIG_FILE, _LARGEST_CONFIG_BYTES))
@@ -102,25 +100,27 @@ class AdapterShape:
                 "safe_serialization=True"
             )
         targets = raw["target_modules"]
+        if not isinstance(targets, str):
+            targets = tuple(sorted(targets))
         return cls(
-            raw["r"],
-            float(raw["lora_alpha"]),
-            bool(raw.get("use_rslora")),
-            targets if isinstance(targets, str) else tuple(sorted(targets)),
+            rank=raw["r"],
+            alpha=float(raw["lora_alpha"]),
+            rank_stabilized=bool(raw.get("use_rslora")),
+            targets=targets,
         )
 
 
 def check_adapters(config: Config) -> None:
-    """Raises UserError where the run's adapters cannot be made or gone on from."""
+    """Raises UserError if the run's adapters cannot be made or continued."""
     if find_spec("peft") is None:
         raise ConfigError(
             "lora.rank: adapters need peft, which is not installed; pip install 'pa_npu[lora]'"
         )
-    AdapterShape.of(config)
+    AdapterShape.from_config(config)
 
 
 def _refused(raw: Any) -> Iterator[str]:
-    """Reasons why a file's adapter cannot be trained, with the remedy."""
+    """Yields reasons why a file's adapter cannot be trained, with the remedy."""
     if not isinstance(raw, dict) or raw.get("peft_type") != "LORA":
         kind = raw.get("peft_type") if isinstance(raw, dict) else None
         yield (
@@ -139,7 +139,9 @@ def _refused(raw: Any) -> Iterator[str]:
             f"bias = {raw['bias']!r:.40} trains biases too, which is not supported; name "
             "another, or set lora.rank"
         )
-    rank, alpha, targets = raw.get("r"), raw.get("lora_alpha"), raw.get("target_modules")
+    rank = raw.get("r")
+    alpha = raw.get("lora_alpha")
+    targets = raw.get("target_modules")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         yield f"r = {rank!r:.40} is no rank; name a directory that peft wrote"
     if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < math.inf:

@@ -1,4 +1,4 @@
-"""The shape of a decoder-only transformer: numbers and flags that its family's file and all that counts with them read."""
+"""The shape of a decoder-only transformer: the numbers and flags of its family's arithmetic."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ KINDS: tuple[Kind, ...] = ("default", "linear", "llama3")
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions: inverse frequency i of head_dim / 2 is theta ** (-2i / head_dim), scaled as
-    `kind` says.
+    """Rotary positions.
 
-    linear divides all by factor. llama3 divides those whose wavelength exceeds original_positions /
-    low_freq_factor, keeps those below original_positions / high_freq_factor, and interpolates
+    Inverse frequency i of head_dim / 2 is theta ** (-2i / head_dim), scaled by `kind`: linear
+    divides all of them by factor. llama3 divides those with a wavelength beyond original_positions
+    / low_freq_factor, keeps those below original_positions / high_freq_factor, and interpolates
     between.
     """
 
@@ -32,14 +32,15 @@ class Rope:
 
 
 def parse_rope(raw: dict[str, Any]) -> Rope:
-    """The Rope of a config.json, in each of the forms that transformers reads.
+    """Returns the Rope of a config.json, in each of the forms that transformers reads.
 
         transformers 5    rope_parameters: {rope_type, rope_theta, ...}
         transformers 4    rope_theta beside rope_scaling: {rope_type or type, factor, ...} or null
 
-    As in transformers (RotaryEmbeddingConfigMixin): where both objects are given, rope_scaling
-    counts; rope_theta inside the object counts before the one beside it; `type` is the old name of
-    `rope_type`. KeyError names a missing key; ValueError says what is malformed or not supported.
+    Precedence is that of transformers (RotaryEmbeddingConfigMixin): rope_scaling before
+    rope_parameters, rope_theta inside the object before the one beside it; `type` is the old name
+    of `rope_type`. Raises KeyError that names a missing key, ValueError that says what is malformed
+    or not supported.
     """
     rope = mapping(raw, "rope_scaling") or mapping(raw, "rope_parameters")
     theta = positive(rope, "rope_theta", positive(raw, "rope_theta", 10000.0))
@@ -59,24 +60,34 @@ def parse_rope(raw: dict[str, Any]) -> Rope:
     factor = positive(rope, "factor")
     if kind == "linear":
         return Rope(theta, "linear", factor)
-    low, high = positive(rope, "low_freq_factor"), positive(rope, "high_freq_factor")
+    low = positive(rope, "low_freq_factor")
+    high = positive(rope, "high_freq_factor")
     if not low < high:
         raise ValueError(
             f"rope scaling llama3: low_freq_factor {low:g} is not below high_freq_factor {high:g}"
         )
-    # the one beside the object counts first, as transformers has it for models that keep it there
+    # The value beside the object counts first, as in transformers for models that keep it there.
     name = "original_max_position_embeddings"
     original = count(raw, name, count(rope, name, count(raw, "max_position_embeddings")))
-    return Rope(theta, cast(Kind, kind), factor, low, high, original)
+    return Rope(
+        theta=theta,
+        kind=cast(Kind, kind),
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_positions=original,
+    )
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts of a mixture: gated feed-forward layers of `ffn_size`, of which a router gives each
-    token `per_token`.
+    """The experts of a mixture: gated feed-forward layers, of which a router chooses some.
 
-    normalises: whether the chosen ones' gate weights are divided by their sum. layers: the model's
-    layers that have them; the others have a dense feed-forward layer.
+    count: experts of a layer.
+    per_token: experts that a router chooses for a token.
+    ffn_size: of an expert.
+    normalises: whether the gate weights of the chosen experts are divided by their sum.
+    layers: of the model that have experts; the others have a dense feed-forward layer.
     """
 
     count: int
@@ -120,12 +131,12 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class FlopsModel:
-    """Matrix-multiplication work of a decoder with gated MLP and grouped-query attention; forward
-    and backward.
+    """Matrix-multiplication work of a decoder, forward and backward.
 
-    A multiply-add is two operations. Backward of a linear layer is twice its forward; of attention
-    2.5 times, because flash attention computes the scores again. Norms, rotary and activations are
-    left out, as usual in MFU figures.
+    The decoder has a gated MLP and grouped-query attention. A multiply-add is two operations. The
+    backward of a linear layer is twice its forward; that of attention is 2.5 times, because flash
+    attention computes the scores again. Norms, rotary positions and activations are left out, as
+    usual in MFU figures.
     """
 
     num_layers: int
@@ -138,7 +149,7 @@ class FlopsModel:
 
     @cached_property
     def per_token(self) -> float:
-        """Linear layers of all transformer layers, per packed token."""
+        """Work of the linear layers of all transformer layers, per packed token."""
         qkv_and_proj = (
             self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         )
@@ -147,19 +158,20 @@ class FlopsModel:
 
     @cached_property
     def per_pair(self) -> float:
-        """Attention of all layers, per (query, key) pair that is visible."""
+        """Work of the attention of all layers, per visible (query, key) pair."""
         return (1.0 + 2.5) * 4.0 * self.num_layers * self.num_heads * self.head_dim
 
     @cached_property
     def per_prediction(self) -> float:
-        """LM head, per token whose log-prob is computed."""
+        """Work of the LM head, per token whose log-prob is computed."""
         return 3.0 * 2.0 * self.hidden_size * self.vocab_size
 
     def group(self, prompt: int, responses: Sequence[int], *, shared: bool) -> float:
-        """Work of one step over a prompt with these responses, all of them predicted."""
-        written = sum(responses)
-        own_pairs = sum([length * (length + 1) for length in responses]) // 2
-        prompts = 1 if shared else len(responses)
-        tokens = written + prompts * prompt
-        pairs = own_pairs + written * prompt + prompts * (prompt * (prompt + 1) // 2)
-        return tokens * self.per_token + pairs * self.per_pair + written * self.per_prediction
+        """Returns the work of one step over a prompt with responses of these lengths."""
+        num_written = sum(responses)
+        num_prompts = 1 if shared else len(responses)
+        tokens = num_written + num_prompts * prompt
+        pairs = sum([length * (length + 1) for length in responses]) // 2
+        pairs += num_written * prompt
+        pairs += num_prompts * (prompt * (prompt + 1) // 2)
+        return tokens * self.per_token + pairs * self.per_pair + num_written * self.per_prediction

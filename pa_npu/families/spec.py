@@ -1,4 +1,4 @@
-"""The shape of a model, read from an HF directory's config.json by its family, or as transformers has it where there is none.
+"""ModelSpec: the shape of a model, read from its config.json by its family, or by transformers.
 
 A family is found by the model_type of config.json. A new one is a class beside these and an entry
 in `_FAMILIES`.
@@ -24,12 +24,13 @@ class ModelSpec(ModelShape):
     """The shape of a model of a supported family, which knows its family."""
 
     @classmethod
-    def of(cls, config: Config) -> ModelSpec:
-        """The model of a run: with trainer.backend=fsdp also one without a family.
+    def from_config(cls, config: Config) -> ModelSpec:
+        """Returns the model of a run; with trainer.backend=fsdp it may be one without a family.
 
         Raises DataError.
         """
-        path, trusted = config.model.path, config.model.trust_remote_code
+        path = config.model.path
+        trusted = config.model.trust_remote_code
         if config.trainer.backend != "fsdp":
             return cls.read(path)
         raw = read_config_json(Path(path))
@@ -37,28 +38,30 @@ class ModelSpec(ModelShape):
             has_family = not any(family_of(path, raw).unsupported(raw))
         except DataError:
             has_family = False
-        except (ValueError, TypeError):  # parse says which value it is
+        except (ValueError, TypeError):  # `parse` names the bad value
             has_family = True
         if has_family:
             return cls.parse(path, raw)
         for reason in ANY_MODEL.refused(raw, trusted):
             raise DataError(f"model.path: {path}: {reason}")
-        family = f"{PREFIX}{raw.get('model_type')}"
         return cls(
-            path=path, family=family, trust_remote_code=trusted, **ANY_MODEL.sizes_of(path, trusted)
+            path=path,
+            family=f"{PREFIX}{raw.get('model_type')}",
+            trust_remote_code=trusted,
+            **ANY_MODEL.sizes_of(path, trusted),
         )
 
     @classmethod
     def read(cls, path: str) -> ModelSpec:
-        """Read `path`/config.json.
+        """Returns the model of `path`/config.json.
 
-        Raises DataError when it is missing, unreadable or of an unsupported architecture.
+        Raises DataError if it is missing, unreadable or of an unsupported architecture.
         """
         return cls.parse(path, read_config_json(Path(path)))
 
     @classmethod
     def parse(cls, path: str, raw: dict[str, Any]) -> ModelSpec:
-        """From the content of a config.json; `path` names the model in messages."""
+        """Returns the model of a config.json's content; `path` names it in messages."""
         family = family_of(path, raw)
         try:
             for feature in family.unsupported(raw):
@@ -79,12 +82,12 @@ class ModelSpec(ModelShape):
 
     @property
     def definition(self) -> DenseDecoder:
-        """The family: names of weights, work and memory of this shape."""
+        """The family: names of weights, work and memory for this shape."""
         return family_named(self.family)
 
     @property
     def is_any(self) -> bool:
-        """Whether it has no family file, and is as transformers has it."""
+        """Whether it has no family of its own, and is read by transformers."""
         return self.family.startswith(PREFIX)
 
     @cached_property
@@ -94,43 +97,39 @@ class ModelSpec(ModelShape):
 
     @cached_property
     def num_expert_parameters(self) -> int:
-        """Those of them that are experts', of which a token uses experts.per_token / experts.count."""
+        """The number of experts' parameters; a token uses experts.per_token / experts.count."""
         experts = self.experts
-        return (
-            len(experts.layers) * experts.count * 3 * experts.ffn_size * self.hidden_size
-            if experts
-            else 0
-        )
+        if experts is None:
+            return 0
+        return len(experts.layers) * experts.count * 3 * experts.ffn_size * self.hidden_size
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """Those that one token goes through."""
+        """The number of parameters that one token passes through."""
         if self.experts is None:
             return self.num_parameters
         idle = self.experts.count - self.experts.per_token
         return self.num_parameters - self.num_expert_parameters * idle // self.experts.count
 
     def wire_sizes(self) -> dict[str, int]:
-        """Sizes by which an engine sees that it has the same model, under config.json's names."""
-        experts = self.experts
-        mixture = (
-            {"num_experts_per_tok": experts.per_token, "moe_intermediate_size": experts.ffn_size}
-            if experts
-            else {}
-        )
-        return {
+        """Returns the sizes that an engine compares with its model's, under config.json's names."""
+        sizes = {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
-            **({} if self.is_any else {"intermediate_size": self.ffn_size}),
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
             "tie_word_embeddings": int(self.tied),
-            **mixture,
         }
+        if not self.is_any:
+            sizes["intermediate_size"] = self.ffn_size
+        if self.experts is not None:
+            sizes["num_experts_per_tok"] = self.experts.per_token
+            sizes["moe_intermediate_size"] = self.experts.ffn_size
+        return sizes
 
     def hf_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor in the model's HF checkpoint."""
+        """Returns the shape of every tensor in the model's HF checkpoint, by name."""
         family = self.definition
         if self.is_any:
             return ANY_MODEL.tensors(self)
@@ -149,7 +148,7 @@ ANY_MODEL = AnyModel()
 
 
 def register(family: DenseDecoder) -> None:
-    """Add a family from elsewhere. Raises ValueError when its model_type is taken."""
+    """Adds a family from elsewhere. Raises ValueError if its model_type is taken."""
     if family.model_type in _FAMILIES:
         raise ValueError(
             f"family {family.model_type!r} is registered already; give yours another model_type"
@@ -158,7 +157,7 @@ def register(family: DenseDecoder) -> None:
 
 
 def family_named(model_type: str) -> DenseDecoder:
-    """The family of a ModelSpec, by its `family`.
+    """Returns the family of a ModelSpec, by its `family`.
 
     Raises KeyError for one that is not registered.
     """
@@ -166,17 +165,17 @@ def family_named(model_type: str) -> DenseDecoder:
 
 
 def family_of(path: str, raw: dict[str, Any]) -> DenseDecoder:
-    """The family of a config.json; `path` names the model in messages.
+    """Returns the family of a config.json; `path` names the model in messages.
 
     Raises DataError for one that is not supported.
     """
     model_type = raw.get("model_type")
     if isinstance(model_type, str) and model_type in _FAMILIES:
         return _FAMILIES[model_type]
-    what = f"architecture {model_type!r:.60}"
+    architecture = f"architecture {model_type!r:.60}"
     if any(raw.get(key) for key in EXPERTS):
-        what += ", a mixture of experts,"
+        architecture += ", a mixture of experts,"
     raise DataError(
-        f"model.path: {path}: {what} is not supported; use a model of the families "
+        f"model.path: {path}: {architecture} is not supported; use a model of the families "
         f"{', '.join(_FAMILIES)}, or set trainer.backend=fsdp"
     )

@@ -1,9 +1,9 @@
-"""The weights of a transformers model under the names of HF checkpoints, each as a run of elements of a parameter.
+"""Finds the weights of a transformers model under the names of HF checkpoints.
 
-transformers may compute with other tensors than checkpoints hold: experts' projections, for one,
-are a single tensor. Engines, and whoever loads an export, want the checkpoint's. `wire_weights`
-finds them by transformers' own way back, taken with tensors that have no memory: what comes out is
-a view, and where a view begins says which elements it is.
+transformers may compute with other tensors than checkpoints hold: experts' projections are a single
+tensor, for example. Engines and loaders of an export need those of the checkpoint. `wire_weights`
+finds them by transformers' own conversion back, applied to tensors without memory: each result is a
+view, and its beginning shows which elements of a parameter it is.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pa_npu.errors import DataError
 
 @dataclass(frozen=True)
 class WireWeight:
-    """A tensor of the checkpoint: elements [start, start + its size) of the flattened parameter or
-    buffer `source`.
+    """A tensor of the checkpoint.
+
+    It is elements [start, start + size) of the flattened parameter or buffer `source`.
     """
 
     source: str
@@ -31,13 +32,13 @@ class WireWeight:
     def size(self) -> int:
         return math.prod(self.shape)
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The view of `whole`, which is the tensor `source`."""
+    def view_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Returns the view of `whole`, which is the tensor `source`."""
         return whole.view(-1)[self.start : self.start + self.size].view(self.shape)
 
 
 def stored_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Parameters, a tied one once, and the buffers that checkpoints hold, by transformers' names."""
+    """Returns parameters and buffers of checkpoints by transformers' names, a tied one once."""
     kept = model.state_dict(keep_vars=True).keys()
     buffers = {
         name: buffer
@@ -48,19 +49,20 @@ def stored_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def use_dtype(model: Any, dtype: torch.dtype) -> None:
-    """Hold all parameters in `dtype`, of which transformers keeps some in fp32, and the buffers of
-    checkpoints in fp32, of which it keeps some: a router's biases may be large, and its scores
-    close to each other."""
+    """Holds all parameters in `dtype`, and the buffers of checkpoints in fp32.
+
+    transformers keeps some parameters in fp32, and some buffers in other types. A router's biases
+    may be large, and its scores close to each other.
+    """
     for tensor in stored_tensors(model).values():
-        tensor.data = tensor.data.to(
-            dtype if isinstance(tensor, torch.nn.Parameter) else torch.float32
-        )
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        tensor.data = tensor.data.to(dtype if is_parameter else torch.float32)
 
 
 def wire_weights(model: Any) -> dict[str, WireWeight]:
-    """By HF name, in transformers' order.
+    """Returns the weights by HF name, in transformers' order.
 
-    Raises DataError where a tensor of the checkpoint is not in one piece.
+    Raises DataError if a tensor of the checkpoint is not in one piece.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -71,7 +73,7 @@ def wire_weights(model: Any) -> dict[str, WireWeight]:
     source_of = {tensor.untyped_storage()._cdata: name for name, tensor in bare.items()}
     with _ViewsOnly():
         reverted = revert_weight_conversion(model, dict(bare))
-    found = {}
+    weights: dict[str, WireWeight] = {}
     for name, tensor in reverted.items():
         source = source_of.get(tensor.untyped_storage()._cdata)
         if source is None or not tensor.is_contiguous():
@@ -80,15 +82,21 @@ def wire_weights(model: Any) -> dict[str, WireWeight]:
                 "form than it is stored in, which trainer.backend=fsdp does not support; use a "
                 "model without it"
             )
-        found[name] = WireWeight(source, tensor.storage_offset(), tuple(tensor.shape))
+        weights[name] = WireWeight(source, tensor.storage_offset(), tuple(tensor.shape))
     order = {name: number for number, name in enumerate(bare)}
-    return dict(sorted(found.items(), key=lambda item: (order[item[1].source], item[1].start)))
+
+    def place(item: tuple[str, WireWeight]) -> tuple[int, int]:
+        return order[item[1].source], item[1].start
+
+    return dict(sorted(weights.items(), key=place))
 
 
 class _ViewsOnly(torch.overrides.TorchFunctionMode):
-    """Inside, nothing is copied to make it contiguous."""
+    """Copies nothing to make it contiguous, inside of its block."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return args[0] if function is torch.Tensor.contiguous else function(*args, **(kwargs or {}))
+        if function is torch.Tensor.contiguous:
+            return args[0]
+        return function(*args, **(kwargs or {}))

@@ -63,7 +63,7 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
 
             export_checkpoint(Path(checkpoint), Path(config.model.path), None, merged=True)
     config, platform = resolve_device(_asked_as_trained(config))
-    spec = ModelSpec.of(config)
+    spec = ModelSpec.from_config(config)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     check_tokenizer(spec, tokenizer)
     sets = {

@@ -326,7 +326,7 @@ def _adapter_lines(config: Config, spec: ModelSpec) -> list[str]:
     """How much of the model adapters train; nothing where all weights are trained."""
     if not config.has_adapters:
         return []
-    rank, trained = AdapterShape.of(config).rank, adapter_parameters(config, spec)
+    rank, trained = AdapterShape.from_config(config).rank, adapter_parameters(config, spec)
     share = trained / spec.num_parameters
     return [
         f"adapters (LoRA): rank {rank}, {trained:,} trained parameters beside "
@@ -349,7 +349,7 @@ def check_share(
     )
     share = settle_on_node(config, share, _num_devices(platform), available_cores())
     check_limits(config, len(share.engines) + len(share.ranks))
-    findings = Findings(spec=ModelSpec.of(config), platform=platform)
+    findings = Findings(spec=ModelSpec.from_config(config), platform=platform)
     _find_memory(findings, config, None)
     check_memory(config, findings)
     if share.engines and not config.rollout.attach:
@@ -423,7 +423,7 @@ def check_engines(config: Config, platform: Platform) -> Placement:
 
 def check_model_files(config: Config) -> ModelSpec:
     """The model can be read, is supported, divides as configured, and its files say the same."""
-    spec = ModelSpec.of(config)
+    spec = ModelSpec.from_config(config)
     check_model(config, spec)
     check_plain_files(spec.path)
     check_weights(spec)

@@ -158,7 +158,7 @@ def _spec(config: Config) -> ModelSpec:
         if (Path(config.model.path) / "config.json").is_file()
         else known_spec(config.model.path)
     )
-    return known or ModelSpec.of(config)
+    return known or ModelSpec.from_config(config)
 
 
 def _typical(config: Config) -> Any:

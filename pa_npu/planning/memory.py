@@ -148,7 +148,7 @@ def _adapter_parts(config: Config, spec: ModelSpec, element: int) -> dict[str, i
 
 def adapter_parameters(config: Config, spec: ModelSpec) -> int:
     """Parameters of one set of adapters: rank x (inputs + outputs) of every layer that gets one."""
-    shape, layers = AdapterShape.of(config), spec.definition.linear_layers(spec)
+    shape, layers = AdapterShape.from_config(config), spec.definition.linear_layers(spec)
     return shape.rank * sum(sum(size) for name, size in layers.items() if shape.chooses(name))
 
 

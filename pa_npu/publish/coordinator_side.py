@@ -27,7 +27,8 @@ from pa_npu.control.freshness import Freshness
 from pa_npu.control.tasks import cancel, gather, guarded
 from pa_npu.control.typed import Topic
 from pa_npu.data.prompts import Prompt
-from pa_npu.engines.membership import Fleet, Member
+from pa_npu.engines.member import Member
+from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import CHANGING, EnginePool
 from pa_npu.engines.protocol import (
     EngineError,
@@ -164,9 +165,9 @@ class CoordinatorPublish:
         try:
             async with self._fleet.border():
                 # trainers that are ready have given back what memory they could
-                if self._fleet.lends:
+                if self._fleet.has_lent_devices:
                     await ready
-                    self._fleet.take_devices()
+                    self._fleet.reclaim_devices()
                 for attempt in range(int(self._failed_ahead == version), _ATTEMPTS):
                     place = {"version": version, "attempt": attempt}
                     members = await self._fleet.members()
@@ -260,7 +261,7 @@ class CoordinatorPublish:
                 self._checked(member.engine, loaded, version)
                 self._check_live(version, {member.name: loaded})
             except (EngineError, DeadlineExceeded) as error:
-                await self._fleet.lost(member.engine, str(error))
+                await self._fleet.report_lost(member.engine, str(error))
                 return None
             seconds.append(time.perf_counter() - swap_s)
             swapped.append(member)
@@ -277,7 +278,7 @@ class CoordinatorPublish:
                 left = [member for member in left if member not in free]
                 begins()
             # where all of them were lost, those that came in their place may be writing
-            await self._pool.until(lambda: not self._pool.in_flight_before(version))
+            await self._pool.wait_until(lambda: not self._pool.in_flight_before(version))
             self._fleet.serve(swapped, version, self.deliver_late)
             ENGINES_SWAPPED.put(self._channel, EnginesSwapped(version), version=version)
         self._fleet.catch_up([member for member in present if member not in swapped])
@@ -306,7 +307,7 @@ class CoordinatorPublish:
                 : max(0, len(present) - _KEEP_BEFORE)
             ]
 
-        await self._pool.until(lambda: bool(found()))
+        await self._pool.wait_until(lambda: bool(found()))
         return found()
 
     async def _ready(self, version: int, within_s: float) -> float:

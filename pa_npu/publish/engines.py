@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pa_npu.config.sections.rollout import RolloutConfig
-from pa_npu.engines.membership import Member
+from pa_npu.engines.member import Member
 from pa_npu.engines.protocol import LoadedWeights, WeightGroups
 from pa_npu.errors import InvariantViolation
 from pa_npu.publish.messages import PublishMembers, SentWeights, StageManifest

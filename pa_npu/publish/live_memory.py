@@ -147,10 +147,12 @@ class LiveMemoryCheck:
             )
 
     def _holds(self, held: HeldTensor, before: HeldTensor | None, workers: int) -> bool:
-        if held.given_dtype in _EXACT.get(held.dtype, ()):
-            return follows(held.contents, held.given, workers)
+        if held.received_dtype in _EXACT.get(held.dtype, ()):
+            return follows(held.contents, held.received, workers)
         # of quantized weights: what they are made of is as before, so they are
-        return before is None or before.given != held.given or before.contents == held.contents
+        return (
+            before is None or before.received != held.received or before.contents == held.contents
+        )
 
     def _note(self, text: str) -> None:
         if text not in self._notes:
@@ -167,8 +169,8 @@ def _over_workers(reports: Sequence[LiveReport]) -> dict[str, HeldTensor]:
                 report.memory[name].contents for report in reports if name in report.memory
             ),
             dtype=held.dtype,
-            given=held.given,
-            given_dtype=held.given_dtype,
+            received=held.received,
+            received_dtype=held.received_dtype,
         )
         for name, held in first.items()
     }

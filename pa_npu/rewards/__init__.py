@@ -1,1 +1,1 @@
-"""Reward functions: what an answer is worth, and the worker processes that find out."""
+"""Reward functions, and the worker processes that run them."""

@@ -1,22 +1,22 @@
-r"""Final answers: found in a response, and compared with the reference.
+r"""Finds the final answer of a response, and decides whether it equals the reference.
 
-A thought is no part of a response (thoughts.py), and of the last `<answer>...</answer>` the content
-counts. The answer is, first that applies:
+Only the text behind a thought counts (thoughts.py), and only the content of the last
+`<answer>...</answer>` where there is one. The first rule that applies gives the answer:
 
-1. behind the last `####` (GSM8K): the last box there, else the expression in the rest of the line.
-   A heading (`#### Step 2: Sum`) is no answer: the answer is looked for below it.
-2. the content of the last `\boxed{...}` or `\fbox{...}` that is closed and not empty.
-3. the expression behind the last "answer is" or "answer:" in one of the languages of phrases.py,
-   else the last one in that sentence, else in the response. An expression is all of the formula
-   around a number: of `2\sqrt{3}`, `minus 7` and `3 1/2` no part is the answer. A number that the
-   words around it turn into another ("not 5", "at least 5", "half of 10", "5 or more", "5th") is
-   none. Without any digit a number in words counts, behind "answer is" or as all that a sentence
-   says.
-4. for a reference in words: the words behind "answer is", all of an <answer>, or the last line.
-5. for a reference that is a formula: also what math-verify finds in the response.
+1. The text behind the last `####` (GSM8K): the last box there, else the expression in the rest of
+   the line. A heading (`#### Step 2: Sum`) is skipped: the answer is looked for below it.
+2. The content of the last `\boxed{...}` or `\fbox{...}` that is closed and not empty.
+3. The expression behind the last "answer is" or "answer:", in one of the languages of phrases.py;
+   else the last expression in that sentence; else the last one in the response. An expression is
+   the whole formula around a number: no part of `2\sqrt{3}`, `minus 7` or `3 1/2` is an answer.
+   A number that the words around it change ("not 5", "at least 5", "half of 10", "5 or more",
+   "5th") is not an answer. Where there is no digit, a number in words counts: behind "answer is",
+   or if the sentence is nothing else.
+4. If the reference is in words: the words behind "answer is", all of an <answer>, or the last line.
+5. If the reference is a formula: also what math-verify finds in the response.
 
-It is compared with the reference as equal_answers.py says, a number also with a decimal comma in the
-languages that write one (decimal_commas.py).
+equal_answers.py compares the answer with the reference. decimal_commas.py lets numbers have a
+decimal comma in the languages that write one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from pa_npu.rewards.thoughts import without_thought
 from pa_npu.rewards.words import is_text
 
 # how many \boxed from the end are tried, which bounds the time for a response full of open ones
-_MOST_BOXES = 4
+_MAX_BOXES = 4
 _SEARCHED_CHARACTERS = 10_000  # at the end of a response, for an answer without a mark
 
 _TAGGED = re.compile(
@@ -138,10 +138,9 @@ _LETTER_ALONE = re.compile(r"^[\s*_$(\[]*([A-Z])[\s*_$)\].:]*$")
 
 
 def final_text(response: str, prompt: str = "") -> str:
-    """Returns the part of a response that counts: nothing of its thought, and only the inside of an
-    <answer>.
+    """Returns the part of a response that counts: no thought, and only the inside of an <answer>.
 
-    prompt: as the model read it; it may have opened the thought.
+    `prompt`: as the model read it; it may have opened the thought.
     """
     text = without_thought(prompt, response)
     tagged = _tagged(text)
@@ -149,9 +148,9 @@ def final_text(response: str, prompt: str = "") -> str:
 
 
 def _tagged(text: str) -> str | None:
-    """The content of the last <answer>; None without one.
+    """Returns the content of the last <answer>, or None if there is none.
 
-    One that a stop string left open counts where a line ends it.
+    An <answer> that a stop string left open counts if the line ends the response.
     """
     end = text[-_SEARCHED_CHARACTERS:]
     closed = _TAGGED.findall(end)
@@ -162,9 +161,9 @@ def _tagged(text: str) -> str | None:
 
 
 def extract_answer(response: str, reference: str, prompt: str = "") -> str | None:
-    """Returns the final answer of a response as text, None without one.
+    """Returns the final answer of a response as text, or None if it has none.
 
-    reference: decides whether any number may count, or words. prompt: as the model read it.
+    `reference` decides whether any number may count, or words. `prompt`: as the model read it.
     """
     text = without_thought(prompt, response)
     tagged = _tagged(text)
@@ -173,13 +172,19 @@ def extract_answer(response: str, reference: str, prompt: str = "") -> str | Non
     marked = _marked(text, kind, reference)
     if marked is not None:
         return marked
-    boxed = _several_boxes(text) if _is_several(reference) else last_boxed(text)
+    if _is_several(reference):
+        boxed = _several_boxes(text)
+    else:
+        boxed = last_boxed(text)
     if boxed is not None:
         return boxed
     if kind != "words":
         stated = _stated(_without_headings(text), kind == "number", reference)
         is_all = tagged is not None or "\n" not in text.strip()
-        return (text.strip() or None) if stated is None and kind == "formula" and is_all else stated
+        if stated is None and kind == "formula" and is_all:
+            return text.strip() or None
+        return stated
+
     phrase = last_phrase(text[-_SEARCHED_CHARACTERS:])
     if phrase is None and tagged is not None:
         return text.strip() or None
@@ -187,24 +192,29 @@ def extract_answer(response: str, reference: str, prompt: str = "") -> str | Non
 
 
 def _without_headings(text: str) -> str:
-    """The text without Markdown headings such as `### Step 2: Sum`, whose number is no answer."""
+    """Returns the text without Markdown headings such as `### Step 2: Sum`.
+
+    The number of a heading is not an answer.
+    """
     end = text[-_SEARCHED_CHARACTERS:]
     if "#" not in end:
         return text
-    return _HEADING.sub(lambda line: "" if is_heading(plain_text(line[1])) else line[0], end)
+
+    def without_heading(line: re.Match[str]) -> str:
+        return "" if is_heading(plain_text(line[1])) else line[0]
+
+    return _HEADING.sub(without_heading, end)
 
 
 def _kind(reference: str) -> Literal["number", "words", "formula"]:
-    """What a reference is."""
+    """Returns the kind of answer that a reference asks for."""
     if read_number(reference) is not None:
         return "number"
     return "words" if is_text(reference) else "formula"
 
 
 def _marked(text: str, kind: str, reference: str) -> str | None:
-    """The answer behind the last #### that is no heading, or below one; None where there is
-    neither.
-    """
+    """Returns the answer behind or below the last ####; None if there is none."""
     text = _CLOSED_HEADING.sub("", text)
     marks = list(_ANSWER_MARK.finditer(text))[-_MAX_MARKS:]
     for mark in reversed(marks):
@@ -218,11 +228,9 @@ def _marked(text: str, kind: str, reference: str) -> str | None:
         if not _is_heading(line, below, kind):
             return _of_line(line.strip(), kind, reference)
         if below.strip():
-            return (
-                _in_words(below, reference)
-                if kind == "words"
-                else _stated(below, kind == "number", reference)
-            )
+            if kind == "words":
+                return _in_words(below, reference)
+            return _stated(below, kind == "number", reference)
         if rest := behind_number(plain_text(line)):
             return _of_line(rest, kind, reference)
         if kind == "number" and is_in_words(plain_text(line)):
@@ -231,7 +239,10 @@ def _marked(text: str, kind: str, reference: str) -> str | None:
 
 
 def _is_heading(line: str, below: str, kind: str) -> bool:
-    """Whether the line behind #### is a heading, not the answer. below: the lines that follow."""
+    """Returns whether the line behind #### is a heading, not the answer.
+
+    `below`: the lines that follow it.
+    """
     plain = plain_text(line)
     phrase = last_phrase(line)
     if phrase is not None and line[phrase[1] :].strip(" *_:"):
@@ -247,8 +258,9 @@ def _is_heading(line: str, below: str, kind: str) -> bool:
 
 
 def _in_words(text: str, reference: str) -> str | None:
-    """The words behind the last "answer is" that nothing denies, else those of the last line; None
-    without any.
+    """Returns the words behind the last "answer is", or those of the last line.
+
+    Returns None if there are no words, or if the sentence denies the answer.
     """
     text = text[-_SEARCHED_CHARACTERS:]
     phrase = last_phrase(text)
@@ -263,7 +275,7 @@ def _in_words(text: str, reference: str) -> str | None:
 
 
 def _is_several(reference: str) -> bool:
-    """Whether a reference lists several values, `2, -3`."""
+    """Returns whether a reference lists several values, `2, -3`."""
     return (
         bool(SEVERAL.search(reference))
         and read_number(reference) is None
@@ -272,8 +284,9 @@ def _is_several(reference: str) -> bool:
 
 
 def _several_boxes(text: str) -> str | None:
-    """The contents of the last boxes that only a comma, "and" or "or" separates, as a list; the
-    last one's otherwise.
+    """Returns the contents of the last boxes as a list, if only "," "and" or "or" separates them.
+
+    Otherwise returns the content of the last box.
     """
     last = last_boxed(text)
     if last is None or SEVERAL.search(last):
@@ -286,12 +299,14 @@ def _several_boxes(text: str) -> str | None:
             break
         contents.insert(0, box[1])
         begin = box.start()
-    return ", ".join(contents) if len(contents) > 1 and contents[-1].strip() == last else last
+    if len(contents) > 1 and contents[-1].strip() == last:
+        return ", ".join(contents)
+    return last
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last \boxed{...} that is complete and not empty, braces balanced."""
-    boxes = list(_BOX.finditer(text))[-_MOST_BOXES:]
+    r"""Returns the content of the last \boxed{...} that is complete and not empty."""
+    boxes = list(_BOX.finditer(text))[-_MAX_BOXES:]
     for box in reversed(boxes):
         depth = 0
         for position in range(box.end(), len(text)):
@@ -304,39 +319,46 @@ def last_boxed(text: str) -> str | None:
     if boxes:
         return None
     bare = list(_BARE_BOX.finditer(text))
-    return (bare[-1][1] or bare[-1][2]) if bare else None
+    if not bare:
+        return None
+    return bare[-1][1] or bare[-1][2]
 
 
 def chosen_letter(response: str, letters: str, prompt: str = "") -> str | None:
-    r"""The letter that a response to a multiple choice ends with; None where the response does not
-    commit itself.
+    r"""Returns the letter that a response to a multiple choice ends with, or None if there is none.
 
-    The last \boxed{C}; else the last #### C, "answer is (C)" or "Answer: C"; else a last line that
-    is nothing but the letter. Letters in running text are not answers: "A good start" is none.
+    It is the last \boxed{C}; else the last #### C, "answer is (C)" or "Answer: C"; else a last line
+    that is nothing but the letter. Letters in running text are not answers, such as the A in
+    "A good start".
     """
     text = final_text(response, prompt)[-_SEARCHED_CHARACTERS:]
     boxed = last_boxed(text)
     if boxed is not None:
-        found = _BOXED_LETTER.match(_LETTER_DECORATION.sub(r"\1", boxed))
-        letter = found[1].upper() if found else None
-        return letter if letter is not None and letter in letters else None
-    marked = [
-        found[1].upper() for found in _MARKED_LETTER.finditer(text) if found[1].upper() in letters
-    ]
+        letter_match = _BOXED_LETTER.match(_LETTER_DECORATION.sub(r"\1", boxed))
+        if letter_match is None:
+            return None
+        letter = letter_match[1].upper()
+        return letter if letter in letters else None
+
+    marked = [match[1].upper() for match in _MARKED_LETTER.finditer(text)]
+    marked = [letter for letter in marked if letter in letters]
     if marked:
         return marked[-1]
+
     phrase = last_phrase(text)  # in another language
     behind = _PHRASED_LETTER.match(text, phrase[1]) if phrase else None
     if behind is not None and behind[1] in letters:
         return behind[1]
+
     lines = [line for line in text.splitlines() if line.strip()]
     alone = _LETTER_ALONE.match(lines[-1]) if lines else None
     return alone[1] if alone and alone[1] in letters else None
 
 
 def _of_line(line: str, kind: str, reference: str) -> str:
-    """The answer in a marked line: `46, because ...`, `46 (12+34)`, `The answer is 46`,
-    `Answer: Paris`.
+    """Returns the answer in a line that is marked as the answer.
+
+    Examples: `46, because ...`, `46 (12+34)`, `The answer is 46`, `Answer: Paris`.
     """
     phrase = last_phrase(line)
     if kind == "words":
@@ -349,15 +371,16 @@ def _of_line(line: str, kind: str, reference: str) -> str:
 
 
 def _stated(text: str, numeric: bool, reference: str) -> str | None:
-    """The expression behind the last "answer is", else the last one in its sentence, else in the
-    text.
+    """Returns the expression behind the last "answer is".
+
+    Where there is none, returns the last one in that sentence, else in the text.
     """
     text = text[-_SEARCHED_CHARACTERS:]
     phrase = last_phrase(text)
     if phrase is not None:
         _, behind = phrase
-        if (found := _expression_at(text, behind)) is not None:
-            return found
+        if (expression := _expression_at(text, behind)) is not None:
+            return expression
         end = SENTENCE_END.search(text, behind)
         sentence = text[behind : end.start() if end else len(text)]
         if _VALUE.search(sentence):
@@ -367,24 +390,27 @@ def _stated(text: str, numeric: bool, reference: str) -> str | None:
         if read_number(sentence) is not None:  # in words
             return sentence.strip() or None
     if numeric and not _VALUE.search(text):
-        last = next((part for part in reversed(SENTENCE_END.split(text)) if part.strip(" *.!")), "")
+        parts = reversed(SENTENCE_END.split(text))
+        last = next((part for part in parts if part.strip(" *.!")), "")
         words = re.split(r"\b(?:is|are|equals)\s", last)[-1].strip(" *.!")
         return words if is_in_words(words) else None
     aside = _ASIDE.search(text)
     stands_alone = aside and _VALUE.search(text[: aside.start()].rpartition("\n")[2])
-    return _last_expression(text[: aside.start()] if aside and stands_alone else text)
+    if aside and stands_alone:
+        text = text[: aside.start()]
+    return _last_expression(text)
 
 
 def _expression_at(text: str, position: int) -> str | None:
-    """The expression that begins there."""
-    found = _EXPRESSION.match(text, position)
-    if not found or not _VALUE.search(found[0]) or _is_other(text, found):
+    """Returns the expression that begins at `position`, or None if there is none."""
+    match = _EXPRESSION.match(text, position)
+    if not match or not _VALUE.search(match[0]) or _is_other(text, match):
         return None
-    return _with_unit(_trimmed(found[0]), found[0], text[found.end() : found.end() + _LONGEST_UNIT])
+    return _with_unit(_trimmed(match[0]), match[0], text[match.end() : match.end() + _LONGEST_UNIT])
 
 
 def _with_unit(trimmed: str | None, expression: str, behind: str) -> str | None:
-    """The trimmed expression, with the unit of measurement that stands behind it: `120 minutes`."""
+    """Returns the trimmed expression with the unit of measurement behind it: `120 minutes`."""
     unit = _UNIT_BEHIND.match(behind)
     if trimmed is None or unit is None or not expression.rstrip(" $").endswith(trimmed.strip("$")):
         return trimmed
@@ -393,53 +419,55 @@ def _with_unit(trimmed: str | None, expression: str, behind: str) -> str | None:
     return measured if number is not None and number.unit is not None else trimmed
 
 
-def _is_other(text: str, found: re.Match[str]) -> bool:
-    """Whether the words around an expression, or its own form, say that it is not the answer."""
-    if _ORDINAL.search(found[0]) and not _NOUN.match(text, found.end()):
+def _is_other(text: str, expression: re.Match[str]) -> bool:
+    """Returns whether an expression is not the answer, by the words around it or its own form."""
+    if _ORDINAL.search(expression[0]) and not _NOUN.match(text, expression.end()):
         return True
-    if _PERCENT_OF.match(text[found.start() : found.end() + _LONGEST_OF]) is not None:  # 50% of 8
+    behind = text[expression.start() : expression.end() + _LONGEST_OF]
+    if _PERCENT_OF.match(behind):  # 50% of 8
         return True
-    if _OPERATOR.match(found[0]):  # the rest of an expression in words
+    if _OPERATOR.match(expression[0]):  # the rest of an expression in words
         return True
-    before = text[max(0, found.start() - 200) : found.start()]
-    return bool(OTHER_AFTER.match(text, found.end()) or _DENIED.search(before))
+    before = text[max(0, expression.start() - 200) : expression.start()]
+    return bool(OTHER_AFTER.match(text, expression.end()) or _DENIED.search(before))
 
 
 def _last_expression(text: str) -> str | None:
-    """The last expression with a number; None where the words around it say that it is not the
-    answer.
+    """Returns the last expression with a number.
+
+    Returns None where the words around it say that it is not the answer.
     """
-    found = next(
-        (e for e in reversed(list(_EXPRESSION.finditer(text))) if _VALUE.search(e[0])), None
-    )
-    if found is None or _is_other(text, found):
+    match = None
+    for candidate in _EXPRESSION.finditer(text):
+        if _VALUE.search(candidate[0]):
+            match = candidate
+    if match is None or _is_other(text, match):
         return None
-    before = text[: found.start()]
-    expression = found[0]
+    before = text[: match.start()]
+    expression = match[0]
     if re.match(r"[-*+\u2013]\s", expression) and not before.rpartition("\n")[2].strip():
         expression = expression[1:]  # a list's bullet
     elif re.match(r"\+|[-*]\s", expression):
         return None  # the rest of an expression in words
     elif _OTHER_BEFORE.search(before[-60:]):
-        *earlier, _ = re.split(
-            r",? (?:and |but )?(?:not|rather than|instead of)[\s*$]*$", before[-200:]
-        ) or [""]
-        # 6, not 5
-        return (
-            _last_expression(earlier[0])
-            if earlier and _EXPRESSION.search(earlier[0][-1:])
-            else None
-        )
+        # Of "6, not 5" the 6 counts.
+        parts = re.split(r",? (?:and |but )?(?:not|rather than|instead of)[\s*$]*$", before[-200:])
+        if len(parts) > 1 and _EXPRESSION.search(parts[0][-1:]):
+            return _last_expression(parts[0])
+        return None
     return _with_unit(
-        _trimmed(expression), expression, text[found.end() : found.end() + _LONGEST_UNIT]
+        _trimmed(expression), expression, text[match.end() : match.end() + _LONGEST_UNIT]
     )
 
 
 def _trimmed(expression: str) -> str | None:
-    """Without brackets of something around it, a remark in brackets, and an equation before the
-    last of several.
+    """Returns an expression without unmatched brackets, remarks and earlier equations.
+
+    Unmatched brackets belong to the text around the expression. A remark stands in brackets behind
+    it. Of several equations only the last one is kept.
     """
-    start, open_at = 0, []
+    start = 0
+    open_at: list[int] = []
     for position, character in enumerate(expression):
         if character in "([{":
             open_at.append(position)
@@ -458,12 +486,14 @@ def _trimmed(expression: str) -> str | None:
     if remark := _REMARK.search(expression):
         expression = expression[: remark.start()]
     expression = _NEXT_STATEMENT.split(expression)[-1]
-    return expression.strip(" \t,;*~").rstrip("-!") or None  # no factorial: the end of a sentence
+    # A "!" at the end is no factorial but the end of a sentence.
+    return expression.strip(" \t,;*~").rstrip("-!") or None
 
 
 def is_correct(response: str, reference: str, prompt: str = "") -> bool:
-    """Whether the response's final answer equals the reference. prompt: as the model read it; it
-    may have opened a thought.
+    """Returns whether the response's final answer equals the reference.
+
+    `prompt`: as the model read it; it may have opened a thought.
     """
     reference = last_boxed(reference) or reference.rpartition(ANSWER_MARK)[2].strip()
     if _is_correct(response, reference, prompt):
@@ -476,8 +506,9 @@ def is_correct(response: str, reference: str, prompt: str = "") -> bool:
 
 
 def _is_correct(response: str, reference: str, prompt: str) -> bool:
-    """As is_correct, for a final reference; a comma between digits separates thousands or values
-    here.
+    """Does what is_correct does for one reading: a comma separates thousands or values.
+
+    `reference` has no box and no mark.
     """
     answer = extract_answer(response, reference, prompt)
     if answer is not None and equal_answers(answer, reference):

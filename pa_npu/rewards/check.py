@@ -1,4 +1,4 @@
-"""The check of reward functions before a run: the workers of the run load them, and score one group."""
+"""Checks reward functions before a run: the run's workers load them and score one group."""
 
 from __future__ import annotations
 
@@ -26,55 +26,66 @@ from pa_npu.rewards.sandbox import SandboxFailed
 def check_reward_functions(
     config: Config, sample: RewardInput | None = None, ask_judge: bool = True
 ) -> list[str]:
-    """Loads the reward functions as the workers will, and rewards one group with the user's, the
-    judge and the sandbox.
+    """Loads the reward functions as the workers will, and has one group rewarded.
 
-    Call it before a run; it returns the lines that the run begins with. sample: a group of the
-    dataset; None only loads them. ask_judge: False sends the judge nothing. Raises UserError where
-    one cannot be used. Not for use in an event loop.
+    Call it before a run, outside of an event loop. Only the user's functions, the judge and the
+    sandbox reward the group: the built-in functions cannot fail.
+
+    Args:
+        config: the run's configuration.
+        sample: a group of the dataset; None loads the functions without calling them.
+        ask_judge: False sends the judge nothing.
+
+    Returns the lines that the run begins with. Raises UserError if a function cannot be used.
     """
     return asyncio.run(_check(config, sample, ask_judge))
 
 
 async def _check(config: Config, sample: RewardInput | None, ask_judge: bool) -> list[str]:
     reward = config.reward
-    # Scores of a run that is there are asked for; a run that is refused leaves no directory behind.
+    # An existing run's stored scores are used; a refused run must leave no directory behind.
     run_dir = config.run.dir if Path(config.run.dir).is_dir() else None
-    place = (run_dir, config.rollout.max_response_tokens)
+    max_tokens = config.rollout.max_response_tokens
     if any(function.name == "judge" for function in reward.functions):
         judge_key()
     lines = []
-    for spec in function_specs(reward, *place):
+    for spec in function_specs(reward, run_dir, max_tokens):
         if spec.name == "code":
             try:
                 isolation = await build_concurrent(spec).check()
             except SandboxFailed as failed:
-                said = str(failed)
-                raise DataError(
-                    said if said.startswith("reward.code") else f"reward.code: {said}"
-                ) from None
+                message = str(failed)
+                if not message.startswith("reward.code"):
+                    message = f"reward.code: {message}"
+                raise DataError(message) from None
             lines.append(f"reward.code: programs of responses run at isolation {isolation}")
         elif ":" not in spec.name and spec.name not in CONCURRENT:
             build_function(spec)
-    tried = {"code", *(["judge"] if ask_judge else [])} if sample else set()
-    functions = tuple(one for one in reward.functions if ":" in one.name or one.name in tried)
+
+    scored: set[str] = set()
+    if sample is not None:
+        scored.add("code")
+        if ask_judge:
+            scored.add("judge")
+    functions = tuple(
+        function for function in reward.functions if ":" in function.name or function.name in scored
+    )
+    pool_config = reward.model_copy(update={"functions": functions, "workers": 1})
     try:
-        async with RewardPool(
-            reward.model_copy(update={"functions": functions, "workers": 1}), *place
-        ) as pool:
-            for labels, reply in await pool.replies(sample) if sample else ():
-                _refuse(config, labels, reply)
+        async with RewardPool(pool_config, run_dir, max_tokens) as pool:
+            if sample is not None:
+                for labels, reply in await pool.replies(sample):
+                    _refuse(config, labels, reply)
     except DeadlineExceeded as late:
         raise DataError(f"reward.functions: {late}") from None
     return lines
 
 
 def check_row_tests(config: Config, prompts: PromptSet, key: str, first_id: int = 0) -> None:
-    """Reads the tests of every row where `code` is a reward. Raises DataError that names the first
-    row with a test that is bad.
+    """Reads the tests of every row where `code` is a reward.
 
-    key: the configuration key that names the dataset. first_id: prompt_id of the dataset's first
-    row.
+    `key`: the configuration key that names the dataset. `first_id`: prompt_id of its first row.
+    Raises DataError that names the first row with a bad test.
     """
     if all(function.name != "code" for function in config.reward.functions):
         return
@@ -88,25 +99,25 @@ def check_row_tests(config: Config, prompts: PromptSet, key: str, first_id: int 
 
 
 def _refuse(config: Config, labels: Collection[str], reply: Mapping[str, Any]) -> None:
-    """Raises DataError where functions have not rewarded the group."""
+    """Raises DataError if a function has not rewarded the group."""
     if "failure" in reply:
         raise DataError(
             f"reward.functions: {', '.join(labels)} did not reward a group of the dataset: "
             f"{reply['failure']}; correct what its output above says"
         )
     for label, error in reply["errors"].items():
-        what = (
-            f"reward.judge.url: {config.reward.judge.url}"
-            if label == "judge"
-            else f"reward.functions: {label}"
-        )
-        remedy = "let its server answer" if label == "judge" else "correct the function"
-        raise DataError(f"{what} fails for a group of the dataset: {error}; {remedy}")
+        if label == "judge":
+            place = f"reward.judge.url: {config.reward.judge.url}"
+            remedy = "let its server answer"
+        else:
+            place = f"reward.functions: {label}"
+            remedy = "correct the function"
+        raise DataError(f"{place} fails for a group of the dataset: {error}; {remedy}")
 
 
 def sample_group(prompt: str, answer: str, row: Mapping[str, Any], size: int) -> RewardInput:
-    """A made-up group to try reward functions on: every other response is right."""
-    responses = [
-        f"#### {answer}" if number % 2 == 0 else "I do not know." for number in range(size)
-    ]
+    """Returns a made-up group to try reward functions on: every other response is right."""
+    right = f"#### {answer}"
+    wrong = "I do not know."
+    responses = [right if number % 2 == 0 else wrong for number in range(size)]
     return RewardInput(prompt, answer, responses, [8] * size, row)

@@ -1,17 +1,23 @@
-"""Runs a response's program inside a cell: as a script, or with assertions and calls after it. Imports the standard library alone.
+"""Runs a response's program inside a cell. Imports the standard library alone.
 
-    python -I code_harness.py PROGRAM KIND PACKAGES      KIND: script or tests; PACKAGES: directories to import from
-    stdin   a script's own; else {"mark", "tests": [{"given", "name", "whole_keys", "cases", "by_pytest"}, ...]}
+    python -I code_harness.py PROGRAM KIND PACKAGES
 
-A script runs as a file does: it is `__main__`, found in sys.modules, and its source is where `__file__` says. For assertions and
-calls the program is imported as the module `solution`, so that what it guards by `__name__ == "__main__"` is left out, and its
-standard streams are empty. Classes of unittest that an assertion defines are run behind it, and pytest runs a text of its own as a
-file. Calls find what APPS and LiveCodeBench import before a program: solutions of theirs write `List[int]`
-without an import.
+    KIND      script or tests
+    PACKAGES  directories to import from
+    stdin     KIND=script: the program's own input; KIND=tests: {"mark", "tests": [{"content",
+              "name", "whole_keys", "cases", "by_pytest"}, ...]} (fields of CodeTest, code_tests.py)
 
-Assertions and calls answer in one line each on standard output, begun with a mark that the program is not told:
-MARK {"passed": true} or MARK {"result": value}. A program that searches its own process can find the mark, and so fake these; tests
-by standard input and output it cannot, since what is wanted is not in its process.
+A script runs as a file does: it is `__main__`, sys.modules has it, and `__file__` names its source.
+
+For tests the program is imported as the module `solution`. So its `if __name__ == "__main__"` does
+not run, and its standard streams are empty. Classes of unittest that an assertion defines run
+behind it; pytest runs its text as a file. Calls see the modules that APPS and LiveCodeBench import
+before a program, since solutions there write `List[int]` without an import.
+
+Each test answers with one line on standard output that begins with a mark which the program does
+not know: MARK {"passed": true} or MARK {"result": value}. A program that searches its own process
+can find the mark, and so fake these answers. It cannot fake tests by standard input and output: the
+wanted output is never in its process.
 """
 
 import builtins
@@ -22,20 +28,10 @@ import sys
 import types
 from typing import Any, TextIO
 
-_CALL_MODULES = [
-    *(
-        "bisect",
-        "collections",
-        "copy",
-        "datetime",
-        "functools",
-        "heapq",
-        "itertools",
-        "math",
-        "operator",
-    ),
-    *("random", "re", "string", "sys", "typing"),
-]
+_CALL_MODULES = (
+    "bisect collections copy datetime functools heapq itertools math operator random re string sys"
+    " typing"
+)
 _CALL_RECURSION = 50_000  # solutions of LiveCodeBench recurse deeper than Python's 1,000
 
 
@@ -50,8 +46,9 @@ def main() -> None:
 
 
 def _module(name: str, program: str) -> types.ModuleType:
-    """Makes the module of a program, and puts it where pickle, dataclasses and type hints look for
-    it.
+    """Makes the module of a program and registers it in sys.modules.
+
+    pickle, dataclasses and type hints look for it there.
     """
     module = types.ModuleType(name)
     module.__file__ = program
@@ -71,7 +68,9 @@ def _answer_tests(program: str) -> None:
     wanted = json.load(sys.stdin)
     answers = _private_output()
     module = _module("solution", program)
-    prelude = _prelude() if any(test["name"] for test in wanted["tests"]) else {}
+    prelude = {}
+    if any(test["name"] for test in wanted["tests"]):
+        prelude = _prelude()
     module.__dict__.update(prelude)
     _load(module)
     for test in wanted["tests"]:
@@ -81,7 +80,7 @@ def _answer_tests(program: str) -> None:
 
 
 def _private_output() -> TextIO:
-    """Returns standard output; the program has /dev/null instead, and as standard input too."""
+    """Returns standard output as a file; the program gets /dev/null as its input and output."""
     sys.stdout.flush()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -94,12 +93,11 @@ def _private_output() -> TextIO:
 def _prelude() -> dict[str, Any]:
     """Returns the names that calls find; a built-in function is never hidden."""
     names: dict[str, Any] = {}
-    for module_name in _CALL_MODULES:
+    for module_name in _CALL_MODULES.split():
         module = importlib.import_module(module_name)
         names[module_name] = module
-        for name in getattr(module, "__all__", None) or [
-            name for name in vars(module) if not name.startswith("_")
-        ]:
+        public = [name for name in vars(module) if not name.startswith("_")]
+        for name in getattr(module, "__all__", None) or public:
             if not hasattr(builtins, name):
                 names.setdefault(name, getattr(module, name))
     sys.setrecursionlimit(max(sys.getrecursionlimit(), _CALL_RECURSION))
@@ -108,18 +106,19 @@ def _prelude() -> dict[str, Any]:
 
 def _try(module: types.ModuleType, prelude: dict[str, Any], test: dict[str, Any]) -> str:
     """Runs one test; returns its answer as JSON."""
-    given, name = test["given"], test["name"]
+    content = test["content"]
+    name = test["name"]
     try:
         if name:
             function = _function(module, prelude, name)
-            arguments = (
-                [_with_whole_keys(argument) for argument in given] if test["whole_keys"] else given
-            )
+            arguments = content
+            if test["whole_keys"]:
+                arguments = [_with_whole_keys(argument) for argument in content]
             return json.dumps({"result": _plain(function(*arguments))}, default=str)
         if test["by_pytest"]:
-            _run_pytest(given)
+            _run_pytest(content)
         else:
-            exec(compile(given, "<test>", "exec", dont_inherit=True), module.__dict__)
+            exec(compile(content, "<test>", "exec", dont_inherit=True), module.__dict__)
             if test["cases"]:
                 _run_cases([getattr(module, case) for case in test["cases"]])
         return json.dumps({"passed": True})
@@ -158,8 +157,9 @@ def _run_pytest(text: str) -> None:
 
 
 def _function(module: types.ModuleType, prelude: dict[str, Any], name: str) -> Any:
-    """Returns the program's function, or the method of a new Solution; a name of the prelude is not
-    the program's.
+    """Returns the program's function, or that method of a new Solution.
+
+    A name that the program took over from the prelude unchanged is not the program's.
     """
     value = getattr(module, name, None)
     if value is not None and value is not prelude.get(name):
@@ -177,8 +177,9 @@ def _with_whole_keys(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a result as JSON can hold it: numbers and arrays of numpy as Python's, keys of any
-    kind as text.
+    """Returns a result as JSON can hold it.
+
+    numpy's numbers and arrays become Python's, and keys of any other kind become text.
     """
     if type(value).__module__ == "numpy":
         return _plain(value.tolist())

@@ -1,4 +1,7 @@
-"""Finds the program in a response: the last block that is marked as Python, else the last unmarked one that is a program."""
+"""Finds the program in a response.
+
+It is the last block that is marked as Python, else the last unmarked one that is a program.
+"""
 
 from __future__ import annotations
 
@@ -33,22 +36,24 @@ class _Block:
     language: str
     text: str
 
+    @property
+    def is_python(self) -> bool:
+        return _PYTHON.fullmatch(self.language) is not None
+
 
 def program_of(response: str, needed: Collection[str] = ()) -> str | None:
-    """Returns the program of a response, None where it has none.
+    """Returns the program of a response, or None if it has none.
 
-    Blocks marked as Python come before unmarked ones, which are often sample output. Of several the
-    last one counts, and before it the last one that defines the names `needed`: a block behind it
-    may only show how to call them. A response without any block is a program if all of it is one.
+    Blocks marked as Python come before unmarked ones, which are often sample output. Among several,
+    the last one that defines the names `needed` counts, since a block behind it may only show how
+    to call them; if none does, the last one. A response without any block is a program if all of it
+    is one.
     """
     blocks = list(_blocks(response))
-    programs = [
-        block.text for block in blocks if _PYTHON.fullmatch(block.language) and block.text.strip()
-    ]
+    programs = [block.text for block in blocks if block.is_python and block.text.strip()]
     if not programs:
-        programs = [
-            block.text for block in blocks if not block.language and _is_program(block.text)
-        ]
+        unmarked = [block.text for block in blocks if not block.language]
+        programs = [text for text in unmarked if _is_program(text)]
     if not blocks and _is_program(response):
         programs = [response]
     if not programs:
@@ -60,8 +65,9 @@ def program_of(response: str, needed: Collection[str] = ()) -> str | None:
 
 
 def _blocks(response: str) -> Iterator[_Block]:
-    """Yields fenced blocks as CommonMark has them, without the indentation of their list or the
-    marks of their quotation.
+    """Yields fenced blocks as CommonMark defines them.
+
+    The indentation of a list and the marks of a quotation around a block are removed.
     """
     lines = response.splitlines()
     index = 0
@@ -79,7 +85,8 @@ def _blocks(response: str) -> Iterator[_Block]:
             last = lines[end].partition(opening["fence"])[0]
             # the fence stands at the end of the last line of code
             inside += [last] if last.strip(" \t>") else []
-        language, text = _language(opening["info"]), _without_margin(inside, before)
+        language = _language(opening["info"])
+        text = _without_margin(inside, before)
         if language.lower() in _MARKDOWN:
             yield from _blocks(text)
         else:
@@ -87,10 +94,10 @@ def _blocks(response: str) -> Iterator[_Block]:
 
 
 def _closing(lines: list[str], start: int, fence: str, width: int) -> int:
-    """Returns the index of the line that closes a block; the number of lines where none does.
+    """Returns the index of the line that closes a block, or the number of lines if none does.
 
-    width: columns before the opening fence. A fence that is indented by four more is the program's
-    own, in a docstring perhaps; without any other it closes the block all the same.
+    `width`: columns before the opening fence. A fence that is indented by four more belongs to the
+    program, perhaps to a docstring; it closes the block only if no other fence does.
     """
     closing = re.compile(
         r"([ \t>]*)" + re.escape(fence[0]) + "{" + str(len(fence)) + r",}[ \t]*(?:</?\w+>[ \t]*)*"
@@ -138,7 +145,9 @@ def _language(info: str) -> str:
 
 
 def _without_margin(lines: list[str], before: str) -> str:
-    """before: what stands before the opening fence, list marks and all; code may be indented by as
+    """Returns the lines of a block as a text, without their common indentation.
+
+    `before`: the text before the opening fence, list marks included; code may be indented by as
     much.
     """
     if ">" in before:
@@ -158,8 +167,9 @@ def _without_margin(lines: list[str], before: str) -> str:
 
 
 def _is_program(text: str) -> bool:
-    """Returns whether a text is Python that does something: "3", "Yes" and "[1, 2]" are Python as
-    well.
+    """Returns whether a text is Python that does something.
+
+    "3", "Yes" and "[1, 2]" are valid Python as well, but do nothing.
     """
     tree = _tree(text)
     if tree is None:
@@ -176,11 +186,9 @@ def _is_program(text: str) -> bool:
         ast.Compare,
         ast.BoolOp,
     )
-    return any(
-        not (
-            isinstance(statement, ast.Pass)
-            or (isinstance(statement, ast.Expr) and isinstance(statement.value, values))
-        )
+    return not all(
+        isinstance(statement, ast.Pass)
+        or (isinstance(statement, ast.Expr) and isinstance(statement.value, values))
         for statement in tree.body
     )
 
@@ -195,5 +203,8 @@ def _tree(text: str) -> ast.Module | None:
 
 
 def _defined(text: str) -> set[str]:
-    """Goes by lines, since the program need not compile."""
-    return {name for names in _DEFINED.findall(text) for name in names if name}
+    """Returns the names that a program defines; by lines, since it need not compile."""
+    names: set[str] = set()
+    for groups in _DEFINED.findall(text):
+        names.update(name for name in groups if name)
+    return names

@@ -1,4 +1,4 @@
-"""Compares what a program printed or returned with what a test wants.
+"""Compares what a program printed or returned with what a test expects.
 
 Numbers with a fraction may be rounded, at every depth.
 """
@@ -19,10 +19,10 @@ _WHOLE = re.compile(r"[+-]?\d+")
 
 
 def same_output(written: str, wanted: str) -> bool:
-    """Returns whether two texts are equal line by line but for space at line ends, or word by word.
+    """Returns whether two texts are equal, line by line or word by word.
 
-    Two words are equal as well if both are numbers, at least one of them has a fraction, and they
-    differ by rounding alone.
+    Space at the ends of lines does not count. Two words are equal as well if both are numbers, at
+    least one of them has a fraction, and they differ only by rounding.
     """
     if _lines(written) == _lines(wanted):
         return True
@@ -34,8 +34,9 @@ def same_output(written: str, wanted: str) -> bool:
 
 
 def same_result(result: Any, wanted: Any) -> bool:
-    """Returns whether two results of a call, both read from JSON, are equal; numbers with a
-    fraction but for rounding.
+    """Returns whether two results of a call, both read from JSON, are equal.
+
+    Numbers with a fraction may differ by rounding.
     """
     if isinstance(result, list) and isinstance(wanted, list):
         return len(result) == len(wanted) and all(map(same_result, result, wanted))

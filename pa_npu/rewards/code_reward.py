@@ -1,4 +1,7 @@
-"""The reward `code`: the program in a response passes the tests of its row, each run in a cell of its own (sandbox.py).
+"""The reward `code`: runs the program of a response against the tests of its row.
+
+Each run is in a cell of its own (sandbox.py).
+
 
 response ──code_program──> program ─┐
 row ──code_tests──> tests ──────────┴──code_harness, in a cell──> output ──code_results──> passed or not
@@ -21,7 +24,7 @@ from pa_npu.rewards.code_program import program_of
 from pa_npu.rewards.code_results import same_output, same_result
 from pa_npu.rewards.code_tests import CodeTest, row_tests
 from pa_npu.rewards.functions import RewardInput
-from pa_npu.rewards.sandbox import Limits, Outcome, SandboxFailed, run
+from pa_npu.rewards.sandbox import CellLimits, ProgramOutcome, SandboxFailed, run
 from pa_npu.rewards.thoughts import without_thought
 
 _HARNESS = Path(__file__).with_name("code_harness.py")
@@ -36,11 +39,11 @@ _TRIAL_TESTS = (CodeTest("stdin", "21", ("42",)), CodeTest("call", [21], (42,), 
 
 
 class CodeReward:
-    """async call: from a group to a reward per response; None where the sandbox, not the program,
-    has failed.
+    """Rewards a group: called with a RewardInput, returns a reward per response.
 
-    1 where all tests pass, else 0; with score=share the share of tests that pass. A response
-    without a program has 0.
+    A reward is 1 if all tests pass, else 0; with score=share it is the share of tests that pass. A
+    response without a program gets 0. It is None if the sandbox failed, not the program; `problem`
+    then says why.
     """
 
     def __init__(self, config: CodeConfig, programs: int) -> None:
@@ -49,7 +52,7 @@ class CodeReward:
         self._groups = itertools.count()
         self._harness = _HARNESS.read_text(encoding="utf-8")
         self.problem: str | None = None
-        self._limits = Limits(
+        self._limits = CellLimits(
             wall_s=config.timeout_s,
             cpu_s=max(1, round(config.timeout_s)),
             memory_bytes=config.memory_mib << 20,
@@ -64,29 +67,28 @@ class CodeReward:
             self.problem = str(error)
             return [None] * len(group.responses)
         needed = frozenset().union(*(test.needed for test in tests))
-        programs = [
-            program_of(without_thought(group.prompt, response), needed)
-            for response in group.responses
-        ]
+        programs = []
+        for response in group.responses:
+            text = without_thought(group.prompt, response)
+            programs.append(program_of(text, needed))
+        # Equal programs of a group run once.
         number = next(self._groups)
-        known = {
-            program: asyncio.ensure_future(self._score(number, program, tests))
-            for program in programs
-            if program
-        }
+        scores: dict[str, asyncio.Future[float | None]] = {}
+        for program in programs:
+            if program and program not in scores:
+                scores[program] = asyncio.ensure_future(self._score(number, program, tests))
         try:
-            await asyncio.gather(*known.values())
+            await asyncio.gather(*scores.values())
         finally:
-            for task in known.values():
+            for task in scores.values():
                 task.cancel()
-        return [known[program].result() if program else 0.0 for program in programs]
+        return [scores[program].result() if program else 0.0 for program in programs]
 
     async def check(self) -> str:
-        """Runs a program that passes anywhere, as responses' programs will be run; returns how it
-        was isolated, in words.
+        """Runs a program that passes anywhere, in the way that responses' programs will run.
 
-        Raises SandboxFailed where it does not pass, or is less isolated than the configuration
-        wants.
+        Returns its isolation in words. Raises SandboxFailed if it does not pass, or is less
+        isolated than the configuration demands.
         """
         isolation = ""
         for test in _TRIAL_TESTS:
@@ -101,13 +103,15 @@ class CodeReward:
         return isolation
 
     async def _score(self, group: int, program: str, tests: Sequence[CodeTest]) -> float | None:
-        """Tests by standard input are a cell each, all others one together, so that a program loads
-        once for them.
+        """Returns the reward of a program, or None if the sandbox failed.
+
+        Each test by standard input has a cell of its own. All others share one, so that the program
+        is loaded once for them.
         """
+        batches = [[test] for test in tests if test.kind == "stdin"]
         together = [test for test in tests if test.kind != "stdin"]
-        batches = [[test] for test in tests if test.kind == "stdin"] + (
-            [together] if together else []
-        )
+        if together:
+            batches.append(together)
         passed = 0
         try:
             for batch in batches:
@@ -127,26 +131,24 @@ class CodeReward:
 
     async def _outcome(
         self, group: int, program: str, batch: Sequence[CodeTest]
-    ) -> tuple[Outcome, str]:
-        """Runs a program for a batch of tests; returns what came of it, and the mark of its
-        answers.
-        """
+    ) -> tuple[ProgramOutcome, str]:
+        """Runs a program for a batch of tests; returns the outcome and the mark of its answers."""
         mark = secrets.token_hex(16)
         if batch[0].kind == "stdin":
-            kind, stdin = "script", str(batch[0].given)
+            kind = "script"
+            stdin = str(batch[0].content)
         else:
-            fields = ("given", "name", "whole_keys", "cases", "by_pytest")
+            fields = ("content", "name", "whole_keys", "cases", "by_pytest")
             tests = [{field: getattr(test, field) for field in fields} for test in batch]
-            kind, stdin = "tests", json.dumps({"mark": mark, "tests": tests})
+            kind = "tests"
+            stdin = json.dumps({"mark": mark, "tests": tests})
         arguments = ["{files}/harness.py", "{files}/program.py", kind, "{packages}"]
         files = {"harness.py": self._harness, "program.py": program}
         wanted_bytes = sum(len(json.dumps(test.wanted)) for test in batch)
-        limits = replace(
-            self._limits,
-            output_bytes=min(
-                _OUTPUT_BYTES + 2 * wanted_bytes, max(_OUTPUT_BYTES, self._limits.files_bytes)
-            ),
+        output_bytes = min(
+            _OUTPUT_BYTES + 2 * wanted_bytes, max(_OUTPUT_BYTES, self._limits.files_bytes)
         )
+        limits = replace(self._limits, output_bytes=output_bytes)
         for attempt in range(_ATTEMPTS):
             try:
                 async with self._turns.request(group):
@@ -158,7 +160,8 @@ class CodeReward:
         return outcome, mark
 
 
-def _num_passed(outcome: Outcome, batch: Sequence[CodeTest], mark: str) -> int:
+def _num_passed(outcome: ProgramOutcome, batch: Sequence[CodeTest], mark: str) -> int:
+    """Returns how many tests of a batch pass, by the output of its run."""
     text = outcome.stdout.decode("utf-8", "replace")
     if batch[0].kind == "stdin":
         has_ended_well = outcome.ended == "itself" and outcome.code == 0
@@ -173,9 +176,7 @@ def _num_passed(outcome: Outcome, batch: Sequence[CodeTest], mark: str) -> int:
 
 
 def _answers(text: str, mark: str) -> list[dict[str, object]]:
-    """Returns the harness's answers, one for each test that was run; an empty one where it cannot
-    be read.
-    """
+    """Returns the harness's answers, one for each test that ran; an unreadable one is empty."""
     answers = []
     for line in text.splitlines():
         if line.startswith(f"{mark} "):
@@ -186,7 +187,7 @@ def _answers(text: str, mark: str) -> list[dict[str, object]]:
     return answers
 
 
-def _ending(outcome: Outcome) -> str:
+def _ending(outcome: ProgramOutcome) -> str:
     """Describes in a line how a program ended that should have passed."""
     last_line = outcome.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2][:200]
     if outcome.ended != "itself":

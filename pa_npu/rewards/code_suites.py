@@ -1,13 +1,13 @@
-"""Test suites in a row's program text: classes of unittest, functions and classes of pytest, and what they need to run.
+"""Finds the test suites in a program text: tests of unittest and pytest, and what they need to run.
 
     class TestCases(unittest.TestCase): ...   run by unittest (BigCodeBench)
     def test_it(): ...                        called (KodCode)
     @pytest.mark.parametrize, fixtures,       run by pytest, if it is installed
     class TestIt without a base
 
-What a text does only when it is run as a file counts as well: the body of
-`if __name__ == "__main__"` stands for itself, and `unittest.main()` and `pytest.main()` are left
-out, since the suite is run anyway.
+What a text does only when it is run as a file counts as well. The body of
+`if __name__ == "__main__"` stands for itself; `unittest.main()` and `pytest.main()` are left out,
+since the suite is run anyway.
 """
 
 from __future__ import annotations
@@ -23,28 +23,9 @@ from importlib.machinery import PathFinder
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _RUNNERS = frozenset({"unittest", "pytest"})
 _SET_UP = frozenset({"setup_module", "setup_function", "teardown_module", "teardown_function"})
-_FIXTURES_OF_PYTEST = frozenset(
-    {
-        *(
-            "cache",
-            "capfd",
-            "capfdbinary",
-            "caplog",
-            "capsys",
-            "capsysbinary",
-            "monkeypatch",
-            "pytestconfig",
-        ),
-        *(
-            "record_property",
-            "recwarn",
-            "request",
-            "tmp_path",
-            "tmp_path_factory",
-            "tmpdir",
-            "tmpdir_factory",
-        ),
-    }
+_FIXTURES_OF_PYTEST = (
+    "cache capfd capfdbinary caplog capsys capsysbinary monkeypatch pytestconfig record_property "
+    "recwarn request tmp_path tmp_path_factory tmpdir tmpdir_factory"
 )
 _PROGRAM = "solution"
 
@@ -53,9 +34,10 @@ _PROGRAM = "solution"
 class Suite:
     """The tests that a text defines but does not run.
 
-    cases: classes of unittest, by name. calls: statements that call test functions. needs_pytest:
-    whether only pytest can run it.
-    fixtures: that its functions want and neither the text nor pytest has.
+    cases: names of unittest's classes.
+    calls: statements that call test functions.
+    needs_pytest: whether only pytest can run the suite.
+    fixtures: names that its functions take and neither the text nor pytest defines.
     """
 
     cases: tuple[str, ...]
@@ -65,17 +47,13 @@ class Suite:
 
 
 def without_guards(tree: ast.Module) -> ast.Module:
-    """Returns the module as it is run as a file: guarded statements in their place, and none that
-    starts a runner of tests.
-    """
+    """Returns the module as it runs as a file, without calls that start a runner of tests."""
     body: list[ast.stmt] = []
-    mains = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module in _RUNNERS
-        for alias in node.names
-        if alias.name == "main"
-    }
+    mains: set[str] = set()  # names under which a runner's `main` was imported
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in _RUNNERS:
+            mains |= {alias.asname or alias.name for alias in node.names if alias.name == "main"}
+
     for statement in tree.body:
         guarded = [statement]
         if isinstance(statement, ast.If) and _is_main_guard(statement):
@@ -96,37 +74,53 @@ def read_suite(tree: ast.Module) -> Suite:
         for node in classes
         if node.name.startswith("Test") and node.name not in cases and _test_methods(node)
     ]
-    is_of_pytest = any(_parameters(function) or _mentions_pytest(function) for function in tests)
-    is_of_pytest |= bool(
-        fixtures or plain_classes or _SET_UP & {function.name for function in functions}
-    )
-    wanted: set[str] = set()
-    for function in (*tests, *(method for node in plain_classes for method in _test_methods(node))):
-        wanted |= _parameters(function) - _parametrized(function.decorator_list) - {"self", "cls"}
-    for node in plain_classes:
-        wanted -= _parametrized(node.decorator_list)
-        fixtures |= {
-            method.name
-            for method in node.body
-            if isinstance(method, _Function) and _is_fixture(method)
-        }
+
+    names = {function.name for function in functions}
+    needs_pytest = bool(fixtures or plain_classes or _SET_UP & names)
+    needs_pytest |= any(_parameters(function) or _mentions_pytest(function) for function in tests)
+    missing: set[str] = set()
+    if needs_pytest:
+        missing = _missing_fixtures(tests, plain_classes, fixtures)
     return Suite(
         cases=tuple(cases),
         calls=tuple(_call(function) for function in tests if not _parameters(function)),
-        needs_pytest=is_of_pytest,
-        fixtures=tuple(sorted(wanted - fixtures - _FIXTURES_OF_PYTEST)) if is_of_pytest else (),
+        needs_pytest=needs_pytest,
+        fixtures=tuple(sorted(missing)),
     )
 
 
+def _missing_fixtures(
+    tests: Sequence[_Function], classes: Sequence[ast.ClassDef], fixtures: set[str]
+) -> set[str]:
+    """Returns the parameters that neither a fixture nor a parametrization gives a value to."""
+    needed: set[str] = set()
+    for function in tests:
+        needed |= _needed_fixtures(function)
+    for node in classes:
+        for method in _test_methods(node):
+            needed |= _needed_fixtures(method)
+    known = fixtures | set(_FIXTURES_OF_PYTEST.split())
+    for node in classes:
+        known |= _parametrized(node.decorator_list)
+        methods = [method for method in node.body if isinstance(method, _Function)]
+        known |= {method.name for method in methods if _is_fixture(method)}
+    return needed - known
+
+
+def _needed_fixtures(function: _Function) -> set[str]:
+    return _parameters(function) - _parametrized(function.decorator_list) - {"self", "cls"}
+
+
 def text_for_pytest(tree: ast.Module) -> str:
-    """Returns the text of a file of tests that sees every name of the program, behind its imports
-    from __future__.
+    """Returns the text of a file of tests in which every name of the program is known.
+
+    Imports from __future__ come first, as Python demands.
     """
-    is_future = [
-        isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body
-    ]
-    futures = [node for node, future in zip(tree.body, is_future, strict=True) if future]
-    rest = [node for node, future in zip(tree.body, is_future, strict=True) if not future]
+    futures: list[ast.stmt] = []
+    rest: list[ast.stmt] = []
+    for node in tree.body:
+        is_future = isinstance(node, ast.ImportFrom) and node.module == "__future__"
+        (futures if is_future else rest).append(node)
     names = (
         f"import {_PROGRAM} as _program\nglobals().update(\n    {{k: v for k, v in "
         f"vars(_program).items() if k[:2] != '__'}}\n)"
@@ -137,10 +131,13 @@ def text_for_pytest(tree: ast.Module) -> str:
 
 
 def missing_modules(tree: ast.Module) -> list[str]:
-    """Returns the modules that a text imports and that no program finds in its cell; not those that
-    it tries to import.
+    """Returns the modules that a text imports and that a program cannot import in its cell.
+
+    Imports inside a `try` do not count.
     """
-    names = {name for statement in tree.body for name in _imported(statement)}
+    names: set[str] = set()
+    for statement in tree.body:
+        names.update(_imported(statement))
     return sorted(name for name in names if not is_importable(name))
 
 
@@ -156,8 +153,9 @@ def _imported(node: ast.AST) -> Iterator[str]:
 
 @lru_cache(maxsize=1024)
 def is_importable(name: str) -> bool:
-    """Returns whether programs can import a module: one of Python, of this environment's packages,
-    or the program itself.
+    """Returns whether programs can import a module.
+
+    They can import Python's own, this environment's packages, and the program itself.
     """
     if name in (_PROGRAM, "__main__") or name in sys.stdlib_module_names:
         return True
@@ -166,7 +164,7 @@ def is_importable(name: str) -> bool:
 
 
 def _is_main_guard(statement: ast.If) -> bool:
-    """Returns whether it is `if __name__ == "__main__":` without an else."""
+    """Returns whether a statement is `if __name__ == "__main__":` without an else."""
     if statement.orelse or not isinstance(statement.test, ast.Compare):
         return False
     compared = statement.test
@@ -179,10 +177,9 @@ def _is_main_guard(statement: ast.If) -> bool:
 
 
 def _starts_a_runner(statement: ast.stmt, mains: Collection[str]) -> bool:
-    """Returns whether it is a call such as `unittest.main()` or
-    `sys.exit(pytest.main([__file__]))`.
+    """Returns whether a statement is such as `unittest.main()` or `sys.exit(pytest.main([...]))`.
 
-    mains: names under which a runner's `main` was imported.
+    `mains`: names under which a runner's `main` was imported.
     """
     if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
         return False
@@ -200,8 +197,9 @@ def _starts_a_runner(statement: ast.stmt, mains: Collection[str]) -> bool:
 
 
 def _unittest_cases(classes: Sequence[ast.ClassDef]) -> list[str]:
-    """Returns the names of classes that unittest runs: with a base called ...TestCase, and with
-    tests of their own or inherited.
+    """Returns the names of classes that unittest runs.
+
+    They have a base called ...TestCase, and tests of their own or inherited ones.
     """
     cases: dict[str, bool] = {}  # whether it has tests
     for node in classes:
@@ -250,7 +248,7 @@ def _is_fixture(function: _Function) -> bool:
 
 def _parametrized(decorators: Collection[ast.expr]) -> set[str]:
     """Returns the parameters that `@pytest.mark.parametrize("a, b", ...)` gives values to."""
-    given: set[str] = set()
+    parameters: set[str] = set()
     for decorator in decorators:
         if (
             not isinstance(decorator, ast.Call)
@@ -260,13 +258,13 @@ def _parametrized(decorators: Collection[ast.expr]) -> set[str]:
             continue
         for node in ast.walk(decorator.args[0]):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                given |= {name.strip() for name in node.value.split(",")}
-    return given
+                parameters |= {name.strip() for name in node.value.split(",")}
+    return parameters
 
 
 def _names(expression: ast.expr) -> set[str]:
-    found = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
-    return found | {node.attr for node in ast.walk(expression) if isinstance(node, ast.Attribute)}
+    names = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
+    return names | {node.attr for node in ast.walk(expression) if isinstance(node, ast.Attribute)}
 
 
 def _call(function: _Function) -> str:

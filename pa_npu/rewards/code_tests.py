@@ -1,5 +1,6 @@
-"""Reads the tests of a row for the reward `code`, in the layouts of published datasets; refuses those that test nothing.
+"""Reads the tests of a row for the reward `code`; refuses those that test nothing.
 
+The layouts of published datasets are known:
     {"inputs": [...], "outputs": [...]}                   standard input and output (APPS, TACO,
                                                           CodeContests, verl)
     the same with "fn_name": NAME                         arguments and result of NAME, or of
@@ -60,18 +61,19 @@ _MAX_DECODED = 3  # texts inside texts: some datasets hold JSON of JSON
 class CodeTest:
     """One test of a program.
 
-    kind: stdin gives `given` to the program and wants a text of `wanted` printed; call gives the
-    arguments `given` to the function `name` and wants one of the values `wanted`; assertion runs
-    the program text `given`, which must not fail.
-    whole_keys: arguments that are objects with whole numbers as keys have them as text, since JSON
-    knows no others.
-    cases: of an assertion, classes of unittest that it defines and that have to pass. by_pytest:
-    whether pytest runs the text.
+    kind: `stdin` gives `content` to the program as its input and compares what it prints with the
+        text in `wanted`. `call` calls the function `name` with the arguments `content` and compares
+        its result with the values in `wanted`, of which one must be equal. `assertion` runs the
+        program text `content`, which must not fail.
+    whole_keys: whether keys of dictionaries among the arguments are whole numbers, which JSON can
+        only hold as text.
+    cases: of an assertion, the classes of unittest that it defines and that have to pass.
+    by_pytest: of an assertion, whether pytest runs the text.
     needed: names that a program must define for this test.
     """
 
     kind: Literal["stdin", "call", "assertion"]
-    given: Any
+    content: Any
     wanted: tuple[Any, ...] = ()
     name: str = ""
     whole_keys: bool = False
@@ -87,8 +89,8 @@ class _NoTest(ValueError):
 def row_tests(row: Mapping[str, Any], column: str) -> list[CodeTest]:
     """Returns the first MOST_TESTS tests of a row, at least one.
 
-    column: the column with the tests; a dotted name is one inside another. Raises DataError in one
-    line.
+    `column`: the column with the tests; a dotted name means a key inside a column. Raises DataError
+    with a message of one line.
     """
     value, holder = _value_in(row, column)
     if value is None:
@@ -128,9 +130,7 @@ def _value_in(row: Mapping[str, Any], column: str) -> tuple[Any, Mapping[str, An
 
 
 class _Surroundings:
-    """What stands beside the tests of a row: names, imports and set-up code that belong to all of
-    them.
-    """
+    """The rest of a row beside its tests: names, imports and set-up code for all of them."""
 
     def __init__(self, mappings: Sequence[Mapping[str, Any]]) -> None:
         self._mappings = list(mappings)
@@ -178,7 +178,9 @@ def _tests(value: Any, around: _Surroundings) -> Iterator[CodeTest]:
     if not isinstance(value, Sequence):
         raise TypeError(f"it is a {type(value).__name__}")
     for item in value:
-        test = _decoded(item) if isinstance(item, str) and item.lstrip()[:1] == "{" else item
+        test = item
+        if isinstance(item, str) and item.lstrip()[:1] == "{":
+            test = _decoded(item)
         if isinstance(test, str):
             yield _program_text(test, around)
         elif isinstance(test, Mapping):
@@ -192,28 +194,30 @@ def _mapping(tests: Mapping[str, Any], around: _Surroundings) -> Iterator[CodeTe
         if tests.get(name):
             yield from _tests(tests[name], around)
             return
-    for given_name, wanted_name in _PAIRS:
-        if given_name in tests and wanted_name in tests:
+    for input_name, wanted_name in _PAIRS:
+        if input_name in tests and wanted_name in tests:
             break
     else:
         raise KeyError(f"an object with {', '.join(map(str, tests)) or 'nothing'}")
-    given, wanted = tests[given_name], tests[wanted_name]
+    inputs = tests[input_name]
+    wanted = tests[wanted_name]
     kind = str(tests.get("testtype") or tests.get("type") or "").lower()
-    several = isinstance(given, list) and isinstance(wanted, list)
-    if given_name == "inputs" or (
-        several and not kind and not any(tests.get(name) for name in _NAMES)
-    ):
-        if len(given) != len(wanted):
-            raise ValueError(f"{len(given)} {given_name} and {len(wanted)} {wanted_name}")
-        for one_given, one_wanted in zip(given, wanted, strict=True):
-            yield _pair(one_given, one_wanted, kind, around, in_lists=True)
+    are_lists = isinstance(inputs, list) and isinstance(wanted, list)
+    has_name = any(tests.get(name) for name in _NAMES)
+    if input_name == "inputs" or (are_lists and not kind and not has_name):
+        if len(inputs) != len(wanted):
+            raise ValueError(f"{len(inputs)} {input_name} and {len(wanted)} {wanted_name}")
+        for content, result in zip(inputs, wanted, strict=True):
+            yield _pair(content, result, kind, around, in_lists=True)
         return
-    yield _pair(given, wanted, kind, around, in_lists=kind == "function_call")
+    yield _pair(inputs, wanted, kind, around, in_lists=kind == "function_call")
 
 
-def _pair(given: Any, wanted: Any, kind: str, around: _Surroundings, in_lists: bool) -> CodeTest:
-    """in_lists: a result may be wrapped in a list of one, and keys of arguments may be numbers, as
-    in APPS.
+def _pair(content: Any, wanted: Any, kind: str, around: _Surroundings, in_lists: bool) -> CodeTest:
+    """Returns the test of one input and its output.
+
+    `in_lists`: as in APPS, a result may be wrapped in a list of length one, and keys of arguments
+    may be numbers.
     """
     name = None if kind in _STDIN_TYPES else around.first(*_NAMES)
     if name is None:
@@ -222,12 +226,12 @@ def _pair(given: Any, wanted: Any, kind: str, around: _Surroundings, in_lists: b
                 f"it is of type {kind!r} and no {_NAMES[0]} or metadata says which function it "
                 "calls"
             )
-        return CodeTest("stdin", _text(given, "input"), (_text(wanted, "output"),))
+        return CodeTest("stdin", _text(content, "input"), (_text(wanted, "output"),))
     if not isinstance(name, str) or not name.isidentifier():
         raise _NoTest(f"it calls {_short(repr(name))}, which is no name of a function")
     return CodeTest(
         kind="call",
-        given=_arguments(given),
+        content=_arguments(content),
         wanted=_wanted_results(wanted, in_lists),
         name=name,
         whole_keys=in_lists,
@@ -236,7 +240,7 @@ def _pair(given: Any, wanted: Any, kind: str, around: _Surroundings, in_lists: b
 
 
 def _text(value: Any, part: str) -> str:
-    """APPS has lists of lines in some rows."""
+    """Returns an input or output as text; APPS has lists of lines in some rows."""
     if isinstance(value, list):
         return "\n".join(_text(line, part) for line in value)
     if isinstance(value, (str, int, float)):
@@ -245,7 +249,7 @@ def _text(value: Any, part: str) -> str:
 
 
 def _arguments(value: Any) -> list[Any]:
-    """LiveCodeBench has one JSON value a line."""
+    """Returns the arguments of a call; LiveCodeBench has one JSON value a line."""
     if isinstance(value, str):
         try:
             return [json.loads(line) for line in value.splitlines() if line.strip()]
@@ -269,9 +273,9 @@ def _wanted_results(value: Any, in_lists: bool) -> tuple[Any, ...]:
 
 
 def _program_text(text: str, around: _Surroundings) -> CodeTest:
-    """Returns an assertion.
+    """Returns a test that runs a text behind the program.
 
-    Raises _NoTest where the text does not compile, or can fail for no program.
+    Raises _NoTest if the text does not compile, or if no program can fail it.
     """
     if not text.strip():
         raise _NoTest("it is empty")
@@ -283,7 +287,7 @@ def _program_text(text: str, around: _Surroundings) -> CodeTest:
     as_written = _compiled(text)
     tree = without_guards(as_written)
     if len(tree.body) != len(as_written.body) or any(
-        a is not b for a, b in zip(tree.body, as_written.body, strict=True)
+        kept is not written for kept, written in zip(tree.body, as_written.body, strict=True)
     ):
         text = ast.unparse(tree)
     _refuse_missing_modules(tree, around)
@@ -299,7 +303,7 @@ def _program_text(text: str, around: _Surroundings) -> CodeTest:
     if suite.cases:
         text += "\n" + "".join(f"{call}\n" for call in suite.calls)
         if isinstance(entry_point, str) and entry_point in needed:
-            # the others are the program's imports, which BigCodeBench's tests use as well
+            # The other names are the program's imports, which BigCodeBench's tests use as well.
             needed = {entry_point}
         return CodeTest("assertion", prefix + text, cases=suite.cases, needed=frozenset(needed))
     if is_active:
@@ -321,7 +325,7 @@ def _program_text(text: str, around: _Surroundings) -> CodeTest:
 
 
 def _test_of_pytest(prefix: str, tree: ast.Module, suite: Suite, needed: set[str]) -> CodeTest:
-    """Returns the test of a suite that pytest has to run. Raises _NoTest where it cannot."""
+    """Returns the test of a suite that pytest has to run. Raises _NoTest if it cannot be run."""
     if not is_importable("pytest"):
         raise _NoTest("only pytest can run it, which is not installed here; install pytest")
     if suite.fixtures:
@@ -335,20 +339,21 @@ def _test_of_pytest(prefix: str, tree: ast.Module, suite: Suite, needed: set[str
 
 
 def _refuse_missing_modules(tree: ast.Module, around: _Surroundings) -> None:
-    """Raises _NoTest where a text, or BigCodeBench's column `libs`, needs a module that programs do
-    not find.
+    """Raises _NoTest if a text needs a module that programs cannot import.
+
+    BigCodeBench's column `libs` names further modules.
     """
+    missing = missing_modules(tree)
     libs = _decoded(around.first("libs"))
-    named = [str(name) for name in libs] if isinstance(libs, (list, tuple)) else []
-    for name in (
-        *missing_modules(tree),
-        *(name for name in named if not is_importable(name.partition(".")[0])),
-    ):
-        raise _NoTest(f"it needs the module {_short(name)}, which is not installed here")
+    if isinstance(libs, (list, tuple)):
+        names = [str(name) for name in libs]
+        missing += [name for name in names if not is_importable(name.partition(".")[0])]
+    if missing:
+        raise _NoTest(f"it needs the module {_short(missing[0])}, which is not installed here")
 
 
 def _compiled(text: str) -> ast.Module:
-    """Raises _NoTest where the text is no Python."""
+    """Returns the syntax tree of a text. Raises _NoTest if it is not Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -366,8 +371,9 @@ def _compiled(text: str) -> ast.Module:
 
 
 def _can_fail(statement: ast.stmt) -> bool:
-    """Returns whether a statement of a module checks something: definitions, imports and values
-    that nobody reads do not.
+    """Returns whether a statement of a module checks something.
+
+    Definitions, imports and values that nothing reads check nothing.
     """
     if isinstance(statement, ast.Expr):
         call = statement.value
@@ -383,22 +389,19 @@ def _can_fail(statement: ast.stmt) -> bool:
 
 
 def _needed(tree: ast.Module) -> set[str]:
-    """Returns the names that the text reads and does not bind: the program's."""
-    read = {
-        node.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-    }
-    imported = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module == "solution"
-        for alias in node.names
-    }
+    """Returns the names that the text reads and does not bind: the program must define them."""
+    read: set[str] = set()
+    imported: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            read.add(node.id)
+        elif isinstance(node, ast.ImportFrom) and node.module == "solution":
+            imported |= {alias.name for alias in node.names}
     return (read - _bound(tree) - _BUILTINS) | (imported - {"*"})
 
 
 def _bound(tree: ast.Module) -> set[str]:
+    """Returns the names that a text binds."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
@@ -415,8 +418,9 @@ def _bound(tree: ast.Module) -> set[str]:
 
 
 def _decoded(value: Any) -> Any:
-    """Returns what a text holds, JSON or a Python list or dictionary; any other text, and what is
-    no text, as it is.
+    """Returns the value in a text of JSON, or in one of a Python list or dictionary.
+
+    Any other text, and any other value, is returned unchanged.
     """
     for _ in range(_MAX_DECODED):
         if not isinstance(value, str):

@@ -1,11 +1,12 @@
-r"""Expressions compared by math-verify, in a process of its own that the system ends at a limit of processor time.
+r"""Compares expressions by math-verify, in a process that the system ends at a limit of CPU time.
 
     caller ──(response, reference)──> comparer ──verdict──> caller
-                                         │ too long, or too much memory: the system ends it. The verdict is "not equal"
-    keeper of the comparer ──fork──> another one, which has math-verify loaded already
+                                         │ too long, or too much memory: the system ends it, and the
+                                         │ verdict is "not equal"
+    keeper of the comparer ──fork──> the next comparer, with math-verify loaded already
 
 A comparison can take for ever inside one call of C (`\left(10^{10}\right)!`), which no exception
-ends. Only the comparer's own processor time counts, so that no verdict depends on how busy the
+ends. The limit counts only the comparer's own processor time, so no verdict depends on how busy the
 machine is.
 """
 
@@ -47,19 +48,20 @@ _TOO_MUCH = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV)
 
 @lru_cache(maxsize=4096)
 def equal_expressions(response: str, reference: str) -> bool:
-    """Returns whether math-verify finds them equal; False for what it cannot read, or not within
-    its limits.
+    """Returns whether math-verify finds two expressions equal.
+
+    Returns False for one that it cannot read, or not within its limits.
     """
     return _COMPARER.ask(response, reference)
 
 
 def preload() -> None:
-    """Starts the process, which takes seconds; the first comparison does it otherwise."""
+    """Starts the process, which takes seconds; otherwise the first comparison starts it."""
     _COMPARER.start()
 
 
 class _Comparer:
-    """The process and the requests to it, one at a time, from any thread."""
+    """The process and the requests to it, one at a time and from any thread."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -98,12 +100,8 @@ class _Comparer:
     def _start(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return
-        search_path = os.pathsep.join(
-            filter(
-                None,
-                (os.environ.get("PYTHONPATH"), str(Path(pa_npu.__file__).resolve().parents[1])),
-            )
-        )
+        paths = [os.environ.get("PYTHONPATH"), str(Path(pa_npu.__file__).resolve().parents[1])]
+        search_path = os.pathsep.join(path for path in paths if path)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "pa_npu.rewards.comparer"],
             stdin=subprocess.PIPE,
@@ -134,7 +132,8 @@ class _Comparer:
         return json.loads(line) if line.endswith(b"\n") else None
 
     def _end(self) -> None:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return
         process.kill()
@@ -169,8 +168,9 @@ def main() -> int:
 
 
 def _compare_all(requests: Any, replies: Any) -> None:
-    """Answers requests until there are no more; the system ends the process where one takes too
-    long.
+    """Answers requests until there are no more.
+
+    The system ends the process if a request takes too long.
     """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with memory_limit(_MEMORY_BYTES):
@@ -186,16 +186,15 @@ def _compare_all(requests: Any, replies: Any) -> None:
 
 
 def _load() -> None:
-    """Imports math-verify and lets it prepare itself, so that no comparison pays for what is done
-    once.
-    """
-    # it logs a traceback per expression it cannot read
+    """Imports math-verify and compares once, so that no request pays for its preparation."""
+    # math-verify logs a traceback for each expression that it cannot read.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     for response, reference in _WARM_UP:
         _are_equal(f"\\boxed{{{response}}}", reference)
 
 
 def _are_equal(response: str, reference: str) -> bool:
+    """Returns whether a response equals a reference, by math-verify."""
     import math_verify
 
     expected = _parsed(f"\\boxed{{{reference}}}")

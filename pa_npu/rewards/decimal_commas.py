@@ -1,9 +1,10 @@
-r"""Numbers with a decimal comma, in languages that write so: `3,5`, `1.234,56` and `1 234,5` are rewritten with a point.
+r"""Rewrites numbers with a decimal comma with a point, in languages that write so.
 
-The reference decides: nothing is rewritten unless it is a number. `3{,}5` and `1.234,56` have one
-reading in every language; all other forms need a text in a language that writes so, which its
-frequent words say. Three digits behind a comma are thousands (`3,500` is 3500) unless the reference
-has the same digits behind a point. `(3,5)`, `x_{1,2}` and "the solutions are 3,5" are lists.
+`3,5`, `1.234,56` and `1 234,5` are such numbers. The reference decides: nothing is rewritten unless
+it is a number. `3{,}5` and `1.234,56` have one reading in every language. All other forms need a
+text in a language that writes commas, which is known by frequent words. Three digits behind a comma
+are thousands (`3,500` is 3500) unless the reference has the same digits behind a point. `(3,5)`,
+`x_{1,2}` and "the solutions are 3,5" are lists.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ _CLOSING = re.compile(r"\s*(?:[)\]}]|\\\})")
 
 
 def with_points(response: str, reference: str, prompt: str) -> tuple[str, str] | None:
-    """Returns response and reference with points for decimal commas; None where nothing changes, or
-    the reference is no number.
+    """Returns response and reference with points for decimal commas.
 
-    prompt: as the model read it, whose language counts where the response has no words.
+    Returns None if nothing changes or the reference is not a number. `prompt`: as the model read
+    it; its language counts if the response has no words.
     """
     end = response[-_MAX_CHARACTERS:]
     if not _POINTS_AND_COMMAS.search(end) and not _POINTS_AND_COMMAS.search(reference):
@@ -73,18 +74,15 @@ def with_points(response: str, reference: str, prompt: str) -> tuple[str, str] |
     rewritten_reference = _rewritten(reference, is_comma_language, reference)
     if read_number(rewritten_reference) is None:
         return None
-    rewritten = response[:-_MAX_CHARACTERS] + _rewritten(
-        end, is_comma_language, rewritten_reference
-    )
+    begin = response[:-_MAX_CHARACTERS]
+    rewritten = begin + _rewritten(end, is_comma_language, rewritten_reference)
     if (rewritten, rewritten_reference) == (response, reference):
         return None
     return rewritten, rewritten_reference
 
 
 def _rewritten(text: str, is_comma_language: bool, reference: str) -> str:
-    """Returns the text with a point for each decimal comma, and without points that separate
-    thousands.
-    """
+    """Returns the text with a point for each decimal comma and without points between thousands."""
     text = _BRACED_COMMA.sub(_of_braces, text)
     text = _BOTH.sub(lambda number: f"{number[1].replace('.', '')}.{number[2]}", text)
     if not is_comma_language:
@@ -93,40 +91,43 @@ def _rewritten(text: str, is_comma_language: bool, reference: str) -> str:
     if _has_digits_of(reference, text):
         text = _ONE_POINT.sub(r"\1\2", text)
 
-    def of_comma(number: re.Match[str]) -> str:
-        whole, fraction = re.sub(r"\s", "", number[1]), number[2]
-        if _is_group(number[1], fraction) and f"{whole}.{fraction}" != reference.strip("$ "):
+    def with_point(number: re.Match[str]) -> str:
+        whole = re.sub(r"\s", "", number[1])
+        decimal = f"{whole}.{number[2]}"
+        is_of_thousands = _is_group(number[1], number[2]) and decimal != reference.strip("$ ")
+        if is_of_thousands or _is_list(text, number):
             return number[0]
-        return number[0] if _is_list(text, number) else f"{whole}.{fraction}"
+        return decimal
 
-    return _COMMA.sub(of_comma, text)
+    return _COMMA.sub(with_point, text)
 
 
 def _of_braces(number: re.Match[str]) -> str:
-    """`3{,}5` with a point; `1{,}234`, a group of thousands, as it is."""
+    """Returns `3{,}5` with a point, and `1{,}234`, a group of thousands, unchanged."""
     return number[0] if _is_group(number[1], number[2]) else f"{number[1]}.{number[2]}"
 
 
 def _is_group(whole: str, fraction: str) -> bool:
-    """Returns whether what stands around a comma can be thousands and their rest: `3,500`, not
-    `0,125` or `3,50`.
+    """Returns whether the digits around a comma can be thousands and their rest.
+
+    `3,500` can; `0,125` and `3,50` cannot.
     """
     return len(fraction) == _DIGITS_OF_GROUP and _THOUSANDS.fullmatch(whole) is not None
 
 
 def _has_digits_of(reference: str, text: str) -> bool:
-    """Returns whether the text has the whole number that the reference is, with one point between
-    its thousands.
-    """
+    """Returns whether the text has the reference, a whole number, as thousands with one point."""
     number = read_number(reference)
     if number is None or number.value.denominator != 1:
         return False
-    return any(int(found[1] + found[2]) == abs(number.value) for found in _ONE_POINT.finditer(text))
+    wanted = abs(number.value)
+    return any(int(match[1] + match[2]) == wanted for match in _ONE_POINT.finditer(text))
 
 
 def _is_list(text: str, number: re.Match[str]) -> bool:
-    """Returns whether two numbers with a comma between them are two values: in brackets, in a
-    subscript, behind "solutions".
+    """Returns whether two numbers with a comma between them are two values.
+
+    They are in brackets, in a subscript, or behind a word such as "solutions".
     """
     before = text[max(0, number.start() - _SENTENCE_CHARACTERS) : number.start()]
     if _OPENING.search(before) and _CLOSING.match(text, number.end()):
@@ -135,14 +136,11 @@ def _is_list(text: str, number: re.Match[str]) -> bool:
 
 
 def _writes_commas(texts: Iterable[str]) -> bool:
-    """Returns whether the first of the texts that has words of a known language is in one that
-    writes decimal commas.
-    """
+    """Returns whether the first text in a known language is in one that writes decimal commas."""
     for text in texts:
         words = [word.lower() for word in _WORD.findall(_COMMAND.sub(" ", text))]
-        with_comma = sum(word in _WORDS_WITH_COMMA for word in words) + len(
-            _CYRILLIC_OR_GREEK.findall(text)
-        )
+        with_comma = sum(word in _WORDS_WITH_COMMA for word in words)
+        with_comma += len(_CYRILLIC_OR_GREEK.findall(text))
         english = sum(word in _ENGLISH_WORDS for word in words)
         if with_comma or english:
             return with_comma > english

@@ -1,8 +1,8 @@
-"""Whether two final answers mean the same.
+"""Decides whether two final answers mean the same.
 
-A number is compared exactly (numbers.py). The right side of an equation counts, and a relation,
-several answers or the task left undone (`12+34` for 46) equal no number. Words and dates are
-compared as such (words.py), anything else as text, then by math-verify
+Numbers are compared exactly (numbers.py). The right side of an equation counts. A relation, several
+answers, and arithmetic that is left to do (`12+34` for 46) equal no number. Words and dates are
+compared as such (words.py). Anything else is compared as text, then by math-verify
 (https://github.com/huggingface/Math-Verify) in a process of its own (comparer.py).
 """
 
@@ -53,7 +53,7 @@ CHOICE = re.compile(r"\(?[A-J]\)?")
 
 
 def equal_answers(answer: str, reference: str) -> bool:
-    """Whether two final answers mean the same."""
+    """Returns whether two final answers mean the same."""
     phrase = last_phrase(plain_text(answer[:_COMPARED_CHARACTERS]))
     if phrase is not None and (stated_answer := plain_text(answer)[phrase[1] :].strip()):
         answer = stated_answer
@@ -64,11 +64,9 @@ def equal_answers(answer: str, reference: str) -> bool:
         if CHOICE.fullmatch(reference):
             return False
         answer = plain_text(answer)[label.end() :]
-    bases = [
-        in_base(with_base(plain_text(_EQUALS.split(text)[-1]))) for text in (answer, reference)
-    ]
-    if any(bases):
-        return bases[0] == bases[1]
+    answer_base, reference_base = _in_base(answer), _in_base(reference)
+    if answer_base or reference_base:
+        return answer_base == reference_base
     expected = read_number(reference)
     if expected is None:
         return _equal_to_no_number(answer, reference)
@@ -78,8 +76,8 @@ def equal_answers(answer: str, reference: str) -> bool:
     value = read_number(stated)
     if value is not None:
         return same_number(value, expected)
-    # The task left undone ("12+34" for 46) is no answer, though math-verify would work it out; nor
-    # are several.
+    # Arithmetic that is left to do ("12+34" for 46) is no answer, though math-verify would work it
+    # out; nor are several answers.
     if (
         _ARITHMETIC.fullmatch(stated)
         or SEVERAL.search(stated)
@@ -89,23 +87,30 @@ def equal_answers(answer: str, reference: str) -> bool:
     return equal_expressions(f"\\boxed{{{stated}}}", reference)
 
 
+def _in_base(text: str) -> tuple[str, int] | None:
+    """Returns digits and base of the last side of an equation, if it has a base."""
+    return in_base(with_base(plain_text(_EQUALS.split(text)[-1])))
+
+
 def _equal_to_no_number(answer: str, reference: str) -> bool:
-    """Whether an answer equals a reference in words or a formula."""
+    """Returns whether an answer equals a reference in words or a formula."""
     if _normalised(answer) == _normalised(reference):
         return True
     if is_text(reference):
         return equal_words(answer, reference)
     if CHOICE.fullmatch(reference):
         return equal_words(answer.strip("() "), reference.strip("() "))
-    brackets = [_bracket(text) for text in (answer, reference)]
-    if all(brackets) and brackets[0] != brackets[1]:
+    brackets = _bracket(answer)
+    reference_brackets = _bracket(reference)
+    if brackets and reference_brackets and brackets != reference_brackets:
         return False  # {1, 2} is no pair
     return equal_expressions(f"\\boxed{{{answer}}}", reference)
 
 
 def _bracket(text: str) -> str:
-    """What a list of values stands in: "set" for braces, "tuple" for parentheses; empty for
-    anything else.
+    """Returns the kind of a list of values by its brackets.
+
+    It is "set" for braces, "tuple" for parentheses, and empty for anything else.
     """
     plain = plain_text(text).strip("$ ")
     if plain.startswith("\\{") and plain.endswith("\\}"):
@@ -114,8 +119,9 @@ def _bracket(text: str) -> str:
 
 
 def _stated_value(answer: str) -> str | None:
-    """The side of an equation that says the value; the answer itself where it is none; None where
-    it says no one value.
+    """Returns the side of an equation that states the value.
+
+    Returns the answer itself if it is no equation, and None if it does not state a single value.
     """
     if len(answer) > _COMPARED_CHARACTERS or _INEQUALITY.search(answer):
         return None
@@ -131,12 +137,16 @@ def _stated_value(answer: str) -> str | None:
 
 
 def _normalised(text: str) -> str:
+    """Returns a formula without spaces and case; a choice such as (B) without its brackets."""
     plain = re.sub(r"\s+", "", plain_text(text[:_COMPARED_CHARACTERS]).strip("$")).lower()
-    return plain[1:-1] if re.fullmatch(r"\([a-z]\)", plain) else plain  # (B), a choice
+    return plain[1:-1] if re.fullmatch(r"\([a-z]\)", plain) else plain
 
 
 def with_base(text: str) -> str:
-    """The text with `101 in base 2` as `101_{2}`."""
-    return _BASE_WORD.sub(
-        lambda found: f"_{{{with_digits(found['base'] or _BASES[found['name']])}}}", text
-    )
+    """Returns the text with `101 in base 2` written as `101_{2}`."""
+
+    def subscript(match: re.Match[str]) -> str:
+        base = match["base"] or _BASES[match["name"]]
+        return f"_{{{with_digits(base)}}}"
+
+    return _BASE_WORD.sub(subscript, text)

@@ -1,6 +1,6 @@
-"""Reward functions: what they are given, what comes of them, and math, format, overlong and a user's own module:function.
+"""Reward functions: their input and result, the built-in ones, and how a user's is loaded and called.
 
-Those that wait (judge, code, and a user's `async def`) are built here too.
+Functions that wait (judge, code, and a user's `async def`) are built here too.
 """
 
 from __future__ import annotations
@@ -39,9 +39,14 @@ JUDGE_SCORES = "judge_scores.sqlite"
 
 @dataclass(frozen=True)
 class RewardInput:
-    """A finished group: one prompt and its G responses. prompt: the rendered prompt. answer: the
-    reference answer. responses: G texts. response_tokens: their lengths. row: the dataset row, as
-    far as JSON can hold it (other values arrive as text)."""
+    """A finished group: one prompt and its G responses.
+
+    prompt: the rendered prompt.
+    answer: the reference answer.
+    responses: G texts.
+    response_tokens: their lengths in tokens.
+    row: the dataset row as JSON can hold it; values of other types arrive as text.
+    """
 
     prompt: str
     answer: str
@@ -54,12 +59,14 @@ class RewardInput:
 class RewardResult:
     """Rewards of a group.
 
-    total: float32 [G], the weighted sum. functions: each function's own rewards, float32 [G],
-    unweighted, by name (a repeated name gets #2). correct: bool [G], the verdict of the first
-    function that is not in SHAPING: its reward is at least half, all tests of a program pass.
-    errors: what went wrong, one line each; a function that failed gave zeros. no_verdict: by
-    function, responses on which a judge or a sandbox gave none; they have the mean of the others.
-    scored: scored_digest of the texts and the total; empty where nobody has taken it.
+    total: float32 [G], the weighted sum.
+    functions: rewards of each function, float32 [G], unweighted, by name (a repeated name gets #2).
+    correct: bool [G], the verdict of the first function that is not in SHAPING: its reward is at
+        least half, or of `code` all tests pass.
+    errors: failures, one line each; a function that failed gave zeros.
+    no_verdict: number of responses without a verdict of a judge or a sandbox, by function; they got
+        the mean of the other responses.
+    scored: scored_digest of the texts and the total; empty where nobody has computed it.
     """
 
     total: npt.NDArray[np.float32]
@@ -71,25 +78,22 @@ class RewardResult:
 
     @property
     def judged(self) -> npt.NDArray[np.float32]:
-        """float32 [G]: rewards of the first function that is not in SHAPING; the total where all
-        are.
-        """
-        judging = (
-            values
-            for name, values in self.functions.items()
-            if name.partition("#")[0] not in SHAPING
-        )
-        return next(judging, self.total)
+        """Rewards of the first function that is not in SHAPING, float32 [G]; else the total."""
+        for name, values in self.functions.items():
+            if name.partition("#")[0] not in SHAPING:
+                return values
+        return self.total
 
     @cached_property
     def is_informative(self) -> bool:
-        """Whether the rewards for content (not for form, such as length) differ within the group."""
+        """Whether rewards for content (not for form, such as length) differ within the group."""
         return len(set(self.judged.tolist())) > 1
 
 
 def scored_digest(prompt: str, responses: Sequence[str], rewards: object) -> str:
-    """Binds rewards to the texts that they were given to, in their order. rewards: anything that
-    JSON holds.
+    """Returns a digest that binds rewards to the texts that they were given to, in their order.
+
+    `rewards`: anything that JSON can hold.
     """
     texts = json.dumps([prompt, list(responses), rewards], default=str).encode()
     return hashlib.blake2b(texts, digest_size=16).hexdigest()
@@ -100,11 +104,15 @@ Function = Callable[[RewardInput], Sequence[float]]
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """One configured function. label: its name, made unique. The rest is the settings of the
-    built-in functions.
+    """One configured function, with the settings of the built-in ones.
 
-    settings: of judge and code, their section as JSON values; cache: the judge's file; programs: of
-    code, that run at once.
+    name: a built-in function, or module:function.
+    label: the name, made unique.
+    pattern: of format.
+    max_tokens, buffer_tokens: of overlong.
+    settings: of judge and code, their section of the configuration as JSON values.
+    cache: of judge, the path of its stored scores.
+    programs: of code, how many run at the same time.
     """
 
     name: str
@@ -119,17 +127,19 @@ class FunctionSpec:
 
 _OVERLONG_SHARE = 5  # DAPO, section 4.1: of 20,480 tokens the last 4,096
 CONCURRENT = frozenset({"judge", "code"})
-"""Built-in functions that wait more than they compute: many groups at once, in a process of their
-own (pool.py).
+"""Built-in functions that wait more than they compute.
+
+They score many groups at once, in a process of their own (pool.py).
 """
 
 
 def function_specs(
     config: RewardConfig, run_dir: str | Path | None = None, max_response_tokens: int = 0
 ) -> tuple[FunctionSpec, ...]:
-    """Specs in configuration order; the second `format` is labelled format#2.
+    """Returns specs in the order of the configuration; a second `format` is labelled format#2.
 
-    run_dir: where the judge's scores are kept. max_response_tokens: rollout's, for overlong.
+    `run_dir`: directory of the judge's stored scores. `max_response_tokens`: rollout's, for
+    overlong.
     """
     seen: dict[str, int] = {}
     specs = []
@@ -139,28 +149,32 @@ def function_specs(
             raise ValueError("overlong goes by rollout.max_response_tokens, which is not given")
         seen[name] = seen.get(name, 0) + 1
         label = name if seen[name] == 1 else f"{name}#{seen[name]}"
-        settings = getattr(config, name).model_dump(mode="json") if name in CONCURRENT else None
-        specs.append(
-            FunctionSpec(
-                name,
-                label,
-                function.pattern,
-                max_response_tokens,
-                function.buffer_tokens or max(1, max_response_tokens // _OVERLONG_SHARE),
-                settings,
-                str(Path(run_dir) / JUDGE_SCORES)
-                if name == "judge" and run_dir is not None
-                else None,
-                programs=config.programs,
-            )
+        settings = None
+        if name in CONCURRENT:
+            settings = getattr(config, name).model_dump(mode="json")
+        cache = None
+        if name == "judge" and run_dir is not None:
+            cache = str(Path(run_dir) / JUDGE_SCORES)
+        spec = FunctionSpec(
+            name=name,
+            label=label,
+            pattern=function.pattern,
+            max_tokens=max_response_tokens,
+            buffer_tokens=(
+                function.buffer_tokens or max(1, max_response_tokens // _OVERLONG_SHARE)
+            ),
+            settings=settings,
+            cache=cache,
+            programs=config.programs,
         )
+        specs.append(spec)
     return tuple(specs)
 
 
 def build_function(spec: FunctionSpec) -> Function:
-    """The function that `spec` names.
+    """Returns the function that `spec` names.
 
-    Raises ConfigError or DataError where it cannot be imported or called.
+    Raises ConfigError or DataError if it cannot be imported or called.
     """
     if spec.name == "math":
         return math_reward
@@ -172,15 +186,15 @@ def build_function(spec: FunctionSpec) -> Function:
 
 
 def is_users(spec: FunctionSpec) -> bool:
-    """Whether the function is a user's module:function."""
+    """Returns whether the function is a user's module:function."""
     return ":" in spec.name
 
 
 def math_reward(group: RewardInput) -> list[float]:
-    """1 for a response whose final answer equals the reference, else 0; of a multiple choice
-    (data/records.py) its letter.
+    """Returns 1 for each response whose final answer equals the reference, else 0.
 
-    A response whose answer is not found within RESPONSE_CPU_S of processor time has 0.
+    In a multiple choice (data/records.py) the letter is compared. A response whose answer is not
+    found within RESPONSE_CPU_S of processor time gets 0.
     """
     letters = str(group.row.get(CHOICE_COLUMN) or "")
     rewards = [0.0] * len(group.responses)
@@ -195,10 +209,10 @@ def math_reward(group: RewardInput) -> list[float]:
 
 
 def format_reward(pattern: str) -> Function:
-    """1 for a response in which the pattern is found (a dot also matches line ends), else 0.
+    """Returns a function that gives 1 to a response that contains the pattern, else 0.
 
-    A thought that the prompt opened begins with the prompt's <think>: found with it or without it,
-    the pattern is found.
+    A dot also matches line ends. If the prompt opened a thought, the pattern may also match with
+    the prompt's <think> in front of the response.
     """
     try:
         expression = re.compile(pattern, re.DOTALL)
@@ -208,7 +222,7 @@ def format_reward(pattern: str) -> Function:
             "correct it"
         ) from None
 
-    def is_found(text: str) -> bool:
+    def is_in(text: str) -> bool:
         try:
             with time_limit(RESPONSE_CPU_S):
                 return expression.search(text) is not None
@@ -220,49 +234,54 @@ def format_reward(pattern: str) -> Function:
 
     def score(group: RewardInput) -> list[float]:
         opened = opened_thought(group.prompt)
-        return [
-            float(is_found(response) or (bool(opened) and is_found(opened + response)))
-            for response in group.responses
-        ]
+        rewards = []
+        for response in group.responses:
+            matches = is_in(response) or (bool(opened) and is_in(opened + response))
+            rewards.append(float(matches))
+        return rewards
 
     return score
 
 
 def overlong_reward(max_tokens: int, buffer_tokens: int) -> Function:
-    """0 up to max_tokens - buffer_tokens, then falling linearly to -1 at max_tokens and beyond.
+    """Returns DAPO's penalty of long responses (arXiv 2503.14476, eq. 13).
 
-    DAPO, arXiv 2503.14476, eq. 13, with L_max = max_tokens and L_cache = buffer_tokens. A response
-    that was cut at rollout.max_response_tokens has that many tokens.
+    It is 0 up to max_tokens - buffer_tokens, then falls linearly to -1 at max_tokens and beyond;
+    L_max = max_tokens and L_cache = buffer_tokens. A response that was cut at
+    rollout.max_response_tokens has that many tokens.
     """
-    first = max_tokens - buffer_tokens
-    return lambda group: [
-        max(-1.0, min(0.0, (first - length) / buffer_tokens)) for length in group.response_tokens
-    ]
+    free_tokens = max_tokens - buffer_tokens
+
+    def score(group: RewardInput) -> list[float]:
+        penalties = [(free_tokens - length) / buffer_tokens for length in group.response_tokens]
+        return [max(-1.0, min(0.0, penalty)) for penalty in penalties]
+
+    return score
 
 
 def import_reward(name: str) -> Function:
-    """`module:function` of the user's as a function of a group, also one that is written for verl
-    or TRL (signatures.py).
+    """Returns a user's `module:function` as a function of a group.
+
+    It may be written for verl or TRL (signatures.py).
     """
     return adapted(name, import_function("reward.functions", name))
 
 
 def is_concurrent(function: Any) -> bool:
-    """Whether it is an `async def`, or an object that is called like one."""
+    """Returns whether a function is an `async def`, or an object that is called like one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         type(function).__call__
     )
 
 
 def build_concurrent(spec: FunctionSpec) -> Any:
-    """The judge or the sandbox that `spec` names, for one event loop."""
+    """Returns the judge or the sandbox that `spec` names, for use in one event loop."""
     if spec.name == "judge":
         from pa_npu.config.sections.rollout import JudgeConfig
         from pa_npu.rewards.judge import JudgeReward
 
-        return JudgeReward(
-            JudgeConfig.model_validate(spec.settings), Path(spec.cache) if spec.cache else None
-        )
+        cache = Path(spec.cache) if spec.cache else None
+        return JudgeReward(JudgeConfig.model_validate(spec.settings), cache)
     from pa_npu.config.sections.rollout import CodeConfig
     from pa_npu.rewards.code_reward import CodeReward
 
@@ -270,12 +289,14 @@ def build_concurrent(spec: FunctionSpec) -> Any:
 
 
 def call_function(function: Function, group: RewardInput) -> tuple[list[float], str | None]:
-    """The group's rewards and, where the function failed, zeros and the reason in one line."""
+    """Returns the group's rewards, and why the function failed, in one line, if it did.
+
+    The rewards of a function that failed are zeros.
+    """
     try:
         returned = function(group)
-    except (
-        BaseException
-    ) as error:  # whatever a reward function raises costs its reward, not the run
+    # Whatever a reward function raises costs its reward, not the run.
+    except BaseException as error:
         return [0.0] * len(group.responses), reason_of(function, error)
     return checked_rewards(function, group, returned)
 
@@ -283,7 +304,7 @@ def call_function(function: Function, group: RewardInput) -> tuple[list[float], 
 def checked_rewards(
     function: Any, group: RewardInput, returned: Any
 ) -> tuple[list[float], str | None]:
-    """Returns a function's rewards; zeros and the reason if they are not one reward per response."""
+    """Returns a function's rewards; zeros and the reason if it is not one reward per response."""
     try:
         return as_rewards(returned, len(group.responses)), None
     except BaseException as error:  # a generator is users' code
@@ -291,7 +312,7 @@ def checked_rewards(
 
 
 def reason_of(function: Any, error: BaseException) -> str:
-    """Returns in one line why a function gave no rewards, with its place."""
+    """Returns why a function gave no rewards and where, in one line."""
     if isinstance(error, NotAReward):
         return f"{' '.join(str(error).split())[:ERROR_CHARACTERS]}, {source_of(function)}"
     return describe(error)

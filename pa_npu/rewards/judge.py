@@ -1,10 +1,13 @@
-"""The reward `judge`: a model behind an OpenAI-compatible URL scores each response; what it does not score is None, never zero.
+"""The reward `judge`: a model behind an OpenAI-compatible URL scores each response.
 
-    response ──template──> messages ──cache?──> POST URL/chat/completions ──pattern or JSON key──> score in [lowest, highest]
-                                                 └ no answer, 429, 5xx, no score in it: again, later each time
+    response ──template──> messages ──stored score?──> POST URL/chat/completions
+        ──pattern or JSON key──> score in [lowest, highest]
+
+Without an answer, after a 429 or 5xx, or without a score in the answer, the judge is asked again,
+later each time. A response without a score gets None, never zero.
 
 The reward is the score's place between lowest and highest: 0 to 1. With api=pooling a reward model
-is sent the question and the response as a conversation, and gives the score itself, which may lie
+gets the question and the response as a conversation, and returns the score itself, which may lie
 beyond these.
 """
 
@@ -53,21 +56,22 @@ log = logging.getLogger(__name__)
 
 
 class _NoScore(Exception):
-    """One attempt failed. again: whether another may succeed; after_s: what the server asked to
-    wait.
+    """One attempt failed.
+
+    again: whether another may succeed. after_s: seconds that the server asked to wait.
     """
 
     def __init__(self, reason: str, again: bool = True, after_s: float = 0.0) -> None:
         super().__init__(" ".join(reason.split()))
-        self.again, self.after_s = again, after_s
+        self.again = again
+        self.after_s = after_s
 
 
 class JudgeReward:
-    """async call: from a group to a reward per response, None where there is no score. Used in one
-    event loop; owner closes it.
+    """Rewards a group: called with a RewardInput, returns a reward per response, None without a score.
 
-    problem: why the last one of them has none. Raises DataError where the judge can never answer
-    (address, key).
+    For use in one event loop; its owner closes it. `problem` says why the last response without a
+    score has none. A call raises DataError if the judge can never answer (address, key).
     """
 
     def __init__(self, config: JudgeConfig, cache: Path | None) -> None:
@@ -87,9 +91,9 @@ class JudgeReward:
         tasks = [
             self._ask_once(number, self._messages(group, response)) for response in group.responses
         ]
-        found = await asyncio.gather(*tasks, return_exceptions=True)
+        scores = await asyncio.gather(*tasks, return_exceptions=True)
         rewards: list[float | None] = []
-        for score in found:
+        for score in scores:
             if isinstance(score, _NoScore):
                 self.problem = str(score)
                 rewards.append(None)
@@ -100,8 +104,9 @@ class JudgeReward:
         return rewards
 
     def _reward(self, score: float) -> float | None:
-        """The score's place between lowest and highest; None for one so far beyond that it is no
-        reward.
+        """Returns the score's place between lowest and highest.
+
+        Returns None for a score so far beyond these that it cannot be a reward.
         """
         try:
             return as_reward((score - self._lowest) / (self._highest - self._lowest))
@@ -125,12 +130,13 @@ class JudgeReward:
         fields |= {f"row.{name}": value for name, value in group.row.items()}
         if self._config.api == "pooling":
             return [*_question(group), {"role": "assistant", "content": _clean(response)}]
-        text = _FIELD.sub(lambda found: str(fields.get(found[1], "")), self._config.template)
+        text = _FIELD.sub(lambda name: str(fields.get(name[1], "")), self._config.template)
         return [{"role": "user", "content": _clean(text)}]
 
     async def _ask_once(self, group: int, messages: list[dict[str, str]]) -> float:
-        """The cached score, else the judge's; equal contents that are asked at the same time are
-        asked once.
+        """Returns the stored score, else the judge's.
+
+        Equal contents that are asked for at the same time are sent once.
         """
         body: dict[str, Any] = {"model": self._config.model, "messages": messages}
         if self._config.api == "chat":
@@ -142,9 +148,8 @@ class JudgeReward:
         name = json.dumps(content)
         task = self._asked.get(name)
         if task is None:
-            task = self._asked[name] = asyncio.create_task(
-                self._ask(group, content, body), name="judge"
-            )
+            task = asyncio.create_task(self._ask(group, content, body), name="judge")
+            self._asked[name] = task
             task.add_done_callback(lambda _: self._asked.pop(name, None))
         return await asyncio.shield(task)
 
@@ -159,9 +164,8 @@ class JudgeReward:
             except _NoScore as failed:
                 if not failed.again or attempt == JUDGE_ATTEMPTS:
                     raise
-                pause_s = min(
-                    LONGEST_JUDGE_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1)
-                ) * random.uniform(0.5, 1.0)
+                pause_s = min(LONGEST_JUDGE_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempt - 1))
+                pause_s *= random.uniform(0.5, 1.0)
                 await asyncio.sleep(max(pause_s, min(failed.after_s, LONGEST_JUDGE_PAUSE_S)))
         raise AssertionError("attempts is at least 1")
 
@@ -171,12 +175,14 @@ class JudgeReward:
 
         session = self._session = self._session or self._open()
         base = str(self._config.url).rstrip("/")
-        pools = self._config.api == "pooling"
-        url = f"{base.removesuffix('/v1')}/pooling" if pools else f"{base}/chat/completions"
+        url = f"{base}/chat/completions"
+        if self._pools:
+            url = f"{base.removesuffix('/v1')}/pooling"
         try:
             async with session.post(url, json=body, allow_redirects=False) as reply:
                 data = await read_at_most(reply, _LONGEST_ANSWER_BYTES)
-                status, after = reply.status, reply.headers.get("Retry-After", "")
+                status = reply.status
+                after = reply.headers.get("Retry-After", "")
         except asyncio.TimeoutError:
             raise _NoScore(
                 f"no answer within reward.judge.timeout_s = {self._config.timeout_s:g} s"
@@ -192,27 +198,28 @@ class JudgeReward:
                 f"in {JUDGE_KEY_VARIABLE}"
             )
         if status != 200:
-            again = status in _LATER or status >= 500
             raise _NoScore(
                 f"status {status}: {_shown(data, self._key)}",
-                again,
-                float(after) if after.isdecimal() else 0.0,
+                again=status in _LATER or status >= 500,
+                after_s=float(after) if after.isdecimal() else 0.0,
             )
         try:
-            text = json.loads(data)
-            text = (
-                json.dumps(text["data"][0]["data"])
-                if pools
-                else text["choices"][0]["message"]["content"]
-            )
+            content = json.loads(data)
+            if self._pools:
+                text = json.dumps(content["data"][0]["data"])
+            else:
+                text = content["choices"][0]["message"]["content"]
         except (ValueError, LookupError, TypeError):
-            raise _NoScore(
-                f"its answer is no {'pooled score' if pools else 'chat completion'}: "
-                f"{_shown(data, self._key)}"
-            ) from None
+            kind = "pooled score" if self._pools else "chat completion"
+            raise _NoScore(f"its answer is no {kind}: {_shown(data, self._key)}") from None
         if not isinstance(text, str):
             raise _NoScore("its answer holds no text")
         return text
+
+    @property
+    def _pools(self) -> bool:
+        """Whether the judge is a reward model behind vLLM's pooling API."""
+        return self._config.api == "pooling"
 
     def _open(self) -> Any:
         import aiohttp
@@ -226,17 +233,17 @@ class JudgeReward:
         )
 
     def _within(self, score: float) -> bool:
-        """Whether the score is one that was asked for; a reward model's is whatever it is."""
-        return self._config.api == "pooling" or self._lowest <= score <= self._highest
+        """Returns whether a score is one that was asked for; a reward model's may be any."""
+        return self._pools or self._lowest <= score <= self._highest
 
     def _score(self, answer: str) -> float:
-        """The number in the judge's answer, behind its thinking."""
-        answer = answer if self._config.api == "pooling" else final_text(answer)
+        """Returns the number in the judge's answer, behind its thought."""
         try:
-            pooling = self._config.api == "pooling"
-            score = float(
-                _last_number(json.loads(answer)) if pooling else self._pattern.findall(answer)[-1]
-            )
+            if self._pools:
+                score = _last_number(json.loads(answer))
+            else:
+                answer = final_text(answer)
+                score = float(self._pattern.findall(answer)[-1])
         except (ValueError, LookupError, TypeError):
             raise _NoScore(
                 f"no score (reward.judge.score_pattern = {self._config.score_pattern!r}) in its "
@@ -250,9 +257,9 @@ class JudgeReward:
 
 
 def judge_key() -> str:
-    """Returns the key of the judge's server, empty without one.
+    """Returns the key of the judge's server; empty if there is none.
 
-    Raises DataError for one that no request can hold.
+    Raises DataError for a key that no request can hold.
     """
     key = os.environ.get(JUDGE_KEY_VARIABLE, "")
     if key.isascii() and key.isprintable() and key.strip() == key:
@@ -267,13 +274,15 @@ def judge_key() -> str:
 
 
 def _question(group: RewardInput) -> list[dict[str, str]]:
-    """Returns the question without the policy's template: the row's messages or question, else the
-    rendered prompt.
+    """Returns the question without the policy's template.
+
+    It is the row's messages or question, else the rendered prompt.
     """
     messages = group.row.get("messages")
     if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
-        # an assistant's last message is the reference answer
-        asked = messages[:-1] if messages and messages[-1].get("role") == "assistant" else messages
+        asked = messages
+        if messages and messages[-1].get("role") == "assistant":
+            asked = messages[:-1]  # the last message is the reference answer
         if asked:
             return asked
     for column in ("question", "prompt", "problem"):
@@ -283,13 +292,14 @@ def _question(group: RewardInput) -> list[dict[str, str]]:
 
 
 def _clean(text: str) -> str:
-    """Without half surrogates, which no request can hold."""
+    """Returns the text without half surrogates, which no request can hold."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _last_number(value: Any) -> float:
-    """Returns the last number of nested lists: the score after the last token, if a model gives one
-    for each.
+    """Returns the last number of nested lists.
+
+    A model that gives a score per token gives the score of the response last.
     """
     while isinstance(value, list):
         value = value[-1]
@@ -297,18 +307,22 @@ def _last_number(value: Any) -> float:
 
 
 def _shown(data: bytes, secret: str) -> str:
-    """The beginning of what a server says, for a message; a key that it repeats is no part of that."""
+    """Returns the beginning of a server's answer, for a message, without the key `secret`."""
     text = " ".join(data.decode("utf-8", "replace").split())
-    text = text.replace(secret, "...") if secret else text
-    return repr(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}...")
+    if secret:
+        text = text.replace(secret, "...")
+    if len(text) > _SHOWN_CHARACTERS:
+        text = f"{text[:_SHOWN_CHARACTERS]}..."
+    return repr(text)
 
 
 class JudgeCache:
-    """Scores that a judge has given, on disk, by what it was asked: a resumed run gets the same
-    ones (I6), and asks once.
+    """Stores a judge's scores on disk, by the contents of the request.
 
-    path: a database that several processes may use; None keeps nothing. What the disk refuses costs
-    its entries, said once.
+    So a resumed run gets the same scores (I6), and asks only once.
+
+    path: a database that several processes may use; None stores nothing. If the disk fails, nothing
+    more is stored, and one warning says so.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -316,12 +330,12 @@ class JudgeCache:
         self._database: sqlite3.Connection | None = None
 
     def get(self, content: Any) -> float | None:
-        """The score of what has these contents (JSON)."""
+        """Returns the stored score of a request with this content (JSON), or None."""
         row = self._do("select score from scores where content = ?", _key(content))
         return float(row[0]) if row else None
 
     def put(self, content: Any, score: float, answer: str) -> None:
-        """answer: what the judge wrote, for people who look into the file."""
+        """Stores a score. `answer`: the judge's text, for readers of the file."""
         clean = answer.encode("utf-8", "replace").decode()
         self._do("insert or replace into scores values (?, ?, ?)", _key(content), score, clean)
 
@@ -331,7 +345,7 @@ class JudgeCache:
                 self._database.close()
 
     def _do(self, statement: str, *values: Any) -> Any:
-        """The first row that a statement finds; None where there is none, or no database."""
+        """Returns the first row of a statement's result, or None if there is none."""
         if self._path is None:
             return None
         try:

@@ -1,7 +1,7 @@
-"""The deadline of importing users' modules.
+"""Puts a deadline on the import of users' modules.
 
-One whose import never ends is named in one line within seconds; one that is slow but goes on is
-waited for.
+A module whose import never ends is named in one line within seconds. One that is slow but makes
+progress is waited for.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 PATIENCE_S = (20.0, 60.0)
-"""Without a new module: wall clock with hardly any processor time, since it waits for something;
-and processor time.
+"""Seconds without a new module after which an import is given up.
+
+First: of the wall clock, with hardly any processor time, since it waits for something. Second: of
+processor time.
 """
 _HARDLY_ANY = 0.05  # of a processor
 _STEP_S = 0.25
@@ -25,12 +27,12 @@ _STEP_S = 0.25
 def watched(
     name: str, patience_s: Sequence[float], give_up: Callable[[str], None]
 ) -> Iterator[None]:
-    """Watches what the block imports, and ends the process where that stands still.
+    """Ends the process if what the block imports makes no progress.
 
     Args:
-        name: of the function whose module is imported, for the message.
+        name: the function whose module is imported, for the message.
         patience_s: PATIENCE_S.
-        give_up: gets the reason in one line, just before the process ends.
+        give_up: called with the reason in one line, just before the process ends.
     """
     done = threading.Event()
 
@@ -53,22 +55,28 @@ def watched(
 
 
 class _Progress:
-    """When the last new module came, by wall clock and by processor time."""
+    """The time of the last new module, by wall clock and by processor time."""
 
     def __init__(self, waiting_s: float, computing_s: float) -> None:
-        self._waiting_s, self._computing_s = waiting_s, computing_s
+        self._waiting_s = waiting_s
+        self._computing_s = computing_s
         self._num_modules = len(sys.modules)
-        self._since_s, self._computed_s = time.monotonic(), time.process_time()
+        self._since_s = time.monotonic()
+        self._computed_s = time.process_time()
 
     def stands_still(self) -> str:
-        """Returns why it will hardly end; empty while it goes on."""
-        now_s, computed_s = time.monotonic(), time.process_time()
+        """Returns why the import will hardly end; empty while it makes progress."""
+        now_s = time.monotonic()
+        computed_s = time.process_time()
         if len(sys.modules) != self._num_modules:
-            self._num_modules, self._since_s, self._computed_s = len(sys.modules), now_s, computed_s
+            self._num_modules = len(sys.modules)
+            self._since_s = now_s
+            self._computed_s = computed_s
             return ""
-        waited_s, own_s = now_s - self._since_s, computed_s - self._computed_s
-        if own_s >= self._computing_s:
+        waited_s = now_s - self._since_s
+        busy_s = computed_s - self._computed_s
+        if busy_s >= self._computing_s:
             return f"has computed for {self._computing_s:g} s without an end"
-        if waited_s >= self._waiting_s and own_s < _HARDLY_ANY * waited_s:
+        if waited_s >= self._waiting_s and busy_s < _HARDLY_ANY * waited_s:
             return f"has waited for {self._waiting_s:g} s without an end"
         return ""

@@ -1,4 +1,4 @@
-r"""Numbers as people and models write them: `$1,234.50`, `50%`, `-(5)`, `\frac{3}{4}`, `1.5 \times 10^3`, `3½`, `18 dollars`, six.
+r"""Reads numbers as models write them: `$1,234.50`, `50%`, `\frac{3}{4}`, `3½`, `18 dollars`, six.
 
 Values are exact fractions. Text that may mean something else is no number: `5x`, `5 or 6`,
 `(1,234)`, `2*3`.
@@ -12,16 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from pa_npu.rewards.units import Unit, currency_of, unit_of
+from pa_npu.rewards.units import MeasureUnit, currency_of, unit_of
 
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_MOST_CHARACTERS = 1000  # longer text is no number; bounds the time of the expressions below
-_MOST_STEPS = 60  # of reading one number: brackets around each other, signs, fractions in fractions
-_MOST_POWER_BITS = 4000
+_MAX_CHARACTERS = 1000  # longer text is no number; bounds the time of the expressions below
+_MAX_STEPS = 60  # of reading one number: brackets around each other, signs, fractions in fractions
+_MAX_POWER_BITS = 4000
 _ROUNDED_DECIMALS = 6  # of a decimal that may stand for a number without an end, as in math-verify
 
 # Digits and exponents are bounded, so that "1e999999999" costs nothing.
@@ -76,15 +76,14 @@ _SCALES = {
     "million": 10**6,
     "billion": 10**9,
     "trillion": 10**12,
-} | {
-    name: scale
-    for scale, names in (
-        (10**3, "tausend mille mil тысяча тысячи тысяч"),
-        (10**6, "millionen millones milhões milioni миллион миллиона миллионов"),
-        (10**9, "milliarde milliarden milliard milliardo миллиард миллиарда миллиардов"),
-    )
-    for name in names.split()
 }
+_SCALES |= dict.fromkeys(_words("tausend mille mil тысяча тысячи тысяч"), 10**3)
+_SCALES |= dict.fromkeys(
+    _words("millionen millones milhões milioni миллион миллиона миллионов"), 10**6
+)
+_SCALES |= dict.fromkeys(
+    _words("milliarde milliarden milliard milliardo миллиард миллиарда миллиардов"), 10**9
+)
 _NO_UNITS = _words(
     "and or to plus minus times over half quarter third pi tau phi sqrt root log ln sin cos tan "
     "exp mod base choose infinity inf nan squared cubed not than more less least most factorial "
@@ -110,41 +109,44 @@ _MODULUS = re.compile(
 
 @dataclass(frozen=True)
 class Number:
-    """value: as written, so that 50% is 50. percent: whether a percent sign followed. decimals:
-    digits after the point.
+    """A number as it was written.
 
-    decimals is None unless the number was written with a decimal point. unit: of measurement, where
-    it is a known one.
+    value: as written, so that 50% is 50.
+    percent: whether a percent sign followed.
+    decimals: digits behind the decimal point; None if it was written without one.
+    unit: of measurement, if it is a known one.
     """
 
     value: Fraction
     percent: bool = False
     decimals: int | None = None
-    unit: Unit | None = None
+    unit: MeasureUnit | None = None
 
     @property
     def readings(self) -> tuple[Number, ...]:
-        """The number, and of a percentage also its hundredth."""
+        """The number, and for a percentage also its hundredth."""
+        if not self.percent:
+            return (self,)
         decimals = None if self.decimals is None else self.decimals + 2
-        return (self, Number(self.value / 100, decimals=decimals)) if self.percent else (self,)
+        return (self, Number(self.value / 100, decimals=decimals))
 
-    def rounds(self, other: Number) -> bool:
-        """Whether this is a decimal of six or more digits after the point, and `other` rounded,
-        which no decimal can be.
+    def rounds(self, exact: Number) -> bool:
+        """Returns whether this is `exact` rounded to six or more decimals.
+
+        `exact` must be a number that no decimal equals, such as 1/3.
         """
         if self.decimals is None or self.decimals < _ROUNDED_DECIMALS or not self.value:
             return False
-        denominator = other.value.denominator
+        denominator = exact.value.denominator
         ends = 10 ** denominator.bit_length() % denominator == 0  # no prime factor but 2 and 5
-        return not ends and abs(self.value - other.value) * 2 <= Fraction(1, 10**self.decimals)
+        return not ends and abs(self.value - exact.value) * 2 <= Fraction(1, 10**self.decimals)
 
 
 def same_number(first: Number, second: Number) -> bool:
-    """Whether two numbers are equal: exactly, or one is the other rounded (0.333333 is 1/3; 0.3333
-    and 0.333334 are not).
+    """Returns whether two numbers are equal, or one is the other rounded.
 
-    A number without a unit equals one with it; 5 cm are neither 5 m nor 5 kg, and 60 minutes are 1
-    hour.
+    0.333333 is 1/3; 0.3333 and 0.333334 are not. A number without a unit equals the same one with a
+    unit. 5 cm are neither 5 m nor 5 kg, and 60 minutes are 1 hour.
     """
     if first.unit and second.unit and first.unit != second.unit:
         if first.unit.measures != second.unit.measures:
@@ -152,13 +154,17 @@ def same_number(first: Number, second: Number) -> bool:
         return first.value * first.unit.scale == second.value * second.unit.scale
     if first.percent and second.percent:
         return first.value == second.value
-    pairs = [(a, b) for a in first.readings for b in second.readings]
-    return any(a.value == b.value or a.rounds(b) or b.rounds(a) for a, b in pairs)
+    for a in first.readings:
+        for b in second.readings:
+            if a.value == b.value or a.rounds(b) or b.rounds(a):
+                return True
+    return False
 
 
 def plain_text(text: str) -> str:
-    r"""Remove what changes no value: Markdown, thin spaces, \left, \text{...}; leave one kind of
-    minus and of fraction.
+    r"""Removes what changes no value: Markdown, thin spaces, \left, \text{...}.
+
+    Leaves one kind of minus and one of fraction.
     """
     text = text.translate(_MINUS).replace("{,}", ",")
     text = _VULGAR.sub(
@@ -174,29 +180,30 @@ def plain_text(text: str) -> str:
 
 
 def in_base(text: str) -> tuple[str, int] | None:
-    """Digits and base of what the whole text is, `101_2`; None for anything else, also in base ten."""
-    based = _BASED.fullmatch(plain_text(text[:_MOST_CHARACTERS]).strip("$ ("))
-    found = based and read_number(based[2])
-    if (
-        not based
-        or not found
-        or found.value == 10
-        or max(int(digit, 16) for digit in based[1]) >= found.value
-    ):
+    """Returns digits and base of a number such as `101_2`; None for other text and for base ten."""
+    based = _BASED.fullmatch(plain_text(text[:_MAX_CHARACTERS]).strip("$ ("))
+    if based is None:
         return None
-    return based[1].upper(), int(found.value)
+    base = read_number(based[2])
+    if not base or base.value == 10:
+        return None
+    if max(int(digit, 16) for digit in based[1]) >= base.value:
+        return None
+    return based[1].upper(), int(base.value)
 
 
 def read_number(text: str) -> Number | None:
-    """The number that the whole text is, with decoration and unit; None for anything else."""
-    if len(text) > _MOST_CHARACTERS:
+    """Returns the number that the whole text is, with decoration and unit; else None."""
+    if len(text) > _MAX_CHARACTERS:
         return None
     plain = plain_text(text)
     currency = currency_of(plain)
     text = _DEGREE.sub("", _BASE_TEN.sub("", _CURRENCY.sub("", plain).strip()))
-    if modulus := _MODULUS.search(text):  # of a residue, whether it is a congruence or what remains
+    if modulus := _MODULUS.search(text):  # of a congruence, or of a remainder
         residue = read_number(text[: modulus.start()])
-        return residue if residue and 0 <= residue.value < int(modulus[1] or modulus[2]) else None
+        if residue and 0 <= residue.value < int(modulus[1] or modulus[2]):
+            return residue
+        return None
     text = with_digits(text)
     negative = re.match(r"(?:minus|negative)\s+(?=[^-+\s])", text)
     numeral = _NUMERAL.match(text, negative.end() if negative else 0)
@@ -206,14 +213,18 @@ def read_number(text: str) -> Number | None:
         return None
     written = re.fullmatch(r"[-+({\s]*[\d, ]*\.(\d+)[)}\s]*", numeral[0])
     number = Number(
-        -value if negative else value, decimals=len(written[1]) if written else None, unit=currency
+        value=-value if negative else value,
+        decimals=len(written[1]) if written else None,
+        unit=currency,
     )
     rest = text[numeral.end() :]
-    return _with_unit(number, f" {rest}" if numeral[0].endswith(" ") else rest)
+    if numeral[0].endswith(" "):
+        rest = f" {rest}"
+    return _with_unit(number, rest)
 
 
-# A numeral is read by rewriting: what has a value becomes <numerator/denominator>, which takes in
-# what stands around it.
+# A numeral is read by rewriting: a part with a value becomes <numerator/denominator>, and then joins
+# with its neighbours.
 _V = r"\s*<(-?\d+/\d+)>\s*"
 _LITERAL = re.compile(
     r"(?P<whole>\d{0,100})\.(?P<fixed>\d{0,100})\\overline\s*\{(?P<repeated>\d{1,100})\}"
@@ -223,61 +234,96 @@ _LITERAL = re.compile(
 )
 _TIMES_TEN = re.compile(rf"{_V}(?:\\times|\\cdot|[*x×·])\s*<10/1>\s*\^{_V}(?!\^)")
 _FIRST = r"(?:^|(?<=[({^/]))\s*"
-_STEPS: tuple[tuple[re.Pattern[str], Callable[..., Fraction | None]], ...] = (
-    (re.compile(rf"[({{]{_V}[)}}]"), lambda a: a),
-    (re.compile(rf"\\frac{_V}{_V}"), lambda a, b: a / b if b else None),
-    (_TIMES_TEN, lambda a, b: None if (power := _power(Fraction(10), b)) is None else a * power),
-    (re.compile(rf"{_V}\^{_V}(?!\^)"), lambda a, b: _power(a, b)),
-    (re.compile(rf"{_V}/{_V}(?!\^)"), lambda a, b: a / b if b else None),
-    (re.compile(rf"{_FIRST}\+{_V}(?!\^)"), lambda a: a),
-    (re.compile(rf"{_FIRST}-{_V}(?!\^)"), lambda a: -a),
-)
-# a comma in brackets may be that of a pair
-_NO_NUMERAL = re.compile(r"[<>]|\([^()]*,[^()]*\)|-\s*-")
 
 
-def _value(numeral: str) -> Fraction | None:
-    if _NO_NUMERAL.search(numeral):
-        return None
-    text = _LITERAL.sub(_literal, numeral)
-    for _ in range(_MOST_STEPS):
-        if whole := re.fullmatch(_V, text):
-            return Fraction(whole[1])
-        found = next(((m, step) for pattern, step in _STEPS if (m := pattern.search(text))), None)
-        value = found and found[1](*map(Fraction, found[0].groups()))
-        if found is None or value is None:
-            return None
-        text = f"{text[: found[0].start()]}<{value.numerator}/{value.denominator}>{text[found[0].end() :]}"
-    return None
+def _unchanged(value: Fraction) -> Fraction:
+    return value
 
 
-def _literal(found: re.Match[str]) -> str:
-    if found["digits"]:
-        value = Fraction(re.sub("[, ]", "", found["digits"]))
-    elif repeated := found["repeated"]:  # 0.1\overline{6} = (16 - 1) / 90
-        shift = 10 ** len(found["fixed"])
-        value = Fraction(int(found["whole"] or 0)) + Fraction(int(found["fixed"] or 0), shift)
-        value += Fraction(int(repeated), shift * (10 ** len(repeated) - 1))
-    else:
-        upper, lower = int(found["up"] or found["upper"]), int(found["low"] or found["lower"])
-        if not 0 < upper < lower:
-            return found[0]
-        value = int(found["units"]) + Fraction(upper, lower)
-    return f"<{value.numerator}/{value.denominator}>"
+def _negated(value: Fraction) -> Fraction:
+    return -value
+
+
+def _quotient(above: Fraction, below: Fraction) -> Fraction | None:
+    return above / below if below else None
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
+    """Returns a power with a whole exponent; None if there is none, or if it is too long."""
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if (
         exponent.denominator != 1
-        or bits * abs(exponent) > _MOST_POWER_BITS
+        or bits * abs(exponent) > _MAX_POWER_BITS
         or (base == 0 and exponent <= 0)
     ):
         return None
     return base ** int(exponent)
 
 
+def _times_power_of_ten(value: Fraction, exponent: Fraction) -> Fraction | None:
+    power = _power(Fraction(10), exponent)
+    return None if power is None else value * power
+
+
+_STEPS: tuple[tuple[re.Pattern[str], Callable[..., Fraction | None]], ...] = (
+    (re.compile(rf"[({{]{_V}[)}}]"), _unchanged),
+    (re.compile(rf"\\frac{_V}{_V}"), _quotient),
+    (_TIMES_TEN, _times_power_of_ten),
+    (re.compile(rf"{_V}\^{_V}(?!\^)"), _power),
+    (re.compile(rf"{_V}/{_V}(?!\^)"), _quotient),
+    (re.compile(rf"{_FIRST}\+{_V}(?!\^)"), _unchanged),
+    (re.compile(rf"{_FIRST}-{_V}(?!\^)"), _negated),
+)
+# a comma in brackets may be that of a pair
+_NO_NUMERAL = re.compile(r"[<>]|\([^()]*,[^()]*\)|-\s*-")
+
+
+def _value(numeral: str) -> Fraction | None:
+    """Returns the value of a numeral, or None if it has none."""
+    if _NO_NUMERAL.search(numeral):
+        return None
+    text = _LITERAL.sub(_literal, numeral)
+    for _ in range(_MAX_STEPS):
+        if whole := re.fullmatch(_V, text):
+            return Fraction(whole[1])
+        rewritten = _rewritten_once(text)
+        if rewritten is None:
+            return None
+        text = rewritten
+    return None
+
+
+def _rewritten_once(text: str) -> str | None:
+    """Takes the first of _STEPS that applies; returns None if none does or it has no value."""
+    for pattern, value_of in _STEPS:
+        if match := pattern.search(text):
+            value = value_of(*map(Fraction, match.groups()))
+            if value is None:
+                return None
+            fraction = f"<{value.numerator}/{value.denominator}>"
+            return text[: match.start()] + fraction + text[match.end() :]
+    return None
+
+
+def _literal(match: re.Match[str]) -> str:
+    """Returns a literal as <numerator/denominator>."""
+    if match["digits"]:
+        value = Fraction(re.sub("[, ]", "", match["digits"]))
+    elif repeated := match["repeated"]:  # 0.1\overline{6} = (16 - 1) / 90
+        shift = 10 ** len(match["fixed"])
+        value = Fraction(int(match["whole"] or 0)) + Fraction(int(match["fixed"] or 0), shift)
+        value += Fraction(int(repeated), shift * (10 ** len(repeated) - 1))
+    else:
+        upper = int(match["up"] or match["upper"])
+        lower = int(match["low"] or match["lower"])
+        if not 0 < upper < lower:
+            return match[0]
+        value = int(match["units"]) + Fraction(upper, lower)
+    return f"<{value.numerator}/{value.denominator}>"
+
+
 def _with_unit(number: Number, rest: str) -> Number | None:
+    """Returns a number with the unit or scale in `rest`; None if `rest` is neither."""
     attached = not rest[:1].isspace()
     rest = rest.strip()
     if not rest:
@@ -285,9 +331,8 @@ def _with_unit(number: Number, rest: str) -> Number | None:
     if _PERCENT.fullmatch(rest):
         return Number(number.value, percent=True, decimals=number.decimals)
     if re.fullmatch(r"and (?:a|one)[ -]half", rest) and number.decimals is None:
-        return replace(
-            number, value=number.value + Fraction(1, 2) * (-1 if number.value < 0 else 1)
-        )
+        half = Fraction(-1 if number.value < 0 else 1, 2)
+        return replace(number, value=number.value + half)
     if rest[0] in _EAST_ASIAN_SCALES:
         scaled = replace(number, value=number.value * _EAST_ASIAN_SCALES[rest[0]], decimals=None)
         return _with_unit(scaled, rest[1:])
@@ -296,10 +341,9 @@ def _with_unit(number: Number, rest: str) -> Number | None:
             return None
         return replace(number, unit=unit_of([rest]) or number.unit)
     scale, _, unit = rest.partition(" ")
-    if scale.lower().rstrip("s.") in _SCALES:
-        scaled = replace(
-            number, value=number.value * _SCALES[scale.lower().rstrip("s.")], decimals=None
-        )
+    scale = scale.lower().rstrip("s.")
+    if scale in _SCALES:
+        scaled = replace(number, value=number.value * _SCALES[scale], decimals=None)
         return _with_unit(scaled, f" {unit}") if unit.strip() else scaled
     match = _UNIT.fullmatch(rest)
     if match is None:
@@ -319,17 +363,15 @@ def _with_unit(number: Number, rest: str) -> Number | None:
 
 
 # Numbers in words, as in "twenty-one", "three hundred and five".
-_SMALL, _TENS = (
-    words.split()
-    for words in (
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-        "fifteen sixteen seventeen eighteen nineteen",
-        "twenty thirty forty fifty sixty seventy eighty ninety",
-    )
+_NAMES_OF_SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen"
 )
-_WORD_VALUES = {word: value for value, word in enumerate(_SMALL)} | {
-    word: 20 + 10 * n for n, word in enumerate(_TENS)
-}
+_NAMES_OF_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_SMALL = _NAMES_OF_SMALL.split()
+_TENS = _NAMES_OF_TENS.split()
+_WORD_VALUES = {word: value for value, word in enumerate(_SMALL)}
+_WORD_VALUES |= {word: 20 + 10 * n for n, word in enumerate(_TENS)}
 _BELOW_HUNDRED = (
     rf"(?:(?:{'|'.join(_TENS)})(?:[- "
     rf"](?:{'|'.join(_SMALL[1:10])}))?|{'|'.join(_SMALL)})(?![A-Za-z])"
@@ -344,26 +386,27 @@ _IN_WORDS = re.compile(
 
 
 def with_digits(text: str) -> str:
-    """The text with the number that it begins with, if that is in words, in digits."""
-    return (
-        _IN_WORDS.sub(lambda found: f"{found[1]}{_value_of_words(found[2])}", text, count=1)
-        if _IN_WORDS.match(text)
-        else text
-    )
+    """Returns the text with the number in words that it begins with, if any, in digits."""
+    match = _IN_WORDS.match(text)
+    if match is None:
+        return text
+    return f"{match[1]}{_value_of_words(match[2])}{text[match.end() :]}"
 
 
 def is_in_words(text: str) -> bool:
-    """Whether the text is such a number and nothing else."""
+    """Returns whether the text is a number in words and nothing else."""
     return _IN_WORDS.fullmatch(text) is not None
 
 
 def _value_of_words(words: str) -> int:
-    total = group = 0
+    total = 0
+    group = 0
     for word in re.findall("[a-z]+", words.lower()):
         if word == "thousand":
-            total, group = 1000 * group, 0
+            total = 1000 * group
+            group = 0
         elif word == "hundred":
             group *= 100
         else:
-            group += _WORD_VALUES.get(word, 0)  # none of "and"
+            group += _WORD_VALUES.get(word, 0)  # 0 for "and"
     return total + group

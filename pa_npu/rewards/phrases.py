@@ -1,4 +1,7 @@
-"""Where a text states its answer, in several languages: phrases such as "answer is", headings, and ends of sentences."""
+"""Finds where a text states its answer, in several languages: phrases, headings, ends of sentences.
+
+Phrases are such as "the answer is".
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ _ENGLISH = (
     r"answer[\s*_]*(?:is\s*:?|:|=|[-\u2013\u2014](?=\s))[\s*_]*"
     r"(?:(?:about|approximately|exactly|simply|just|equal to)\s+)?"
 )
-# A word for "answer", and what joins it to the answer. "Is not" is none of these, so that a denial
-# is no statement.
+# A word for "answer", and what joins it to the answer. "Is not" does not join them: a denial states
+# nothing.
 _OTHER_LANGUAGES = (
     r"(?:最终|最后|正确)?答案(?:应该|应当|就|便)?(?:是|为|選|选|等于|[:：=])\s*[:：]?",
     r"(?:^|(?<=[\s。，；]))答\s*[:：]",
@@ -31,7 +34,7 @@ _OTHER_LANGUAGES = (
     r"उत्तर\s*:",
 )
 _PHRASE = re.compile(
-    "|".join([_ENGLISH, *(rf"{other}[\s*_]*" for other in _OTHER_LANGUAGES)]),
+    "|".join([_ENGLISH, *(rf"{phrase}[\s*_]*" for phrase in _OTHER_LANGUAGES)]),
     re.IGNORECASE | re.MULTILINE,
 )
 _COMMENT = re.compile(
@@ -69,40 +72,38 @@ _TITLE = re.compile(
 
 
 def last_phrase(text: str) -> tuple[int, int] | None:
-    """Returns where the last phrase such as "the answer is" begins and ends; None without one.
+    """Returns begin and end of the last phrase such as "the answer is"; None if there is none.
 
-    "I hope that the answer is helpful" states none.
+    "I hope that the answer is helpful" states no answer.
     """
     plain = _MARKUP_BEFORE_COLON.sub("  ", text)  # of the same length
     last = None
-    for found in _PHRASE.finditer(plain):
-        if not _COMMENT.match(plain, found.end()):
-            last = found
+    for match in _PHRASE.finditer(plain):
+        if not _COMMENT.match(plain, match.end()):
+            last = match
     return (last.start(), last.end()) if last else None
 
 
 def is_heading(line: str) -> bool:
-    """Returns True for a title: "Step 2: Conclusion", "2. Adding up", "Conclusion".
+    """Returns whether a line is a title: "Step 2: Conclusion", "2. Adding up", "Conclusion".
 
-    line: without Markdown. "5. So it is 5" has a digit behind its number and is none, like "46
-    apples".
+    `line`: without Markdown. "5. So it is 5" is none, since it has a digit behind its number, and
+    "46 apples" is none.
     """
     return bool(_NUMBERED.match(line) or _LISTED.match(line) or _TITLE.fullmatch(line))
 
 
 def behind_number(line: str) -> str:
-    """Returns the rest of a heading such as "Step 2: 46" behind its number; empty for any other
-    line.
-    """
-    found = _NUMBERED.match(line)
-    return line[found.end() :] if found else ""
+    """Returns the rest of a heading such as "Step 2: 46" behind its number; else empty."""
+    match = _NUMBERED.match(line)
+    return line[match.end() :] if match else ""
 
 
 def first_sentences(text: str, like: str) -> str:
     """Returns the beginning of a text up to the end of a sentence.
 
-    like: an answer; as many ends of sentences as it holds are taken to be inside the text, such as
-    that of "St. Louis".
+    `like`: an answer, such as "St. Louis". As many ends of sentences as it contains are passed over
+    in the text.
     """
     inside = len(SENTENCE_END.findall(like.strip().rstrip(".!?。！？")))
     ends = [

@@ -1,7 +1,7 @@
-"""Runs a program that nobody has read: under limits, in an empty directory, without network, keys, or files but its own.
+"""Runs a program that nobody has read: limited, in an empty directory, without network and keys.
 
-Each run is a cell (sandbox_child.py). What isolates it depends on the system and has a level:
-"namespaces" (by bubblewrap or nsjail where one is there and works, else by the cell itself),
+Each run is a cell (sandbox_child.py). Its isolation depends on the system and has a level:
+"namespaces" (by bubblewrap or nsjail if one is installed and works, else by the cell itself),
 "files" (Landlock and a filter of system calls), or "limits" alone.
 """
 
@@ -31,7 +31,7 @@ from pa_npu.rewards.sandbox_jails import JAILS, remove_workplaces
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _GRACE_S = 5.0  # a killed cell is gone within milliseconds
-_SET_UP_S = 20.0  # for a cell to begin on a machine that is busy; not part of the program's time
+_SET_UP_S = 20.0  # for a cell to begin on a busy machine; not part of the program's time
 _READ_BYTES = 1 << 16
 # ids that nobody has; one for each cell, because processes are counted by user
 _FIRST_USER = 1_000_000_000
@@ -39,42 +39,44 @@ _cells = itertools.count(os.getpid() * 1000 % _FIRST_USER)
 _JAIL_TRIAL_S = 10.0
 _JAIL_PATH = "/usr/bin:/usr/local/bin:/bin"
 _LANDLOCK_VERSION = 6  # the newest of the kernel's interface that is used
-# for what a cell has left on disk: its files are counted, so that it is done within a second
+# For removing a cell's files, whose number is limited: it takes less than a second.
 _REMOVAL_S = 60.0
 
 _MOVED = "pa_npu-removed-"
 
 logger = logging.getLogger(__name__)
 
-# Beside the interpreter and its packages: what they, and the programs that a program may start, are
-# linked with.
+# Beside the interpreter and its packages, what these and other programs are linked with.
 _SYSTEM = (
-    *(
-        "/bin",
-        "/sbin",
-        "/lib",
-        "/lib32",
-        "/lib64",
-        "/usr/bin",
-        "/usr/lib",
-        "/usr/lib32",
-        "/usr/lib64",
-        "/usr/share/zoneinfo",
-    ),
-    *("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"),
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/usr/bin",
+    "/usr/lib",
+    "/usr/lib32",
+    "/usr/lib64",
+    "/usr/share/zoneinfo",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+    "/etc/localtime",
 )
 Level = Literal["limits", "files", "namespaces"]
 LEVELS: tuple[Level, ...] = ("limits", "files", "namespaces")
 
 
 @dataclass(frozen=True)
-class Limits:
-    """wall_s: of the clock; cpu_s: whole seconds of processor time, of each process. require: the
-    least level of isolation.
+class CellLimits:
+    """Limits of a program.
 
-    memory_bytes: address space of each process, and what all of them hold. files_bytes: of one
-    file, and of all of them.
-    num_files: files and directories. output_bytes: of standard output, and of errors.
+    wall_s: of the clock.
+    cpu_s: whole seconds of processor time, of each process.
+    memory_bytes: address space of each process, and memory of all together.
+    files_bytes: of one file, and of all together.
+    num_files: files and directories.
+    output_bytes: of standard output, and of standard error.
+    require: the lowest level of isolation that is allowed.
     """
 
     wall_s: float = 10.0
@@ -89,12 +91,13 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a program ended. ended: by itself, at the wall clock, or because it wrote too much. code:
-    128 + n for signal n.
+class ProgramOutcome:
+    """How a program ended.
 
-    level: of its isolation; isolation: the same in words, with the reason where it is not the
-    highest.
+    ended: by itself, at the limit of the clock, or because it wrote too much.
+    code: its status, 128 + n for signal n; None unless it ended by itself.
+    level: of its isolation.
+    isolation: the same in words, with the reason if it is not the highest.
     """
 
     ended: Literal["itself", "timeout", "output"]
@@ -106,35 +109,43 @@ class Outcome:
 
 
 class SandboxFailed(PaNpuError):
-    """No program was run: the fault is the system's, not the program's."""
+    """No program ran: the fault is the system's, not the program's."""
 
 
 async def run(
-    arguments: Sequence[str], stdin: bytes, limits: Limits, files: Mapping[str, str]
-) -> Outcome:
-    """This Python, isolated (-I), with these arguments, in an empty directory.
+    arguments: Sequence[str], stdin: bytes, limits: CellLimits, files: Mapping[str, str]
+) -> ProgramOutcome:
+    """Runs this Python, isolated (-I), with these arguments, in an empty directory.
 
-    files: written before, to be read at the paths that begin with "{files}/" in the arguments;
-    "{packages}" is where this environment's packages are. Raises SandboxFailed where nothing could
-    be run.
+    Args:
+        arguments: paths that begin with "{files}/" name a file of `files`; "{packages}" stands for
+            the directories of this environment's packages.
+        stdin: standard input of the program.
+        limits: of its time, memory, files and output.
+        files: texts by name, which the program can read.
+
+    Raises SandboxFailed if nothing could be run.
     """
-    jail, user = _jail(), _unused_user(next(_cells) % _FIRST_USER)
+    jail = _jail()
+    user = _unused_user(next(_cells) % _FIRST_USER)
     parent = os.path.realpath(tempfile.mkdtemp(prefix="pa_npu-cell-"))
     try:
-        directory, given, root = (Path(parent) / name for name in ("work", "given", "root"))
-        for path in (directory, given, root):
+        directory = Path(parent) / "work"
+        program_files = Path(parent) / "given"
+        root = Path(parent) / "root"
+        for path in (directory, program_files, root):
             path.mkdir()
         for name, text in files.items():
-            (given / name).write_text(text, encoding="utf-8", errors="replace")
-        # another user's, where we are root
-        for path in (Path(parent), directory, given, root):
+            (program_files / name).write_text(text, encoding="utf-8", errors="replace")
+        # If we are root, the program runs as another user.
+        for path in (Path(parent), directory, program_files, root):
             path.chmod(0o755)
         directory.chmod(0o777)
         python, packages, shown = _shown()
-        words = {"{files}": str(given), "{packages}": os.pathsep.join(packages)}
-        wanted: dict[str, object] = {
+        words = {"{files}": str(program_files), "{packages}": os.pathsep.join(packages)}
+        cell: dict[str, object] = {
             "directory": str(directory),
-            "given": str(given),
+            "program_files": str(program_files),
             "root": str(root),
             "shown": shown,
             "user": user,
@@ -145,17 +156,18 @@ async def run(
             "python": python,
             "arguments": ["-I", *(_replaced(part, words) for part in arguments)],
         }
-        return await _run(wanted, stdin, limits, Path(parent))
+        return await _run(cell, stdin, limits, Path(parent))
     finally:
-        # also where this task is cancelled: the thread goes on
+        # Also if this task is cancelled: the thread runs to its end.
         await asyncio.shield(asyncio.to_thread(_remove, parent))
         if jail is not None:
             remove_workplaces(jail[0], user)
 
 
 def _remove(parent: str) -> None:
-    """Removes a cell's directory, however deep or full it is; one that cannot be removed is a
-    warning, and costs no verdict.
+    """Removes a cell's directory, however deep or full it is.
+
+    One that cannot be removed is a warning and costs no verdict.
     """
     try:
         remove_tree(parent, time.monotonic() + _REMOVAL_S)
@@ -166,9 +178,10 @@ def _remove(parent: str) -> None:
 def remove_tree(directory: str, deadline_s: float) -> None:
     """Removes a directory with all that is in it.
 
-    Directories inside are moved up to the top before they are emptied, so that none lies deeper
-    than a path can say, and no depth needs a stack or a descriptor. deadline_s: on the monotonic
-    clock. Raises OSError, TimeoutError past the deadline.
+    Directories inside are moved to the top before they are emptied. So none is deeper than a path
+    can name, and no depth needs a stack or a descriptor.
+
+    `deadline_s`: on the monotonic clock. Raises OSError; TimeoutError past the deadline.
     """
     top = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -188,10 +201,11 @@ def remove_tree(directory: str, deadline_s: float) -> None:
 
 
 def _emptied(top: int, name: str, moved: Iterator[int], deadline_s: float) -> list[str]:
-    """Removes the files of one directory, and moves its directories to the top; returns the names
-    that they have there.
+    """Removes the files of one directory and moves its directories to the top.
+
+    Returns the names of these directories there.
     """
-    # another user's, who has left it open, or is there no more
+    # The directory may be another user's who left it open.
     with contextlib.suppress(PermissionError):
         os.chmod(name, 0o700, dir_fd=top)
     directory = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
@@ -222,7 +236,7 @@ def _replaced(text: str, words: Mapping[str, str]) -> str:
 
 @functools.cache
 def _shown() -> tuple[str, list[str], list[str]]:
-    """(interpreter, directories of packages, what programs may see).
+    """Returns the interpreter, the directories of packages, and all paths that programs may see.
 
     The interpreter is the one below a virtual environment.
     """
@@ -231,41 +245,42 @@ def _shown() -> tuple[str, list[str], list[str]]:
         {os.path.realpath(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")}
     )
     prefix = os.path.realpath(sys.base_prefix)
-    found = [*_SYSTEM, os.path.dirname(python), f"{prefix}/lib", f"{prefix}/lib64", *packages]
+    paths = [*_SYSTEM, os.path.dirname(python), f"{prefix}/lib", f"{prefix}/lib64", *packages]
     shown: list[str] = []
-    for path in filter(os.path.lexists, found):
-        if not any(
-            path == other or path.startswith(f"{other}/")
-            for other in shown
-            if not os.path.islink(other)
-        ):
+    for path in filter(os.path.lexists, paths):
+        directories = [directory for directory in shown if not os.path.islink(directory)]
+        if not any(path == outer or path.startswith(f"{outer}/") for outer in directories):
             shown.append(path)
     return python, packages, shown
 
 
 def _unused_user(cell: int) -> int | None:
-    """An id that no user of this machine has, or of this container, for root's programs; None where
-    programs stay who they are.
+    """Returns an id for root's programs that no user of this machine or container has.
+
+    Returns None if programs keep the user that this process has.
     """
     if os.geteuid() != 0:
         return None
-    lines = [
-        list(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()
-    ]
-    first, count = max(
-        ((first, count) for first, _, count in lines), key=lambda found: found[1], default=(0, 1)
-    )
+    first = 0
+    count = 1
+    for line in Path("/proc/self/uid_map").read_text().splitlines():
+        range_first, _, range_count = map(int, line.split())
+        if range_count > count:
+            first = range_first
+            count = range_count
     if first + count > 2 * _FIRST_USER:
         return _FIRST_USER + cell
-    return first + count - 1 - cell % 1000 if count > 2000 else None
+    if count > 2000:
+        return first + count - 1 - cell % 1000
+    return None
 
 
 @functools.cache
 def _jail() -> tuple[str, str] | None:
-    """Returns name and file of the first program of JAILS that can carry a cell, else None.
+    """Returns name and file of the first program of JAILS that can carry a cell; None if none can.
 
-    It is tried with all that a cell shows, as the user that a cell has: root's cells have one that
-    nobody else has, who can often not read what lies below /root.
+    Each is tried with all that a cell shows, as a user that nobody else has: root's cells run as
+    such a user, who can often not read what lies below /root.
     """
     user = _unused_user(next(_cells) % _FIRST_USER)
     if os.geteuid() == 0 and user is None:
@@ -283,12 +298,17 @@ def _carries_a_cell(name: str, program: str, user: int | None) -> bool:
     parent = os.path.realpath(tempfile.mkdtemp(prefix="pa_npu-cell-"))
     try:
         os.chmod(parent, 0o755)
-        cell: dict[str, Any] = {"shown": shown, "given": str(_CHILD.parent), "directory": parent}
-        cell |= {"files_bytes": Limits.files_bytes, "num_files": Limits.num_files}
+        cell: dict[str, Any] = {
+            "shown": shown,
+            "program_files": str(_CHILD.parent),
+            "directory": parent,
+            "files_bytes": CellLimits.files_bytes,
+            "num_files": CellLimits.num_files,
+        }
         command = [*JAILS[name][1](program, cell, (), None), "--", python, "-I", "-c", ""]
-        as_user: dict[str, Any] = (
-            {} if user is None else {"user": user, "group": user, "extra_groups": []}
-        )
+        as_user: dict[str, Any] = {}
+        if user is not None:
+            as_user = {"user": user, "group": user, "extra_groups": []}
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
@@ -305,24 +325,30 @@ def _carries_a_cell(name: str, program: str, user: int | None) -> bool:
     return done.returncode == 0
 
 
-async def _run(wanted: dict[str, object], stdin: bytes, limits: Limits, parent: Path) -> Outcome:
-    """Standard streams are files of ours: nobody has to read them for a program to go on, and what
-    it wrote is there in the end.
+async def _run(
+    cell: dict[str, object], stdin: bytes, limits: CellLimits, parent: Path
+) -> ProgramOutcome:
+    """Runs a cell, and ends it at its limits.
+
+    The program's standard streams are files: nobody has to read them for it to go on, and what it
+    wrote is there in the end.
     """
-    given, outputs = parent / "stdin", [parent / "stdout", parent / "stderr"]
-    given.write_bytes(stdin)
+    stdin_file = parent / "stdin"
+    stdout_file = parent / "stdout"
+    stderr_file = parent / "stderr"
+    stdin_file.write_bytes(stdin)
     reading, writing = os.pipe()
     try:
         with (
-            given.open("rb") as source,
-            outputs[0].open("wb") as output,
-            outputs[1].open("wb") as errors,
+            stdin_file.open("rb") as source,
+            stdout_file.open("wb") as output,
+            stderr_file.open("wb") as errors,
         ):
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-I",
                 str(_CHILD),
-                json.dumps(wanted),
+                json.dumps(cell),
                 str(writing),
                 stdin=source,
                 stdout=output,
@@ -338,7 +364,7 @@ async def _run(wanted: dict[str, object], stdin: bytes, limits: Limits, parent: 
         os.close(writing)
     ended: Literal["itself", "timeout", "output"] = "itself"
     try:
-        level, isolation = await _isolation(reading, process, outputs[1])
+        level, isolation = await _isolation(reading, process, stderr_file)
         if LEVELS.index(level) < LEVELS.index(limits.require):
             raise SandboxFailed(
                 f"reward.code.require: {limits.require}, but this system gives {isolation}; allow "
@@ -350,42 +376,49 @@ async def _run(wanted: dict[str, object], stdin: bytes, limits: Limits, parent: 
             ended = "timeout"
     finally:
         os.close(reading)
-        # it kills all of the program, and then ends; only where it does not, it is killed itself
+        # The signal lets it kill all of the program and end; if it does not, it is killed.
         for end in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(end)
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(process.wait(), _GRACE_S)
                 break
-    stdout, stderr = (_beginning(file, limits.output_bytes + 1) for file in outputs)
+    stdout = _beginning(stdout_file, limits.output_bytes + 1)
+    stderr = _beginning(stderr_file, limits.output_bytes + 1)
     if max(len(stdout), len(stderr)) > limits.output_bytes:
         ended = "output"
-    code = process.returncode if ended == "itself" else None
-    return Outcome(
-        ended, code, stdout[: limits.output_bytes], stderr[: limits.output_bytes], level, isolation
+    return ProgramOutcome(
+        ended=ended,
+        code=process.returncode if ended == "itself" else None,
+        stdout=stdout[: limits.output_bytes],
+        stderr=stderr[: limits.output_bytes],
+        level=level,
+        isolation=isolation,
     )
 
 
 async def _isolation(
     report: int, process: asyncio.subprocess.Process, errors: Path
 ) -> tuple[Level, str]:
-    """Reads the cell's level of isolation, and its words for it, before it begins."""
+    """Reads the cell's level of isolation, and its description, before the program begins."""
     try:
         line = await asyncio.wait_for(asyncio.to_thread(os.read, report, _READ_BYTES), _SET_UP_S)
     except asyncio.TimeoutError:
         process.kill()  # the thread ends with the pipe
         raise SandboxFailed(f"the sandbox was not set up within {_SET_UP_S:.0f} s") from None
     if not line:
-        said = _beginning(errors, 1000).decode(errors="replace").strip()
-        raise SandboxFailed(f"the sandbox did not begin: {said or 'it ended'}")
-    found = json.loads(line)
-    if "failed" in found:
-        raise SandboxFailed(f"the sandbox failed: {found['failed']}")
-    level: Level = found["level"]
-    refused = f"; no namespaces: {found['refused']}" if found["refused"] else ""
-    return level, f"level {level} ({found['by']}{refused})"
+        message = _beginning(errors, 1000).decode(errors="replace").strip()
+        raise SandboxFailed(f"the sandbox did not begin: {message or 'it ended'}")
+    report_line = json.loads(line)
+    if "failed" in report_line:
+        raise SandboxFailed(f"the sandbox failed: {report_line['failed']}")
+    level: Level = report_line["level"]
+    refused = ""
+    if report_line["refused"]:
+        refused = f"; no namespaces: {report_line['refused']}"
+    return level, f"level {level} ({report_line['by']}{refused})"
 
 
-def _beginning(file: Path, most: int) -> bytes:
-    with file.open("rb") as found:
-        return found.read(most)
+def _beginning(path: Path, max_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(max_bytes)

@@ -1,14 +1,23 @@
-"""The cell of one program: namespaces, limits and an empty directory, then the program. Imports the standard library alone.
+"""The cell of one program: makes namespaces, limits and a root, then becomes the program.
 
-    python -I sandbox_child.py LIMITS REPORT      limits as JSON; a descriptor. The program's standard streams are this process's
+Imports the standard library alone.
 
-    this process: makes namespaces, forks, sums up what the cell holds, ends with the program's status; kills what is left of it
-      └─ first process of a new PID namespace: makes the root, and reaps; with it everything of the program ends (or a jail's)
-           └─ the program, as a user that nobody is, without capabilities, behind its filters and limits
+    python -I sandbox_child.py LIMITS REPORT
 
-Three levels: "namespaces" (all of that), "files" (Landlock and the filter of system calls alone keep it from network and files),
-"limits" (neither). One JSON line is written to REPORT before the program begins: {"level", "by", "refused": reason | null}, or
-{"failed": reason}.
+    LIMITS   the cell's description as JSON (sandbox.py)
+    REPORT   a descriptor, to which one JSON line is written before the program begins:
+             {"level", "by", "refused": reason | null}, or {"failed": reason}
+
+The program's standard streams are this process's. The processes of a cell:
+
+    this process: makes namespaces, forks, measures what the cell holds, kills the rest of the
+    │             program in the end, and ends with the program's status
+    └─ first process of a new PID namespace (or a jail's): makes the root, and reaps; all of the
+       │                                               program ends with it
+       └─ the program, as a user that nobody is, without capabilities, behind filters and limits
+
+There are three levels: "namespaces" (all of that), "files" (only Landlock and the filter of system
+calls keep the program from network and files), and "limits" (neither).
 """
 
 from __future__ import annotations
@@ -29,7 +38,9 @@ import sandbox_jails as jails
 import sandbox_meters as meters
 import sandbox_walls as walls
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_CHILD_SUBREAPER = 36
 _USER_INSIDE = jails.USER_INSIDE
 _LOOK_EVERY_S = 0.02
 _FAILED = 126
@@ -40,7 +51,7 @@ LEVELS = ("limits", "files", "namespaces")
 
 
 class _EndNow(BaseException):
-    """This cell is to end: its time is over, or who watches it is gone."""
+    """This cell has to end: its time is over, or its keeper is gone."""
 
 
 def _on_end(*_: object) -> NoReturn:
@@ -48,16 +59,17 @@ def _on_end(*_: object) -> NoReturn:
 
 
 def main() -> NoReturn:
-    limits, report = json.loads(sys.argv[1]), int(sys.argv[2])
+    limits = json.loads(sys.argv[1])
+    report = int(sys.argv[2])
     os.set_inheritable(report, False)
     if limits["inside"]:
         _guarded(report, lambda: _inside_a_jail(limits, report))
     signal.signal(signal.SIGTERM, _on_end)
-    # so that its delivery ends the pause between two looks at the cell
+    # Blocked, so that its delivery ends the pause between two measurements of the cell.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     walls.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     walls.libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    limits["others"] = _processes_of_this_user()
+    limits["user_processes"] = _processes_of_this_user()
     _raise_open_files()
     if limits["jail"]:
         first = os.fork()
@@ -75,26 +87,34 @@ def main() -> NoReturn:
         status = signal.SIGKILL
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _kill_all()
-    os._exit(128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status))
+    os._exit(_exit_status(status))
+
+
+def _exit_status(status: int) -> int:
+    """Returns a status of os.wait as a shell has it: 128 + n for signal n."""
+    if os.WIFSIGNALED(status):
+        return 128 + os.WTERMSIG(status)
+    return os.WEXITSTATUS(status)
 
 
 def _guarded(report: int, action: Callable[[], object]) -> NoReturn:
-    """Ends this process with the action, and reports what it raised."""
+    """Runs an action, reports what it raises, and ends this process."""
     try:
         action()
     except BaseException as error:
-        with contextlib.suppress(OSError):  # the report has been made: what failed is the program
-            os.write(
-                report, json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode() + b"\n"
-            )
+        line = json.dumps({"failed": f"{type(error).__name__}: {error}"})
+        # Where the report has been made already, it was the program that failed.
+        with contextlib.suppress(OSError):
+            os.write(report, line.encode() + b"\n")
     os._exit(_FAILED)
 
 
 def _namespaces(unused_user: int | None) -> tuple[int | None, str | None]:
-    """Makes them. Returns the user that the program shall become, if another, and why there are no
-    namespaces, if there are none.
+    """Makes the namespaces of the cell.
 
-    unused_user: an id that nobody has, where this process may become another user.
+    Returns the user that the program has to become, if another, and the reason why there are no
+    namespaces, if there are none. `unused_user`: an id that nobody has, if this process may become
+    another user.
     """
     wanted = walls.NEWNET | walls.NEWPID | walls.NEWIPC | walls.NEWUTS
     if (
@@ -103,14 +123,20 @@ def _namespaces(unused_user: int | None) -> tuple[int | None, str | None]:
         and walls.libc.unshare(wanted | walls.NEWNS) == 0
     ):
         return unused_user, None
-    pid, uid, gid = os.getpid(), os.geteuid(), os.getegid()
+    pid = os.getpid()
+    uid = os.geteuid()
+    gid = os.getegid()
     begin, begins = os.pipe()
     helper = os.fork()
     if helper == 0:  # only a process outside may give the namespace a second user
         os.close(begins)
         if os.read(begin, 1) and unused_user is not None:
             with contextlib.suppress(OSError):
-                _map(pid, *(f"0 {mine} 1\n{_USER_INSIDE} {unused_user} 1" for mine in (uid, gid)))
+                _map(
+                    pid,
+                    users=f"0 {uid} 1\n{_USER_INSIDE} {unused_user} 1",
+                    groups=f"0 {gid} 1\n{_USER_INSIDE} {unused_user} 1",
+                )
                 os._exit(0)
         os._exit(1)
     made = walls.libc.unshare(walls.NEWUSER | wanted) == 0
@@ -123,17 +149,18 @@ def _namespaces(unused_user: int | None) -> tuple[int | None, str | None]:
     if has_second or not made:
         return (_USER_INSIDE if has_second else unused_user), refused
     try:
-        _map(pid, *(f"{_USER_INSIDE} {mine} 1" for mine in (uid, gid)))
+        _map(pid, users=f"{_USER_INSIDE} {uid} 1", groups=f"{_USER_INSIDE} {gid} 1")
     except OSError as error:
         return None, str(error)
     return None, None
 
 
 def _map(pid: int, users: str, groups: str) -> None:
-    alone = (
-        [("setgroups", "deny")] if "\n" not in groups else []
-    )  # who may not become another group may leave none either
-    for name, text in (("uid_map", users), *alone, ("gid_map", groups)):
+    files = [("uid_map", users), ("gid_map", groups)]
+    if "\n" not in groups:
+        # A process that may not become another group may not leave one either.
+        files.insert(1, ("setgroups", "deny"))
+    for name, text in files:
         with open(f"/proc/{pid}/{name}", "w") as file:
             file.write(text)
 
@@ -147,13 +174,13 @@ def _first_process(
     if refused is None:
         try:
             walls.call(walls.libc.unshare, walls.NEWNS)
-            shown = [*limits["shown"], limits["given"]]
-            walls.own_root(
-                limits["root"],
-                limits["directory"],
-                shown,
-                limits["files_bytes"],
-                limits["num_files"],
+            shown = [*limits["shown"], limits["program_files"]]
+            walls.make_root(
+                root=limits["root"],
+                directory=limits["directory"],
+                shown=shown,
+                files_bytes=limits["files_bytes"],
+                num_files=limits["num_files"],
             )
             by = "namespaces of its own"
         except OSError as error:
@@ -165,10 +192,8 @@ def _first_process(
 
 
 def _reap_until(program: int, report: int) -> NoReturn:
-    """Is the first process of a PID namespace: reaps whatever ends in it, and ends as the program
-    does.
-    """
-    # nothing of this process is the program's to read or to trace
+    """Reaps whatever ends in a PID namespace, as its first process; ends as the program does."""
+    # The program may read or trace nothing of this process.
     walls.libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     walls.drop_bounding_set()
     walls.drop_capabilities()
@@ -178,15 +203,13 @@ def _reap_until(program: int, report: int) -> NoReturn:
     while True:
         pid, status = os.wait()
         if pid == program:
-            os._exit(
-                128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-            )
+            os._exit(_exit_status(status))
 
 
 def _become_the_jail(limits: Mapping[str, Any], report: int) -> NoReturn:
-    """Becomes bubblewrap or nsjail, whose first program is this file again, inside.
+    """Becomes bubblewrap or nsjail, which starts this file again, inside.
 
-    Root becomes the user that nobody is before.
+    Root becomes a user that nobody is before.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     walls.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -207,37 +230,41 @@ def _become_the_jail(limits: Mapping[str, Any], report: int) -> NoReturn:
         os.setgroups([])
         os.setresgid(limits["user"], limits["user"], limits["user"])
         os.setresuid(limits["user"], limits["user"], limits["user"])
-        # another user's process has lost it
+        # Becoming another user has cleared it.
         walls.libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.execv(program, [*command, "--", limits["python"], "-I", files[0], inside, str(report)])
 
 
 def _inside_a_jail(limits: Mapping[str, Any], report: int) -> None:
-    """Becomes the program; behind a first process of its own where the jail, unlike bubblewrap, has
-    put none into the namespace.
+    """Becomes the program.
+
+    nsjail, unlike bubblewrap, puts no first process into the namespace: this process is one then.
     """
     name = limits["jail"][0]
     if os.getpid() == 1:
         program = os.fork()
         if program != 0:
             _reap_until(program, report)
-    _become_the_program(limits, report, name, None, None)
+    _become_the_program(limits, report, by=name, user=None, refused=None)
 
 
 def _become_the_program(
     limits: Mapping[str, Any], report: int, by: str | None, user: int | None, refused: str | None
 ) -> None:
-    """by: what has made namespaces and a root, None where nothing has. user: to become; None to
-    stay who this is.
+    """Enters the walls and limits, and becomes the program.
+
+    `by`: the name of what made namespaces and a root; None if nothing did. `user`: the user to
+    become; None keeps the present one. `refused`: why there are no namespaces.
     """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-    directory, python = limits["directory"], limits["python"]
+    directory = limits["directory"]
+    python = limits["python"]
     if not limits["inside"]:
         os.setsid()
     os.chdir(directory)
     release = tuple(map(int, os.uname().release.split("-")[0].split(".")[:2]))
     alone = user is not None or (by is not None and release >= _USERS_COUNTED_BY_NAMESPACE)
-    _set_limits(limits, 0 if alone else limits["others"])
+    _set_limits(limits, 0 if alone else limits["user_processes"])
     walls.drop_bounding_set()
     if user is not None and (by is not None or _all_may_read(python)):
         with contextlib.suppress(PermissionError):
@@ -246,35 +273,37 @@ def _become_the_program(
             os.setresuid(user, user, user)
     walls.drop_capabilities()
     landlock = walls.landlock_version(limits["landlock"])
-    behind = by is not None or walls.only_files(
-        [*limits["shown"], limits["given"]], directory, landlock
-    )
+    readable = [*limits["shown"], limits["program_files"]]
+    behind = by is not None or walls.only_files(readable, directory, landlock)
     alone = os.geteuid() == limits["user"]
     filtered = walls.apply_filter(
         walls.filter_of_calls(namespaces=by is not None, landlock=landlock, alone=alone)
     )
-    level = 0 if not (behind and filtered) else 1 if by is None else 2
-    if level == 0 and os.geteuid() == 0:
+    has_walls = behind and filtered
+    if not has_walls:
+        level = "limits"
+    elif by is None:
+        level = "files"
+    else:
+        level = "namespaces"
+    if not has_walls and os.geteuid() == 0:
         raise PermissionError(f"programs would run as root here ({refused}); run as another user")
     if not os.access(python, os.X_OK):
         raise PermissionError(f"{python} cannot be read by the user of programs")
-    by = by or (
-        f"Landlock {landlock} and a filter of system calls"
-        if level
-        else "limits of processes alone"
-    )
-    report_line = {"level": LEVELS[level], "by": by, "refused": refused}
+    if by is None:
+        by = "limits of processes alone"
+        if has_walls:
+            by = f"Landlock {landlock} and a filter of system calls"
+    report_line = {"level": level, "by": by, "refused": refused}
     os.write(report, json.dumps(report_line).encode() + b"\n")
     os.close(report)
-    if level < LEVELS.index(limits["require"]):
+    if LEVELS.index(level) < LEVELS.index(limits["require"]):
         return
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": directory,
         "TMPDIR": directory,
         "LANG": "C.UTF-8",
-    }
-    environment |= {
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -282,20 +311,24 @@ def _become_the_program(
     os.execve(python, [python, *limits["arguments"]], environment)
 
 
-def _set_limits(limits: Mapping[str, Any], others: int) -> None:
-    """others: processes and threads of this user that the kernel counts too."""
-    for name, value in (
+def _set_limits(limits: Mapping[str, Any], user_processes: int) -> None:
+    """Sets the kernel's limits.
+
+    `user_processes`: processes and threads of this user outside of the cell that the kernel counts
+    too.
+    """
+    for name, limit in (
         ("CPU", limits["cpu_s"]),
         ("AS", limits["memory_bytes"]),
         ("FSIZE", limits["files_bytes"]),
-        ("NPROC", limits["processes"] + others),
+        ("NPROC", limits["processes"] + user_processes),
         ("NOFILE", limits["open_files"]),
         ("CORE", 0),
         ("MSGQUEUE", 0),
     ):
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (value, value))
 
 
@@ -308,29 +341,30 @@ def _all_may_read(path: str) -> bool:
 
 
 def _processes_of_this_user() -> int:
-    """The kernel counts a user's processes and threads, all of them where there is no namespace of
-    their own.
+    """Returns the number of processes and threads of this user.
+
+    The kernel counts all of them where a cell has no namespace of users.
     """
-    found, user = 0, os.getuid()
+    total = 0
+    user = os.getuid()
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             if os.stat(f"/proc/{name}").st_uid == user:
-                found += len(os.listdir(f"/proc/{name}/task"))
-    return found
+                total += len(os.listdir(f"/proc/{name}/task"))
+    return total
 
 
 def _raise_open_files() -> None:
-    """Lets this process open as many files as it may: the meters look at all of a cell."""
+    """Lets this process open as many files as it may: it looks at all of a cell's."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _watch(first: int, limits: Mapping[str, Any]) -> int:
-    """Returns the status of the first process, which is killed where all of the cell together hold,
-    write or make too much.
+    """Waits for the first process; returns its status, or SIGKILL if the cell holds too much.
 
-    The kernel's limits count memory and files by process, and do not count processes of root.
+    The kernel limits memory and files only by process, and does not count processes of root.
     """
     while True:
         with contextlib.suppress(ChildProcessError):
@@ -360,9 +394,10 @@ def _holds_too_much(first: int, limits: Mapping[str, Any]) -> bool:
 
 
 def _below(roots: Sequence[int]) -> tuple[list[int], int]:
-    """All processes below these, and how many threads they have."""
-    found: list[int] = []
-    threads, waiting = 0, list(roots)
+    """Returns all processes below `roots`, and the number of their threads."""
+    below: list[int] = []
+    threads = 0
+    waiting = list(roots)
     while waiting:
         pid = waiting.pop()
         with contextlib.suppress(OSError):
@@ -370,13 +405,16 @@ def _below(roots: Sequence[int]) -> tuple[list[int], int]:
                 threads += pid not in roots
                 with open(f"/proc/{pid}/task/{task}/children") as file:
                     children = list(map(int, file.read().split()))
-                found += children
+                below += children
                 waiting += children
-    return found, threads
+    return below, threads
 
 
 def _kill_all() -> None:
-    """This process is the reaper of what the program has left behind where it had no PID namespace."""
+    """Kills what the program has left behind.
+
+    Without a PID namespace this process is its reaper.
+    """
     while pids := _below([os.getpid()])[0]:
         for pid in pids:  # all, before any is waited for: they may go on to fork
             with contextlib.suppress(OSError):

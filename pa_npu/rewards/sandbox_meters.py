@@ -1,7 +1,7 @@
-"""Meters of a cell: what its processes hold in memory, in buffers of the kernel, and in files. Imports the standard library alone.
+"""Measures what the processes of a cell hold: memory, buffers of the kernel, and files.
 
-The kernel's own limits are by process and by file; these meters are read many times a second, and a
-cell that holds too much is killed (sandbox_child.py).
+Imports the standard library alone. The kernel's own limits are by process and by file. These
+meters are read many times a second, and a cell that holds too much is killed (sandbox_child.py).
 """
 
 from __future__ import annotations
@@ -19,27 +19,31 @@ _BLOCK_BYTES = 512
 
 
 def memory_of(pids: Sequence[int], limit_bytes: int) -> int:
-    """Returns the bytes that these processes hold together: memory of their own, shared memory,
-    buffers of sockets and pipes.
+    """Returns the bytes that these processes hold together.
 
-    Pages that several map count once for each, unless that is more than the limit: then by shares,
-    where these can be read.
+    They are private and shared memory, and buffers of sockets and pipes. A page that several
+    processes map counts once for each. Only if the sum is beyond the limit, pages count by shares,
+    if these can be read.
     """
     buffers = buffers_of(pids)
-    own = sum(_kib(f"/proc/{pid}/status", (b"RssAnon:", b"RssShmem:")) or 0 for pid in pids) << 10
-    if buffers + own <= limit_bytes:
-        return buffers + own
+    names = (b"RssAnon:", b"RssShmem:")
+    resident = sum(_kib(f"/proc/{pid}/status", names) or 0 for pid in pids) << 10
+    if buffers + resident <= limit_bytes:
+        return buffers + resident
     shares = [_kib(f"/proc/{pid}/smaps_rollup", (b"Pss_Anon:", b"Pss_Shmem:")) for pid in pids]
     if None in shares:
-        return buffers + own
+        return buffers + resident
     return buffers + (sum(share or 0 for share in shares) << 10)
 
 
 def buffers_of(pids: Sequence[int]) -> int:
-    """Returns the bytes that the sockets and pipes of these processes can hold, full or not: no
-    process shows how full they are.
+    """Returns the bytes that the sockets and pipes of these processes can hold.
+
+    No process shows how full they are.
     """
-    sockets, pipes, unreadable = set(), set(), 0
+    sockets: set[str] = set()
+    pipes: set[str] = set()
+    unreadable = 0
     for pid in pids:
         links = _descriptors(pid)
         if links is None:
@@ -54,12 +58,13 @@ def buffers_of(pids: Sequence[int]) -> int:
 
 
 def files_of(pids: Sequence[int], directory: str, max_files: int) -> tuple[int, int]:
-    """Returns the bytes on disk, and the number, of files and directories in `directory`, and of
-    removed ones that are still open.
+    """Returns the bytes on disk, and the number, of a cell's files and directories.
 
-    Stops when it has seen more than max_files. A directory that cannot be read is more than that.
+    They are those in `directory`, and removed ones that are still open. Stops after max_files. A
+    directory that cannot be read counts as more than that.
     """
-    total, number = 0, 0
+    total = 0
+    number = 0
     waiting = [directory]
     while waiting and number <= max_files:
         try:
@@ -84,8 +89,9 @@ def files_of(pids: Sequence[int], directory: str, max_files: int) -> tuple[int, 
 
 
 def files_inside(pids: Sequence[int], directory: str) -> int:
-    """Returns the number of files in `directory` as these processes see it, where it is a file
-    system of their own; else 0.
+    """Returns the number of files in `directory` as these processes see it.
+
+    Returns 0 unless it is a file system of their own.
     """
     outside = os.stat(directory).st_dev
     for pid in reversed(pids):
@@ -98,15 +104,15 @@ def files_inside(pids: Sequence[int], directory: str) -> int:
 
 
 def _removed_files(pid: int, directory: str) -> dict[object, int]:
-    """Returns the bytes of removed files of the directory that a process has open or maps, by file."""
-    found: dict[object, int] = {}
+    """Returns the bytes of removed files that a process has open or maps, by file."""
+    opened: dict[object, int] = {}
     begin = f"{directory}/"
     for number, link in _descriptors(pid) or ():
         if link.startswith(begin) and link.endswith(" (deleted)"):
             with contextlib.suppress(OSError):
-                about = os.stat(f"/proc/{pid}/fd/{number}")
-                if stat.S_ISREG(about.st_mode):
-                    found[about.st_ino] = about.st_blocks * _BLOCK_BYTES
+                status = os.stat(f"/proc/{pid}/fd/{number}")
+                if stat.S_ISREG(status.st_mode):
+                    opened[status.st_ino] = status.st_blocks * _BLOCK_BYTES
     mapped: dict[object, int] = {}
     with (
         contextlib.suppress(OSError),
@@ -118,11 +124,11 @@ def _removed_files(pid: int, directory: str) -> dict[object, int]:
             addresses, _, _, _, inode, _ = line.split(maxsplit=5)
             first, _, last = addresses.partition("-")
             mapped[int(inode)] = mapped.get(int(inode), 0) + int(last, 16) - int(first, 16)
-    return mapped | found
+    return mapped | opened
 
 
 def _descriptors(pid: int) -> list[tuple[str, str]] | None:
-    """Returns (number, what it leads to) of a process's descriptors; None where nobody may look."""
+    """Returns (number, target) of a process's descriptors; None if nobody may look."""
     links = []
     try:
         for number in os.listdir(f"/proc/{pid}/fd"):
@@ -136,8 +142,9 @@ def _descriptors(pid: int) -> list[tuple[str, str]] | None:
 
 
 def _socket_bytes() -> int:
-    """Returns what a socket's sender may leave unread: of a pair of UNIX sockets the sender's limit
-    alone counts.
+    """Returns the bytes that a socket's sender may leave unread.
+
+    Of a pair of UNIX sockets only the sender's limit counts.
     """
     try:
         with open("/proc/sys/net/core/wmem_default", "rb") as file:

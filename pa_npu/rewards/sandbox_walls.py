@@ -1,7 +1,7 @@
-"""The walls of a cell: a root of its own, no capabilities, Landlock, a filter of system calls. Imports the standard library alone.
+"""The walls of a cell: a root, no capabilities, Landlock, and a filter of system calls.
 
-Numbers are those of the kernel's headers (linux/mount.h, landlock.h, seccomp.h, and the tables of
-system calls of both machines).
+Imports the standard library alone. Numbers are those of the kernel's headers (linux/mount.h,
+landlock.h, seccomp.h, and the tables of system calls of both machines).
 """
 
 from __future__ import annotations
@@ -30,122 +30,121 @@ _Numbers = tuple[int | None, int | None]
 """A system call's number on x86_64 and on aarch64; None where the machine has no such call."""
 
 
-def _same(*numbers: int) -> dict[str, _Numbers]:
+def _numbered(*numbers: int) -> dict[str, _Numbers]:
+    """Returns calls whose number is the same on every machine."""
     return {f"call {number}": (number, number) for number in numbers}
 
 
 # A program needs these to leave its cell, to reach another process, or to hold memory that no
 # process shows.
 _REFUSED: dict[str, _Numbers] = {
-    **{
-        "mount": (165, 40),
-        "umount2": (166, 39),
-        "pivot_root": (155, 41),
-        "chroot": (161, 51),
-        "setns": (308, 268),
-    },
-    **{
-        "unshare": (272, 97),
-        "ptrace": (101, 117),
-        "process_vm_readv": (310, 270),
-        "process_vm_writev": (311, 271),
-    },
-    **{
-        "memfd_create": (319, 279),
-        "memfd_secret": (447, 447),
-        "keyctl": (250, 219),
-        "ioprio_set": (251, 30),
-    },
-    **{
-        "add_key": (248, 217),
-        "request_key": (249, 218),
-        "bpf": (321, 280),
-        "perf_event_open": (298, 241),
-    },
-    **{
-        "userfaultfd": (323, 282),
-        "open_by_handle_at": (304, 265),
-        "pidfd_getfd": (438, 438),
-        "kcmp": (312, 272),
-    },
-    **{
-        "kexec_load": (246, 104),
-        "kexec_file_load": (320, 294),
-        "init_module": (175, 105),
-        "finit_module": (313, 273),
-    },
-    **{"migrate_pages": (256, 238), "move_pages": (279, 239), "process_madvise": (440, 440)},
-    **{"process_mrelease": (448, 448), "inotify_init": (253, None), "inotify_init1": (294, 26)},
-    **{"fanotify_init": (300, 262)},
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "setns": (308, 268),
+    "unshare": (272, 97),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "keyctl": (250, 219),
+    "ioprio_set": (251, 30),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "open_by_handle_at": (304, 265),
+    "pidfd_getfd": (438, 438),
+    "kcmp": (312, 272),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "process_madvise": (440, 440),
+    "process_mrelease": (448, 448),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
     # queues, semaphores and memory that outlive a process: System V's and POSIX's
-    **{
-        "shmget": (29, 194),
-        "shmat": (30, 196),
-        "shmctl": (31, 195),
-        "semget": (64, 190),
-        "semop": (65, 193),
-    },
-    **{
-        "semctl": (66, 191),
-        "semtimedop": (220, 192),
-        "msgget": (68, 186),
-        "msgsnd": (69, 189),
-        "msgrcv": (70, 188),
-    },
-    **{"msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181)},
+    "shmget": (29, 194),
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
+    "msgget": (68, 186),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
+    "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
     # a descriptor or a page inside a socket or a pipe is in no process that could be counted
-    **{
-        "sendmsg": (46, 211),
-        "sendmmsg": (307, 269),
-        "vmsplice": (278, 75),
-        "tee": (276, 77),
-        "splice": (275, 76),
-    },
-    **{
-        f"mount API, {name}": numbers
-        for name, numbers in _same(428, 429, 430, 431, 432, 433, 442, 467).items()
-    },
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
+    "vmsplice": (278, 75),
+    "tee": (276, 77),
+    "splice": (275, 76),
+    # the mount API
+    **_numbered(428, 429, 430, 431, 432, 433, 442, 467),
 }
 # Landlock does not refuse these on the files of others (its documentation, "Current limitations").
-# Only without a root of its own.
+# They are refused only if the cell has no root of its own.
 _REFUSED_ON_FILES: dict[str, _Numbers] = {
-    **{"chown": (92, None), "lchown": (94, None), "fchown": (93, 55), "fchownat": (260, 54)},
-    **{"setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7)},
-    **{"removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16)},
-    **_same(463, 466, 469),  # setxattrat, removexattrat, file_setattr
+    "chown": (92, None),
+    "lchown": (94, None),
+    "fchown": (93, 55),
+    "fchownat": (260, 54),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    **_numbered(463, 466, 469),  # setxattrat, removexattrat, file_setattr
 }
-# Programs go on as if these were done: shutil.copy and tar files set modes and times.
+# These return 0 without an effect, so that programs go on: shutil.copy and tar set modes and times.
 _IGNORED_ON_FILES: dict[str, _Numbers] = {
-    **{"chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452)},
-    **{
-        "utime": (132, None),
-        "utimes": (235, None),
-        "futimesat": (261, None),
-        "utimensat": (280, 88),
-    },
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
 }
 _TRUNCATE = {"truncate": (76, 45)}  # Landlock refuses it from version 3 on
 _SIGNAL_OF_ANY = {"pidfd_send_signal": (424, 424)}
 _SIGNALS = {
-    **{"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131)},
-    **{"rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240)},
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
 }
-_OF_ITSELF = {  # their first argument is a process, 0 for the one that calls
-    **{"prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setparam": (142, 118)},
-    **{"sched_setscheduler": (144, 119), "sched_setattr": (314, 274)},
+_OF_ITSELF = {  # their first argument is a process, 0 for the calling one
+    "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setattr": (314, 274),
 }
-_SETPRIORITY, _FCNTL, _IOCTL, _PRCTL, _SETSOCKOPT = (
-    (141, 140),
-    (72, 25),
-    (16, 29),
-    (157, 167),
-    (54, 208),
-)
+_SETPRIORITY = (141, 140)
+_FCNTL = (72, 25)
+_IOCTL = (16, 29)
+_PRCTL = (157, 167)
+_SETSOCKOPT = (54, 208)
 _SOL_SOCKET, _BUFFER_SIZES = 1, (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, and both of them with FORCE
 # an owner gets signals
 _F_SETPIPE_SZ, _SET_OWNER, _SET_OWNER_BY_IOCTL = 1031, (8, 15), (0x8901, 0x8902)
 # programs find these missing and take the older call
-_MISSING: dict[str, _Numbers] = {"clone3": (435, 435), **_same(425, 426, 427)}  # io_uring
+_MISSING: dict[str, _Numbers] = {"clone3": (435, 435), **_numbered(425, 426, 427)}  # io_uring
 _MACHINES = {
     "x86_64": (0, 0xC000003E, 56, 41),
     "aarch64": (1, 0xC00000B7, 220, 198),
@@ -163,20 +162,26 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def call(function: Any, *arguments: Any) -> None:
-    """Raises OSError where a call of the C library does not return 0."""
+    """Calls a function of the C library; raises OSError if it does not return 0."""
     if function(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
 
-def own_root(
-    root: str, directory: str, shown: Sequence[str], files_bytes: int, num_files: int
+def make_root(
+    *, root: str, directory: str, shown: Sequence[str], files_bytes: int, num_files: int
 ) -> None:
-    """A root that holds `shown` (read-only), devices, this namespace's processes, and a small
-    `directory` to write to.
+    """Makes and enters a root; detaches all other files from this mount namespace.
 
-    root: an empty directory. Everything else of the machine's files is detached from this mount
-    namespace.
+    The root holds `shown` (read-only), devices, this namespace's processes, and a small directory
+    to write to.
+
+    Args:
+        root: an empty directory.
+        directory: path of the directory to write to.
+        shown: paths of files and directories.
+        files_bytes: size of `directory`.
+        num_files: files and directories that it can hold.
     """
     flags = _MS_NOSUID | _MS_NODEV
     call(libc.mount, b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
@@ -185,7 +190,7 @@ def own_root(
         _show(root, path)
     for place in ("/proc", "/dev/shm", directory):
         os.makedirs(root + place, exist_ok=True)
-    # inside a container that hides parts of it there is nothing of it then
+    # Inside a container that hides parts of /proc the mount is refused; /proc is empty then.
     with contextlib.suppress(OSError):
         call(libc.mount, b"proc", os.fsencode(f"{root}/proc"), b"proc", flags | _MS_NOEXEC, None)
     attributes = struct.pack("=4Q", _ATTR_RDONLY | _ATTR_NOSUID, 0, 0, 0)
@@ -209,9 +214,8 @@ def own_root(
         b"size=1m,nr_inodes=256,mode=1777",
     )
     os.chdir(root)
-    call(
-        libc.syscall, {"x86_64": 155}.get(os.uname().machine, 41), b".", b"."
-    )  # pivot_root: the old root comes to lie above
+    # pivot_root: the old root comes to lie above the new one
+    call(libc.syscall, {"x86_64": 155}.get(os.uname().machine, 41), b".", b".")
     call(libc.umount2, b".", _MNT_DETACH)
     os.chdir("/")
 
@@ -230,9 +234,7 @@ def _show(root: str, path: str) -> None:
 
 
 def drop_bounding_set() -> None:
-    """No program that is started from here on can have a capability, whatever its user or its file
-    says.
-    """
+    """Ensures that no program started from now on has a capability, whatever its user or file."""
     capability = 0
     while libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:
         capability += 1
@@ -240,23 +242,20 @@ def drop_bounding_set() -> None:
 
 
 def drop_capabilities() -> None:
-    """This process's own, and what set-user-id files could bring."""
+    """Drops this process's capabilities, and those that set-user-id files could bring."""
     call(libc.prctl, _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     call(libc.capset, struct.pack("=Ii", _CAPABILITIES_VERSION, 0), bytes(24))
 
 
 def landlock_version(newest: int) -> int:
-    """Returns the version of Landlock's interface that is used here, at most `newest`; 0 or less
-    where there is none.
-    """
+    """Returns the version of Landlock's interface to use, at most `newest`; below 1 if none."""
     return min(int(libc.syscall(_LANDLOCK[0], None, ctypes.c_size_t(0), 1)), newest)
 
 
 def only_files(readable: Sequence[str], writable: str, version: int) -> bool:
-    """Returns whether Landlock now refuses all other files to this process and its children
-    (linux/landlock.h).
+    """Lets Landlock refuse all other files to this process and its children (linux/landlock.h).
 
-    version: of Landlock's interface, as of landlock_version.
+    Returns whether it does. `version`: of Landlock's interface, from landlock_version.
     """
     create, add_rule, restrict = _LANDLOCK
     if version < 1:
@@ -264,26 +263,30 @@ def only_files(readable: Sequence[str], writable: str, version: int) -> bool:
     # refer, truncate, and ioctl of devices came later
     bits = 13 + min(version - 1, 2) + (version >= 5)
     every = (1 << bits) - 1
-    execute, write, read, read_directory = (1 << bit for bit in range(4))
+    execute = 1 << 0
+    write = 1 << 1
+    read = 1 << 2
+    read_directory = 1 << 3
     of_files = (execute | write | read | 1 << 14 | 1 << 15) & every
     signals_and_sockets = 3 if version >= 6 else 0
     attributes = struct.pack("=3Q", every, 3 if version >= 4 else 0, signals_and_sockets)
-    attributes = attributes[: 24 if version >= 6 else 16 if version >= 4 else 8]
+    if version < 4:
+        attributes = attributes[:8]
+    elif version < 6:
+        attributes = attributes[:16]
     ruleset = libc.syscall(create, attributes, ctypes.c_size_t(len(attributes)), 0)
     if ruleset < 0:
         return False
     rules = [(path, execute | read | read_directory) for path in readable]
-    rules += [
-        (writable, every & ~(1 << 6 | 1 << 11)),
-        *((f"/dev/{name}", read | write) for name in _DEVICES),
-    ]
+    rules.append((writable, every & ~(1 << 6 | 1 << 11)))
+    rules += [(f"/dev/{name}", read | write) for name in _DEVICES]
     try:
         for path, access in rules:
             with contextlib.suppress(FileNotFoundError):
                 beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
-                rule = struct.pack(
-                    "=Qi", access if os.path.isdir(path) else access & of_files, beneath
-                )
+                if not os.path.isdir(path):
+                    access &= of_files
+                rule = struct.pack("=Qi", access, beneath)
                 call(libc.syscall, add_rule, ruleset, 1, rule, 0)
                 os.close(beneath)
         call(libc.syscall, restrict, ruleset, 0)
@@ -295,20 +298,24 @@ def only_files(readable: Sequence[str], writable: str, version: int) -> bool:
 
 
 def filter_of_calls(*, namespaces: bool, landlock: int = 0, alone: bool = False) -> bytes:
-    """Returns a filter in classic BPF that refuses what a program could leave its cell by; empty on
-    an unknown machine.
+    """Returns a filter in classic BPF that refuses the ways out of a cell.
 
-    namespaces: whether files, processes and network of others are out of sight; else sockets, other
-    processes' signals, and changes of modes, times, owners and attributes of files are refused too,
-    as far as Landlock of version `landlock` does not.
-    alone: whether no other process has the program's user; its signals reach nobody else then.
+    Returns no bytes on an unknown machine.
+
+    Args:
+        namespaces: whether files, processes and network of others are out of sight. If not, also
+            refuses sockets, signals to other processes, and changes of modes, times, owners and
+            attributes of files, as far as Landlock does not.
+        landlock: version of Landlock in force.
+        alone: whether no other process has the program's user, so that its signals reach nobody.
     """
     if os.uname().machine not in _MACHINES:
         return b""
     column, machine, clone, socket = _MACHINES[os.uname().machine]
 
     def numbers(calls: Mapping[str, _Numbers]) -> list[int]:
-        return [found for pair in calls.values() if (found := pair[column]) is not None]
+        columns = [pair[column] for pair in calls.values()]
+        return [number for number in columns if number is not None]
 
     answers = dict.fromkeys(numbers(_REFUSED), _REFUSE)
     answers |= dict.fromkeys(numbers(_MISSING), _ERROR | _ENOSYS)
@@ -337,7 +344,7 @@ def filter_of_calls(*, namespaces: bool, landlock: int = 0, alone: bool = False)
 
 
 def apply_filter(program: bytes) -> bool:
-    """Whether it holds from here on, for this process and its children."""
+    """Applies a filter to this process and its children; returns whether it is in force."""
     data = ctypes.create_string_buffer(program)
     head = struct.pack("@HP", len(program) // 8, ctypes.addressof(data))
     return bool(program and libc.prctl(_PR_SET_SECCOMP, 2, head, 0, 0) == 0)
@@ -345,8 +352,9 @@ def apply_filter(program: bytes) -> bool:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Answers one system call by its arguments: `matched` where each of these arguments has one of
-    its values.
+    """Answers one system call by its arguments.
+
+    The answer is `matched` if each argument (by its index) has one of its values.
     """
 
     number: int
@@ -362,8 +370,9 @@ def _step(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
 def _filter(
     machine: int, clone: int, answers: Mapping[int, int], rules: Sequence[_Rule]
 ) -> list[bytes]:
-    """Returns steps over struct seccomp_data: number at 0, machine at 4, lower halves of arguments
-    from 16 on.
+    """Returns the steps of a filter over struct seccomp_data.
+
+    There the number of the call is at 0, the machine at 4, and lower halves of arguments from 16 on.
     """
     steps = [_step(_LOAD, 4), _step(_EQUAL, machine, 1), _step(_GIVE, _KILL), _step(_LOAD, 0)]
     steps += [_step(_AT_LEAST, _X32, 0, 1), _step(_GIVE, _ERROR | _ENOSYS)]

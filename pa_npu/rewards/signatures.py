@@ -1,12 +1,15 @@
-"""How a user's reward function wants to be called: with a group, or unchanged as verl or TRL call it.
+"""Adapts a user's reward function to a group; one that is written for verl or TRL works unchanged.
 
-    group   f(group)                                                        -> G rewards
-    verl    f(data_source, solution_str, ground_truth, extra_info)          -> a reward, or a dictionary with `score`
-            f(data_sources, solution_strs, ground_truths, extra_infos)      -> G of these (verl's batch manager)
-    TRL     f(prompts, completions, **columns)                              -> G rewards, None for "does not apply"
+    group   f(group)                                                    -> G rewards
+    verl    f(data_source, solution_str, ground_truth, extra_info)      -> a reward, or a dictionary
+                                                                           with `score`
+            f(data_sources, solution_strs, ground_truths, extra_infos)  -> G of these (verl's batch
+                                                                           manager)
+    TRL     f(prompts, completions, **columns)                          -> G rewards, None for
+                                                                           "does not apply"
 
-verl's and TRL's are known by the names of their parameters, by which they are called; each may be
-an `async def`. docs/porting_rewards.md says what the arguments hold.
+Functions for verl and TRL are recognised by the names of their parameters, and are called by these
+names. Each may be an `async def`. docs/porting_rewards.md describes the arguments.
 """
 
 from __future__ import annotations
@@ -38,9 +41,10 @@ _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 def adapted(name: str, function: Callable[..., Any]) -> GroupFunction:
-    """Returns the function as one of a group. name: module:function, for messages.
+    """Returns the function as a function of a group.
 
-    Raises ConfigError where its parameters are those of none of the three.
+    `name`: module:function, for messages. Raises ConfigError if its parameters match none of the
+    three.
     """
     try:
         signature = inspect.signature(function)
@@ -109,9 +113,11 @@ def _verl_batch(
 
 
 def _verl_values(group: RewardInput) -> dict[str, Any]:
-    """Returns what verl reads from its parquet, with what stands for it in rows of other layouts."""
+    """Returns the values that verl reads from its parquet, or their equals in other layouts."""
+    truth = None
     reward_model = group.row.get("reward_model")
-    truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+    if isinstance(reward_model, Mapping):
+        truth = reward_model.get("ground_truth")
     extra_info = group.row.get("extra_info")
     return {
         "data_source": group.row.get("data_source", ""),
@@ -121,7 +127,7 @@ def _verl_values(group: RewardInput) -> dict[str, Any]:
 
 
 def _score(result: Any) -> Any:
-    """Returns the reward in a result of verl's function."""
+    """Returns the reward in the result of a function for verl."""
     if not isinstance(result, Mapping):
         return result
     if "score" not in result:
@@ -159,18 +165,17 @@ def _trl(name: str, function: Callable[..., Any], signature: inspect.Signature) 
                 f"takes {', '.join(missing)}, which is no column of the row (it has "
                 f"{', '.join(map(str, group.row))})"
             )
-        return (
-            values
-            if takes_all
-            else {key: value for key, value in values.items() if key in signature.parameters}
-        )
+        if takes_all:
+            return values
+        return {key: value for key, value in values.items() if key in signature.parameters}
 
     return _called(function, arguments, lambda reward: 0.0 if reward is None else reward)
 
 
 def _trl_values(group: RewardInput, required: Sequence[str]) -> dict[str, Any]:
-    """Returns TRL's keyword arguments: prompts and completions in the row's form, and every column
-    once a response.
+    """Returns TRL's keyword arguments.
+
+    Prompts and completions have the row's form; every column is repeated for each response.
     """
     size = len(group.responses)
     prompt, is_conversation = _trl_prompt(group)
@@ -189,8 +194,9 @@ def _trl_values(group: RewardInput, required: Sequence[str]) -> dict[str, Any]:
 
 
 def _trl_prompt(group: RewardInput) -> tuple[Any, bool]:
-    """Returns the prompt as TRL would have it, and whether it is a conversation: it is, unless the
-    row has a text as `prompt`.
+    """Returns the prompt as TRL would have it, and whether it is a conversation.
+
+    It is a conversation unless the row has a text as `prompt`.
     """
     prompt = group.row.get("prompt")
     if isinstance(prompt, str):
@@ -205,7 +211,7 @@ def _trl_prompt(group: RewardInput) -> tuple[Any, bool]:
 
 
 def _ignore(*_: Any, **__: Any) -> None:
-    """Stands for TRL's log_extra and log_metric, which add columns and metrics to its own logs."""
+    """Replaces TRL's log_extra and log_metric, which add columns and metrics to its own logs."""
 
 
 def _called(
@@ -213,8 +219,9 @@ def _called(
     arguments: Callable[[RewardInput], dict[str, Any]],
     reward: Callable[[Any], Any],
 ) -> GroupFunction:
-    """Returns a function of a group that calls another once, by name, and takes a reward out of
-    each of its results.
+    """Returns a function of a group that calls `function` once, by name.
+
+    `reward` takes the reward out of each result.
     """
     if _is_async(function):
 
@@ -232,10 +239,13 @@ def _called(
 
 
 def _each(results: Any, reward: Callable[[Any], Any]) -> Any:
-    """Returns the rewards of a list of results; anything else as it is, for the check of rewards to
-    refuse.
+    """Returns the rewards of a list of results.
+
+    Anything else is returned unchanged: the check of rewards refuses it.
     """
-    return [reward(result) for result in results] if isinstance(results, (list, tuple)) else results
+    if not isinstance(results, (list, tuple)):
+        return results
+    return [reward(result) for result in results]
 
 
 def _accepted(
@@ -245,9 +255,9 @@ def _accepted(
     known: frozenset[str],
     whose: str,
 ) -> frozenset[str]:
-    """Returns which of the known arguments a function takes.
+    """Returns which of the known arguments a function accepts.
 
-    Raises ConfigError where it needs another.
+    Raises ConfigError if it needs another one.
     """
     parameters = signature.parameters.values()
     for parameter in parameters:

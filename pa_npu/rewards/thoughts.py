@@ -1,8 +1,8 @@
-"""Thoughts: what a model writes before its answer, between marks such as <think> and </think>, and which is no part of it.
+"""Finds thoughts: text that a model writes before its answer, between marks such as <think>.
 
-A chat template may end the prompt with the opening mark; the response then begins inside a thought.
-A thought that is never closed holds all that follows it: such a response has no answer, whoever
-opened the thought.
+A thought is no part of the answer. A chat template may end the prompt with the opening mark; the
+response then begins inside a thought. A thought that is never closed contains all that follows it:
+such a response has no answer, whoever opened the thought.
 """
 
 from __future__ import annotations
@@ -22,19 +22,16 @@ _LONGEST_MARK = 200  # with the space behind it
 
 
 def opened_thought(prompt: str) -> str:
-    """Returns the opening mark that the prompt ends with, and the space behind it; empty where it
-    ends with none.
-    """
-    found = _OPENED_BY_PROMPT.search(prompt[-_LONGEST_MARK:])
-    return found[0] if found else ""
+    """Returns the opening mark that the prompt ends with, and the space behind it; empty if none."""
+    match = _OPENED_BY_PROMPT.search(prompt[-_LONGEST_MARK:])
+    return match[0] if match else ""
 
 
 def without_thought(prompt: str, response: str) -> str:
-    """Returns the part of a response behind its last thought; empty where that thought is never
-    closed.
+    """Returns the part of a response behind its last thought; empty if that is never closed.
 
-    prompt: as the model read it, so that a thought that it opened is known; may be empty. A mark in
-    quotes is none.
+    `prompt`: as the model read it, since it may have opened a thought; may be empty. A mark in
+    quotes does not count.
     """
     if "<" not in response and "[" not in response and "◁" not in response:
         return "" if opened_thought(prompt) else response

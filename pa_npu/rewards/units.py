@@ -1,4 +1,7 @@
-"""Units of measurement: what a unit measures and how large it is, so that 5 cm is not 5 m, and 60 minutes are an hour."""
+"""Units of measurement: what each measures and its size, so that 5 cm is not 5 m.
+
+60 minutes are an hour.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,18 @@ from fractions import Fraction
 
 
 @dataclass(frozen=True)
-class Unit:
-    """measures: base quantities with their powers, such as (("length", 1), ("time", -1)). scale: in
-    units of these.
+class MeasureUnit:
+    """A unit of measurement.
+
+    measures: base quantities with their powers, such as (("length", 1), ("time", -1)).
+    scale: size in the base units of these.
     """
 
     measures: tuple[tuple[str, int], ...]
     scale: Fraction
 
 
-_NAMES = {  # of a quantity: size and names
+_NAMES = {  # by quantity: size in its base unit, and names
     "length": (
         ("0.001", "mm millimeter millimeters millimetre millimetres 毫米"),
         ("0.01", "cm centimeter centimeters centimetre centimetres 厘米"),
@@ -63,41 +68,49 @@ _VOLUMES = (  # in cubic meters
     ("0.000946352946", "quart quarts"),
     ("0.000473176473", "pint pints"),
 )
-_UNITS = {
-    name: Unit(((quantity, 1),), Fraction(scale))
-    for quantity, sizes in _NAMES.items()
-    for scale, names in sizes
-    for name in names.split()
-} | {
-    name: Unit((("length", 3),), Fraction(scale))
-    for scale, names in _VOLUMES
-    for name in names.split()
-}
+
+
+def _units() -> dict[str, MeasureUnit]:
+    """Returns all units by name."""
+    units: dict[str, MeasureUnit] = {}
+    for quantity, sizes in _NAMES.items():
+        for scale, names in sizes:
+            unit = MeasureUnit(measures=((quantity, 1),), scale=Fraction(scale))
+            units |= dict.fromkeys(names.split(), unit)
+    for scale, names in _VOLUMES:
+        unit = MeasureUnit(measures=(("length", 3),), scale=Fraction(scale))
+        units |= dict.fromkeys(names.split(), unit)
+    return units
+
+
+_UNITS = _units()
 _SYMBOLS = {"$": "dollar", "€": "euro", "£": "GBP", "₹": "rupee"}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _SYMBOL = re.compile(r"\\\$|[€£₹]|(?<![A-Za-z])(?:USD|EUR|GBP|INR|Rs)(?![A-Za-z])")
 _DOLLAR = re.compile(r"^[\s*_(+-]*\$\s?[-+]?\.?\d[^$]*$")  # a dollar sign that opens no formula
 
 
-def unit_of(words: list[str], per: str | None = None, power: int = 1) -> Unit | None:
-    """Returns the unit that words name, None for one that is not known: `apples`.
+def unit_of(words: list[str], per: str | None = None, power: int = 1) -> MeasureUnit | None:
+    """Returns the unit that words name; None for an unknown one such as `apples`.
 
     Args:
         words: "km", "square meters", "miles per hour".
-        per: the name behind a slash, as of `km/h`.
-        power: an exponent behind all of it, which is that of the last name.
+        per: the name behind a slash, such as the h of `km/h`.
+        power: an exponent behind all of it, which belongs to the last name.
     """
-    if words == ["mph"] or words == ["kph"] or words == ["kmh"]:
-        words, per = (["mi"] if words == ["mph"] else ["km"]), "h"
+    if words in (["mph"], ["kph"], ["kmh"]):
+        words = ["mi"] if words == ["mph"] else ["km"]
+        per = "h"
     if "per" in words:
         place = words.index("per")
         if per is not None or place != len(words) - 2:
             return None
-        words, per = words[:place], words[-1]
+        per = words[-1]
+        words = words[:place]
+    above_power = 1 if per else power
     if len(words) == 2 and words[0] in _POWERS and power == 1:
-        words, above_power = words[1:], _POWERS[words[0]]
-    else:
-        above_power = 1 if per else power
+        above_power = _POWERS[words[0]]
+        words = words[1:]
     if len(words) != 1:
         return None
     above = _named(words[0])
@@ -111,25 +124,27 @@ def unit_of(words: list[str], per: str | None = None, power: int = 1) -> Unit | 
         return None
     below = _raised(below, power)
     inverse = tuple((quantity, -exponent) for quantity, exponent in below.measures)
-    return Unit(unit.measures + inverse, unit.scale / below.scale)
+    return MeasureUnit(unit.measures + inverse, unit.scale / below.scale)
 
 
-def currency_of(text: str) -> Unit | None:
-    """Returns the currency whose sign or code stands in a text: `$5`, `USD 5`, not the dollars
-    around a formula.
+def currency_of(text: str) -> MeasureUnit | None:
+    """Returns the currency whose sign or code is in a text: `$5`, `USD 5`.
+
+    Dollar signs around a formula do not count.
     """
     symbol = _SYMBOL.search(text)
     if symbol is None:
         return _UNITS["dollar"] if _DOLLAR.match(text) else None
-    return _UNITS[_SYMBOLS.get(symbol[0].lstrip("\\"), symbol[0].lstrip("\\"))]
+    name = symbol[0].lstrip("\\")
+    return _UNITS[_SYMBOLS.get(name, name)]
 
 
-def _named(name: str) -> Unit | None:
+def _named(name: str) -> MeasureUnit | None:
     return _UNITS.get(name) or _UNITS.get(name.lower())
 
 
-def _raised(unit: Unit, power: int) -> Unit:
-    return Unit(
+def _raised(unit: MeasureUnit, power: int) -> MeasureUnit:
+    return MeasureUnit(
         tuple((quantity, exponent * power) for quantity, exponent in unit.measures),
         unit.scale**power,
     )

@@ -1,4 +1,4 @@
-"""The one check of a reward, wherever it comes from: reward functions, judges, agents and remote environments."""
+"""Checks a reward, wherever it comes from: functions, judges, agents and remote environments."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _SHOWN_CHARACTERS = 40
 
 
 class NotAReward(ValueError):
-    """The message is a phrase that follows the name of what gave it."""
+    """A value that cannot be a reward; the message is a phrase behind the name of its source."""
 
 
 def as_reward(value: Any) -> float:
-    """Returns a reward as a float. Raises NotAReward unless it is one finite number within
-    MAX_REWARD.
+    """Returns a reward as a float.
 
-    Numbers of numpy and tensors with one element count; a text of digits does not.
+    Numbers of numpy and tensors with one element count; a text of digits does not. Raises
+    NotAReward unless it is one finite number within MAX_REWARD.
     """
     if isinstance(value, (str, bytes, bytearray)) or not hasattr(value, "__float__"):
         raise NotAReward(
@@ -39,10 +39,10 @@ def as_reward(value: Any) -> float:
 
 
 def as_rewards(values: Any, num_responses: int) -> list[float]:
-    """Returns what a function gave for a group, in order. Raises NotAReward unless it is a reward
-    per response.
+    """Returns the rewards that a function returned for a group, in order.
 
-    A dictionary or a set has no order of responses, and a text is no list of numbers.
+    Raises NotAReward unless there is a reward for each response. A dictionary or a set has no order
+    of responses, and a text is no list of numbers.
     """
     if isinstance(values, (str, bytes, bytearray, Mapping, Set)) or not isinstance(
         values, Iterable

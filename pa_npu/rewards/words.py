@@ -1,6 +1,6 @@
-"""Answers in words, compared: names, yes and no, choices, dates.
+"""Compares answers in words: names, yes and no, choices, dates.
 
-No word is a product of variables, so that anagrams differ.
+A word is no product of variables, so that anagrams differ.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _LONGEST_PRODUCT = 3  # letters beside each other in a formula
 _VARIABLES = frozenset("abcdkmnpqrxyz")
 _FULL_WIDTH = {0xFF01 + offset: 0x21 + offset for offset in range(94)} | {0x3000: " ", 0x3001: ","}
 _AROUND = (
-    " "
-    "\t\n\r.,;:!?*_`$\"'\u201c\u201d\u2018\u2019\u300c\u300d\u300e\u300f\u300a\u300b\u3002\uff61\u00ab\u00bb#"
+    " \t\n\r.,;:!?*_`$\"'\u201c\u201d\u2018\u2019\u300c\u300d\u300e\u300f\u300a\u300b\u3002\uff61"
+    "\u00ab\u00bb#"
 )
 _ENDINGS = re.compile(r"(?:です|である|となります|になります|입니다|이다)$")
 _ARTICLE = re.compile(r"(?:the|an?)\s+(?=\w{2})")
@@ -37,27 +37,23 @@ _REASON = re.compile(
 )
 _VERDICT = re.compile(r"(yes|no|true|false)\b(?=\s*[,.;:!\u2013\u2014-])")
 _VERDICTS = frozenset({"yes", "no", "true", "false"})
-_MONTHS = {
-    name: number
-    for number, names in enumerate(
-        (
-            "january jan januar janvier enero janeiro gennaio января",
-            "february feb februar février febrero fevereiro febbraio февраля",
-            "march mar märz mars marzo março марта",
-            "april apr avril abril aprile апреля",
-            "may mai mayo maio maggio мая",
-            "june jun juni juin junio junho giugno июня",
-            "july jul juli juillet julio julho luglio июля",
-            "august aug août agosto августа",
-            "september sep sept septembre septiembre setembro settembre сентября",
-            "october oct oktober octobre octubre outubro ottobre октября",
-            "november nov novembre noviembre novembro ноября",
-            "december dec dezember décembre diciembre dezembro dicembre декабря",
-        ),
-        start=1,
-    )
-    for name in names.split()
-}
+_MONTH_NAMES = (
+    "january jan januar janvier enero janeiro gennaio января",
+    "february feb februar février febrero fevereiro febbraio февраля",
+    "march mar märz mars marzo março марта",
+    "april apr avril abril aprile апреля",
+    "may mai mayo maio maggio мая",
+    "june jun juni juin junio junho giugno июня",
+    "july jul juli juillet julio julho luglio июля",
+    "august aug août agosto августа",
+    "september sep sept septembre septiembre setembro settembre сентября",
+    "october oct oktober octobre octubre outubro ottobre октября",
+    "november nov novembre noviembre novembro ноября",
+    "december dec dezember décembre diciembre dezembro dicembre декабря",
+)
+_MONTHS: dict[str, int] = {}
+for _number, _names in enumerate(_MONTH_NAMES, start=1):
+    _MONTHS |= dict.fromkeys(_names.split(), _number)
 _COMPOUND = re.compile(r"(?=\D*\d)(?:[A-Z][a-z]?\d{0,3}){2,}")  # H2O is no product
 _TIME = re.compile(
     r"(?<![\d:])(?P<hour>\d{1,2}):(?P<minute>\d{2})(?::(?P<second>\d{2}))?(?!\d|:\d)(?:\s*(?P<half>[ap]\.?m)\b\.?)?",
@@ -79,8 +75,9 @@ _DATES = (
 
 
 def is_text(reference: str) -> bool:
-    r"""Returns True for an answer in words or a date, False for a formula: `Paris`, 北京,
-    `\text{even}`, not `ab`, `\sin x`.
+    r"""Returns whether an answer is in words or a date, not a formula.
+
+    `Paris`, 北京 and `\text{even}` are; `ab` and `\sin x` are not.
     """
     plain = plain_text(reference[:_MAX_CHARACTERS])
     if _date(plain) is not None or _TIME.fullmatch(plain) or _COMPOUND.fullmatch(plain):
@@ -91,8 +88,10 @@ def is_text(reference: str) -> bool:
 
 
 def _is_word(word: str, is_formula: bool) -> bool:
-    """Returns whether letters are a word, not a product: `Paris`, and `tea` by itself; not `xe` of
-    `xe^x`, `ab` or `nRT`.
+    """Returns whether letters are a word, not a product.
+
+    `Paris` is a word, and `tea` where no formula is around it; `xe` of `xe^x`, `ab` and `nRT` are
+    not.
     """
     if not word.isascii():
         return not all("GREEK" in unicodedata.name(letter, "") for letter in word)
@@ -100,17 +99,19 @@ def _is_word(word: str, is_formula: bool) -> bool:
         return True  # DNA
     if not _VOWEL.search(word) or (is_formula and len(word) <= _LONGEST_PRODUCT):
         return False
-    return word.lower() not in _OF_FORMULAS.split() and not _VARIABLES.issuperset(word.lower())
+    lower = word.lower()
+    return lower not in _OF_FORMULAS.split() and not _VARIABLES.issuperset(lower)
 
 
 def equal_words(answer: str, reference: str) -> bool:
-    """Returns whether an answer says what a reference in words says.
+    """Returns whether an answer means the same as a reference in words.
 
-    Case, spaces, Markdown, quotes, a leading article and punctuation around it do not count; a
-    reason behind the answer does not either ("Paris, because ..."), and dates are compared by their
-    day. Another place, person or thing behind it does.
+    Case, spaces, Markdown, quotes, a leading article and punctuation around it do not count. Nor
+    does a reason behind the answer ("Paris, because ..."), but another place, person or thing does.
+    Dates are compared by their day.
     """
-    first, second = normalised(answer), normalised(reference)
+    first = normalised(answer)
+    second = normalised(reference)
     if not second:
         return False
     if first == second:
@@ -131,24 +132,25 @@ def equal_words(answer: str, reference: str) -> bool:
 
 
 def _dates_in(text: str) -> list[date]:
-    """Returns the days that a normalised text names; none where it denies something."""
+    """Returns the days that a normalised text names; none if it denies something."""
     if (whole := _date(text)) is not None:
         return [whole]
     days = []
     for pattern in _DATES:
-        for found in pattern.finditer(text):
-            if (day := _date(found[0])) is not None and day not in days:
+        for match in pattern.finditer(text):
+            if (day := _date(match[0])) is not None and day not in days:
                 days.append(day)
     return [] if _DENIAL.search(text) else days
 
 
 def _same_time(first: re.Match[str], second: re.Match[str]) -> bool:
-    """Returns whether two times of day are equal; one without am and pm may be either, unless both
-    are.
+    """Returns whether two times of day are equal.
+
+    One without am and pm may be either, unless both are without.
     """
-    if first["minute"] != second["minute"] or (first["second"] or "00") != (
-        second["second"] or "00"
-    ):
+    if first["minute"] != second["minute"]:
+        return False
+    if (first["second"] or "00") != (second["second"] or "00"):
         return False
     if not first["half"] and not second["half"]:
         return int(first["hour"]) == int(second["hour"])
@@ -158,14 +160,16 @@ def _same_time(first: re.Match[str], second: re.Match[str]) -> bool:
 def _hours(time: re.Match[str]) -> set[int]:
     """Returns the hours of the day that a time may mean."""
     hour = int(time["hour"])
-    if not time["half"]:
-        return {hour, (hour + 12) % 24} if 1 <= hour <= 12 else {hour}
-    return {hour % 12 + (12 if time["half"].lower().startswith("p") else 0)}
+    if time["half"]:
+        afternoon = 12 if time["half"].lower().startswith("p") else 0
+        return {hour % 12 + afternoon}
+    return {hour, (hour + 12) % 24} if 1 <= hour <= 12 else {hour}
 
 
 def normalised(text: str) -> str:
-    """Returns a text without what says nothing: case, Markdown, quotes, punctuation around it, runs
-    of space.
+    """Returns a text without what has no meaning.
+
+    That is case, Markdown, quotes, punctuation around the text, and runs of space.
     """
     text = _WRITTEN_TEXT.sub(r" \1 ", text[:_MAX_CHARACTERS])
     text = plain_text(unicodedata.normalize("NFC", text.translate(_FULL_WIDTH)))
@@ -176,19 +180,19 @@ def normalised(text: str) -> str:
 
 def _squeezed(text: str) -> str:
     """Returns a normalised text without its article and spaces."""
-    return re.sub(
-        r"\s+", "", _ARTICLE.sub("", text, count=1) if _ARTICLE.match(text) else text
-    ).strip(_AROUND)
+    if _ARTICLE.match(text):
+        text = _ARTICLE.sub("", text, count=1)
+    return re.sub(r"\s+", "", text).strip(_AROUND)
 
 
 def _date(text: str) -> date | None:
-    """Returns the day that all of a text is, where it can be only one: 04/07/1776 can be two."""
+    """Returns the day that the whole text names; None if it could be two days, as 04/07/1776."""
     text = _WEEKDAY.sub("", " ".join(text.casefold().split()))
     for pattern in _DATES:
-        found = pattern.fullmatch(text)
-        if found is None:
+        match = pattern.fullmatch(text)
+        if match is None:
             continue
-        parts = found.groupdict()
+        parts = match.groupdict()
         month = _MONTHS.get(parts["name"]) if "name" in parts else int(parts["month"])
         if month is None:
             continue

@@ -1,22 +1,26 @@
-"""A process of reward functions: groups in, rewards out, one JSON object per line.
+"""A worker process of reward functions: groups in, rewards out, one JSON object per line.
 
-    stdin   {"functions": [FunctionSpec's fields, ...], "waits", "timeout_s", "patience_s"}   first line
-            {"id", "group": {prompt, answer, responses, response_tokens, row}}           one line per group
-    stdout  {"others": [label, ...]} or {"unusable": reason}                             first line
-            {"running": "own" | "users"}                             without waits, at the start of a function and as it goes on
-            {"id", "rewards": {label: [G numbers or null]}, "errors": {label: reason}, "fatal":
-            reason | null,
-             "scored": scored_digest of the texts that were scored and these rewards}
-            {"alive": true}                                                              every second, with waits
+    stdin   first line       {"functions": [FunctionSpec's fields, ...], "waits", "timeout_s",
+                              "patience_s"}
+            for each group   {"id", "group": {prompt, answer, responses, response_tokens, row}}
+    stdout  first line       {"others": [label, ...]} or {"unusable": reason}
+            for each group   {"id", "rewards": {label: [G numbers or null]}, "errors": {label:
+                              reason}, "fatal": reason | null, "scored": scored_digest of the texts
+                              that were scored and these rewards}
+            without waits    {"running": "own" | "users"}, at the start of a function and as it
+                              makes progress
+            with waits       {"alive": true}, every second
 
 Without `waits` it runs functions that compute, one group after another, in the main thread, where
-signals limit their time. With `waits` it runs the judge, the sandbox and users' `async def`, many
-groups at once in one event loop; null is a response without a verdict, and a user's function has
-timeout_s in which it could run (running_time.py) for a group. Functions of the other kind are named
-as others and left to another process.
+signals limit their time.
 
-Functions see /dev/null as standard input, and what they print goes to standard error. The process
-ends with its input, and its keeper kills it when its parent dies.
+With `waits` it runs the judge, the sandbox and users' `async def`, many groups at the same time in
+one event loop. A response without a verdict gets null. A user's function has for each group
+`timeout_s` in which it could run (running_time.py).
+
+`others` are functions of the other kind, which another process has to run. Functions see /dev/null
+as standard input, and what they print goes to standard error. The process ends with its input, and
+its keeper kills it when its parent dies.
 """
 
 from __future__ import annotations
@@ -70,10 +74,13 @@ def main() -> int:
     except UserError as error:
         reply({"unusable": str(error)})
         return 1
-    functions = [
-        (spec, function) for spec, function in built if is_concurrent(function) == first["waits"]
-    ]
-    others = [spec.label for spec, function in built if is_concurrent(function) != first["waits"]]
+    functions: Functions = []
+    others: list[str] = []
+    for spec, function in built:
+        if is_concurrent(function) == first["waits"]:
+            functions.append((spec, function))
+        else:
+            others.append(spec.label)
     if first["waits"]:
         return asyncio.run(_Waiting(functions, first["timeout_s"], reply).run(requests, others))
     if any(spec.name == "math" for spec in specs):
@@ -89,8 +96,9 @@ def main() -> int:
 def _built(
     spec: FunctionSpec, patience_s: Sequence[float], reply: Callable[[dict[str, Any]], None]
 ) -> Any:
-    """Returns the function that a spec names. reply: is told where a user's module stands still
-    while it is imported.
+    """Returns the function that a spec names.
+
+    `reply` reports a user's module whose import makes no progress.
     """
     if spec.name in CONCURRENT:
         return build_concurrent(spec)
@@ -103,8 +111,9 @@ def _built(
 def compute(
     functions: Functions, group: RewardInput, reply: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Returns rewards and errors of functions that compute. reply: is told whose function runs."""
-    rewards, errors = {}, {}
+    """Returns rewards and errors of functions that compute; `reply` reports which one runs."""
+    rewards: dict[str, list[float]] = {}
+    errors: dict[str, str] = {}
     for spec, function in functions:
         if is_users(spec):
             reply({"running": "users"})
@@ -120,25 +129,26 @@ def compute(
 def _score_each(
     function: Any, group: RewardInput, reply: Callable[[dict[str, Any]], None]
 ) -> tuple[list[float], str | None]:
-    """Returns a built-in function's rewards, response by response, so that one that fails costs no
-    other its reward.
+    """Returns a built-in function's rewards, response by response.
+
+    So one that fails costs no other its reward.
     """
     rewards: list[float] = []
     reason = None
-    said_s = time.monotonic()
+    reported_s = time.monotonic()
     for response, num_tokens in zip(group.responses, group.response_tokens, strict=True):
         alone = replace(group, responses=[response], response_tokens=[num_tokens])
         reward, error = call_function(function, alone)
         rewards += reward
         reason = reason or error
-        if time.monotonic() - said_s > _ALIVE_S:
+        if time.monotonic() - reported_s > _ALIVE_S:
             reply({"running": "own"})
-            said_s = time.monotonic()
+            reported_s = time.monotonic()
     return rewards, reason
 
 
 def sealed(group: RewardInput, answer: dict[str, Any]) -> dict[str, Any]:
-    """The answer with the digest that binds it to the texts which were scored."""
+    """Returns an answer with the digest that binds it to the texts that were scored."""
     rewards = {label: _numbers(values) for label, values in answer["rewards"].items()}
     return {
         **answer,
@@ -148,12 +158,12 @@ def sealed(group: RewardInput, answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(values: Any) -> list[float | None]:
-    """As JSON gives them back."""
+    """Returns values as JSON will give them back: floats and None."""
     return [None if value is None else float(value) for value in values]
 
 
 class _Waiting:
-    """Functions that wait, in the running event loop."""
+    """Runs functions that wait, in the running event loop."""
 
     def __init__(
         self, functions: Functions, timeout_s: float, reply: Callable[[dict[str, Any]], None]
@@ -174,7 +184,7 @@ class _Waiting:
             loop.call_soon_threadsafe(lines.put_nowait, None)
 
         threading.Thread(target=read, name="requests", daemon=True).start()
-        alive = asyncio.create_task(self._say_alive(), name="alive")
+        alive = asyncio.create_task(self._report_alive(), name="alive")
         running: set[asyncio.Task[None]] = set()
         while (line := await lines.get()) is not None:
             task = asyncio.create_task(self._score(json.loads(line)), name="group")
@@ -192,34 +202,25 @@ class _Waiting:
         outcomes = await asyncio.gather(
             *(self._call(spec, function, group) for spec, function in self._functions)
         )
-        rewards, errors, fatal = {}, {}, None
+        rewards: dict[str, list[float | None]] = {}
+        errors: dict[str, str] = {}
+        fatal: str | None = None
         for (spec, _), (values, error, is_fatal) in zip(self._functions, outcomes, strict=True):
             rewards[spec.label] = values
             if error is not None:
                 errors[spec.label] = error
-            fatal = error if is_fatal else fatal
+            if is_fatal:
+                fatal = error
         answer = {"rewards": rewards, "errors": errors, "fatal": fatal}
         self._reply({"id": request["id"], **sealed(group, answer)})
 
     async def _call(
         self, spec: FunctionSpec, function: Any, group: RewardInput
     ) -> tuple[list[float | None], str | None, bool]:
-        """Its values, what went wrong, and whether that ends the run."""
-        nothing: list[float | None] = [None] * len(group.responses)
+        """Returns a function's values, what went wrong, and whether that ends the run."""
         if spec.name in CONCURRENT:
-            try:
-                values = await function(group)
-            except UserError as error:
-                return nothing, str(error), True
-            except Exception as error:  # a mistake of this package must not be a reward either
-                return nothing, describe(error), False
-            missing = sum(value is None for value in values)
-            problem = (
-                f"no verdict on {missing} of {len(values)} responses ({function.problem})"
-                if missing
-                else None
-            )
-            return values, problem, False
+            return await _call_builtin(function, group)
+        zeros: list[float | None] = [0.0] * len(group.responses)
         async with self._turn:
             task = asyncio.ensure_future(catch(lambda: function(group)))
             limit = TimeLimit(os.getpid(), self._timeout_s)
@@ -230,21 +231,36 @@ class _Waiting:
         if not task.done():
             task.cancel()
             task.add_done_callback(lambda task: task.cancelled() or task.exception())
-            return (
-                [0.0] * len(nothing),
-                f"not done within reward.timeout_s = {self._timeout_s:g} s",
-                False,
-            )
-        returned, failed = (None, asyncio.CancelledError()) if task.cancelled() else task.result()
+            return zeros, f"not done within reward.timeout_s = {self._timeout_s:g} s", False
+        if task.cancelled():
+            return zeros, reason_of(function, asyncio.CancelledError()), False
+        returned, failed = task.result()
         if failed is not None:
-            return [0.0] * len(nothing), reason_of(function, failed), False
+            return zeros, reason_of(function, failed), False
         rewards, problem = checked_rewards(function, group, returned)
         return list(rewards), problem, False
 
-    async def _say_alive(self) -> None:
+    async def _report_alive(self) -> None:
         while True:
             self._reply({"alive": True})
             await asyncio.sleep(_ALIVE_S)
+
+
+async def _call_builtin(
+    function: Any, group: RewardInput
+) -> tuple[list[float | None], str | None, bool]:
+    """Returns the values of the judge or the sandbox, what went wrong, and whether it is fatal."""
+    nothing: list[float | None] = [None] * len(group.responses)
+    try:
+        values = await function(group)
+    except UserError as error:
+        return nothing, str(error), True
+    except Exception as error:  # a mistake of this package must not be a reward either
+        return nothing, describe(error), False
+    problem = None
+    if missing := sum(value is None for value in values):
+        problem = f"no verdict on {missing} of {len(values)} responses ({function.problem})"
+    return values, problem, False
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def run_rank(config: Config, rank: int) -> None:
     platform.set_device(local_rank)
     host, port = os.environ["PA_NPU_STORE"].rsplit(":", 1)
     store = connect(host, int(port), config.run.startup_timeout_s)
-    spec = ModelSpec.of(config)
+    spec = ModelSpec.from_config(config)
     with Timeline.for_run(Path(config.run.dir), f"trainer-{rank}") as timeline:
         parts = assemble_rank(config, spec, platform, store, rank, local_rank, timeline)
         profiler = partial(profiled, config, platform, rank)

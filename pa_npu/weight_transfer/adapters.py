@@ -1,9 +1,9 @@
-"""Adapters (LoRA) sent alone: an engine merges them into the weights of its model directory, and loads the whole as ever.
+"""Adapters (LoRA) that are sent alone: an engine merges them into the weights of its directory.
 
     sent      A and B of each layer that has an adapter, fp32, under peft's names
-    loaded    every weight of the model, as the directory has it plus factor * B A (merge)
+    loaded    every weight of the model: the directory's plus factor * B A (merge)
 
-Files are mapped and read weight by weight, so that no second copy of the model is anywhere.
+Files are mapped and read weight by weight, so that no second copy of the model exists.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class StoredWeight(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A weight of a model directory: bytes [start, stop) of `file`, of torch's `dtype`, loaded as
-    `loaded`.
+    """A weight of a model directory: bytes [start, stop) of `file`.
 
-    layer: in peft's names, whose product B A is added, this weight's rows from `first_row` on;
-    empty where nothing is.
+    dtype: torch's name of the stored type. loaded: that of the type to load it as.
+    layer: the layer, in peft's names, whose product B A is added; empty if there is none.
+    first_row: the row of B A that belongs to this weight's first row.
     """
 
     name: str
@@ -45,8 +45,10 @@ class StoredWeight(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class Base(msgspec.Struct, frozen=True):
-    """The weights that adapters are merged into, in the order of loading. factor: of the product B
-    A; digest: of the weights' bytes (stored_digest)."""
+    """The weights that adapters are merged into, in the order of loading.
+
+    factor: of the product B A. digest: of the weights' bytes (stored_digest).
+    """
 
     factor: float
     digest: str
@@ -56,23 +58,22 @@ class Base(msgspec.Struct, frozen=True):
 class BaseDirectory:
     """An engine's own copy of a base.
 
-    Raises WeightSyncError where it is not, bit for bit, the trainers'.
+    Raises WeightSyncError unless it is, bit for bit, the trainers'.
     """
 
     def __init__(self, base: Base, directory: str, device: torch.device) -> None:
-        self._base, self._directory, self._device = base, directory, device
+        self._base = base
+        self._directory = directory
+        self._device = device
         try:
-            found = stored_digest(directory, base.weights, device)
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-        ) as error:  # of a file that is missing, too short, or another type's
-            found = str(error)
-        if found != base.digest:
+            digest = stored_digest(directory, base.weights, device)
+        # A file is missing, too short, or of another type.
+        except (OSError, RuntimeError, ValueError) as error:
+            digest = str(error)
+        if digest != base.digest:
             raise WeightSyncError(
                 f"publish.lora=adapter: {directory} has other weights than the trainers' "
-                f"model.path ({found:.200}, not {base.digest}), and adapters are merged into "
+                f"model.path ({digest:.200}, not {base.digest}), and adapters are merged into "
                 "these; give engines the same directory, or set publish.lora=merged"
             )
 
@@ -80,16 +81,18 @@ class BaseDirectory:
     def merged(
         self, adapters: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, tensor) of all weights, each made when it is asked for. adapters: as they are
-        sent, all of them.
+        """Yields (HF name, tensor) of all weights, each made when it is asked for.
+
+        `adapters`: all of them, as they are sent.
         """
-        # memory of their own, as trainers have them: a kernel's last bits may depend on where its
-        # operands begin
-        own = {name: tensor.to(self._device, copy=True) for name, tensor in adapters}
+        # In memory of their own, as trainers have them: a kernel's last bits may depend on the
+        # place where its operands begin.
+        parts = {name: tensor.to(self._device, copy=True) for name, tensor in adapters}
         for stored in self._base.weights:
             weight = _read(self._directory, stored, self._device).to(getattr(torch, stored.loaded))
             if stored.layer:
-                down, up = (own[f"{stored.layer}.lora_{part}.weight"] for part in "AB")
+                down = parts[f"{stored.layer}.lora_A.weight"]
+                up = parts[f"{stored.layer}.lora_B.weight"]
                 merge(weight, up[stored.first_row :][: len(weight)], down, self._base.factor)
             yield stored.name, weight
 
@@ -97,35 +100,42 @@ class BaseDirectory:
 def merge(
     weight: torch.Tensor, up: torch.Tensor, down: torch.Tensor, factor: float, first: int = 0
 ) -> None:
-    """Add factor * B A to rows of a weight in place, in fp32, and round once to its type.
+    """Adds factor * B A to rows of a weight in place, in fp32, and rounds once to its type.
 
-    weight: rows from `first` on, of any type; up: B's, fp32 [rows, rank]; down: A, fp32 [rank,
-    inputs].
+    The bits are the same however a weight is cut into rows. Kernels sum few rows in another order
+    than many, so a row is always computed at the same place of a product of the same size, with
+    zeros for rows that are not asked for.
 
-    The bits are the same however a weight is cut into rows. Kernels sum few rows otherwise than
-    many, so a row is always computed at the same place of a product of the same size, with zeros
-    for rows that are not asked for.
+    Args:
+        weight: rows from `first` on, of any type.
+        up: these rows of B, fp32 [rows, rank].
+        down: A, fp32 [rank, inputs].
+        factor: of the product.
+        first: number of the weight's first row.
     """
     last = first + len(weight)
     for block in range(first // _BLOCK_ROWS * _BLOCK_ROWS, last, _BLOCK_ROWS):
-        start, stop = max(block, first), min(block + _BLOCK_ROWS, last)
-        rows, own = slice(start - first, stop - first), slice(start - block, stop - block)
+        start = max(block, first)
+        stop = min(block + _BLOCK_ROWS, last)
+        rows = slice(start - first, stop - first)
+        rows_of_block = slice(start - block, stop - block)
         padded = up.new_zeros(_BLOCK_ROWS, up.shape[1])
-        padded[own] = up[rows]
-        weight[rows] = (padded @ down)[own].mul_(factor).add_(weight[rows])
+        padded[rows_of_block] = up[rows]
+        product = (padded @ down)[rows_of_block]
+        weight[rows] = product.mul_(factor).add_(weight[rows])
 
 
 @cache
 def stored_digest(directory: str, weights: tuple[StoredWeight, ...], device: torch.device) -> str:
-    """Digest of the weights' bytes, read once in a process.
+    """Returns the digest of the weights' bytes, which a process reads once.
 
-    Raises OSError, RuntimeError or ValueError where they cannot be.
+    Raises OSError, RuntimeError or ValueError if they cannot be read.
     """
     return digest_of(_read(directory, weight, device) for weight in weights)
 
 
 def _read(directory: str, weight: StoredWeight, device: torch.device) -> torch.Tensor:
-    """The weight in new memory, of the type that is stored."""
+    """Returns the weight in new memory, of the type that is stored."""
     if Path(weight.file).name != weight.file:
         raise ValueError(f"{weight.file} is not in the directory")
     stored = _mapped(str(Path(directory) / weight.file))[weight.start : weight.stop]
@@ -134,5 +144,5 @@ def _read(directory: str, weight: StoredWeight, device: torch.device) -> torch.T
 
 @cache
 def _mapped(file: str) -> torch.Tensor:
-    """The file's bytes, uint8, of which the system reads those that are used."""
+    """Returns the file's bytes, uint8; the system reads only those that are used."""
     return torch.from_file(file, size=Path(file).stat().st_size, dtype=torch.uint8)

@@ -1,14 +1,14 @@
-"""The contents of weights as numbers that do not depend on their layout, so that memory can be compared with what was sent.
+"""The contents of weights as numbers that do not depend on their layout.
 
-An engine fuses, stacks, transposes, pads and packs the tensors that it is given. None of this
-changes which values there are. So a tensor's contents are the sum, modulo 2^64, over its elements
-of a mixed number of the element's bits, widened to fp32:
+They compare memory with what was sent. An engine fuses, stacks, transposes, pads and packs the
+tensors that it gets, which does not change their values. A tensor's contents are the sum, modulo
+2^64, over its elements of a mixed number of the element's bits, widened to fp32:
 
     contents(x) = sum over elements of mix(bits of fp32(element))          mix(0) = 0
 
-It is the same in every order and with zeros added. The contents of tensors that were put together
-are the sum of theirs. It is another number, except with a chance of 2^-64 for unrelated values,
-where one value is old, scaled or lost. What it does not see, values that changed places, is far
+The sum is the same in every order, and with zeros added. The contents of tensors that were put
+together are the sum of theirs. If a value is old, scaled or lost, the number differs, except with a
+chance of 2^-64 for unrelated values. It does not show values that changed places; these are far
 beyond the limits on log-probs.
 
 Imports torch only.
@@ -25,8 +25,8 @@ _MODULUS = 2**64
 # generator (Steele, Lea, Flood, 2014), as signed integers of 64 bits, which is what torch has.
 _FIRST = 0x9E3779B97F4A7C15 - _MODULUS
 _SECOND = 0xBF58476D1CE4E5B9 - _MODULUS
-# Elements that are mixed at once: as int64 they take 8 MiB, which a CPU's and a device's caches
-# hold.
+# Elements that are mixed at the same time. As int64 they take 8 MiB, which caches of CPUs and
+# devices hold.
 _CHUNK = 2**20
 
 
@@ -35,12 +35,13 @@ def contents_of(tensor: torch.Tensor, sent_as: torch.dtype | None = None) -> tor
     """Returns the contents of a tensor, int64 [] on its device.
 
     Floating-point elements of fewer than 32 bits are widened, so that a tensor and its exact copy
-    in a wider type have the same contents. Whole numbers are taken as they are. sent_as: the type
-    that elements are rounded to first.
+    in a wider type have the same contents. Whole numbers are not changed. `sent_as`: the type that
+    elements are rounded to first.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in tensor.detach().reshape(-1).split(_CHUNK):
-        chunk = chunk if sent_as is None else chunk.to(sent_as)
+        if sent_as is not None:
+            chunk = chunk.to(sent_as)
         bits = chunk.float().view(torch.int32) if chunk.is_floating_point() else chunk
         mixed = bits.to(torch.int64)
         mixed.mul_(_FIRST)
@@ -52,7 +53,7 @@ def contents_of(tensor: torch.Tensor, sent_as: torch.dtype | None = None) -> tor
 
 
 class Contents:
-    """Contents by name; the device is asked for the numbers only by `read`.
+    """Contents by name; only `read` fetches the numbers from the device.
 
     Several tensors of one name are added up.
     """
@@ -61,7 +62,7 @@ class Contents:
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, tensor: torch.Tensor, sent_as: torch.dtype | None = None) -> None:
-        """sent_as: as of contents_of."""
+        """Adds a tensor. `sent_as`: as for contents_of."""
         contents = contents_of(tensor, sent_as)
         if name in self._sums:
             contents = contents + self._sums[name].to(contents.device)
@@ -72,14 +73,10 @@ class Contents:
         if not self._sums:
             return {}
         device = next(iter(self._sums.values())).device
-        # one copy from the device for all
-        numbers = (
-            torch.stack([contents.to(device) for contents in self._sums.values()]).cpu().tolist()
-        )
-        return {
-            name: f"{number % _MODULUS:016x}"
-            for name, number in zip(self._sums, numbers, strict=True)
-        }
+        # One copy from the device for all.
+        sums = torch.stack([contents.to(device) for contents in self._sums.values()])
+        contents_by_name = zip(self._sums, sums.cpu().tolist(), strict=True)
+        return {name: f"{number % _MODULUS:016x}" for name, number in contents_by_name}
 
 
 def summed(contents: Iterable[str]) -> str:
@@ -88,8 +85,9 @@ def summed(contents: Iterable[str]) -> str:
 
 
 def added(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Returns the contents by name of tensors that several ranks have parts of. parts: of each
-    rank.
+    """Returns the contents, by name, of tensors of which several ranks have parts.
+
+    `parts`: contents by name, of each rank.
     """
     by_name: dict[str, list[str]] = {}
     for of_rank in parts:
@@ -98,23 +96,22 @@ def added(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
     return {name: summed(contents) for name, contents in by_name.items()}
 
 
-def follows(memory: str, given: Sequence[str], workers: int) -> bool:
-    """Whether the memory of `workers` tensor-parallel workers together holds the tensors that were
-    given.
+def follows(memory: str, parts: Sequence[str], workers: int) -> bool:
+    """Returns whether the memory of tensor-parallel workers together holds the tensors `parts`.
 
-    Each worker has a part of a tensor, or all of it. Where there are fewer heads of keys and values
+    Each worker has a part of a tensor, or all of it. If there are fewer heads of keys and values
     than workers, several workers have the same ones, while the queries that they are fused with are
-    divided. So every tensor counts once, or up to `workers` times, and the first of several once
-    beside that.
+    divided. So every tensor counts once, or up to `workers` times; or the first of several counts
+    once and the others up to `workers` times.
 
     Args:
         memory: contents of the workers' memory, summed.
-        given: contents of each tensor that was put into it, in order.
+        parts: contents of each tensor that was put into it, in order.
         workers: of the engine.
     """
     for copies in range(1, workers + 1):
-        if memory == summed([*given] * copies):
+        if memory == summed(list(parts) * copies):
             return True
-        if memory == summed([*given[:1], *[*given[1:]] * copies]):
+        if memory == summed([*parts[:1], *list(parts[1:]) * copies]):
             return True
     return False

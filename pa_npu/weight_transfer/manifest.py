@@ -1,7 +1,7 @@
 """A pipeline stage's part of a publish: its tensors, cut into buckets, and their reassembly.
 
-The manifest goes ahead as JSON and says which segments of which tensors a bucket has, so that
-nothing but data crosses the wire.
+The manifest is sent ahead as JSON. It says which segments of which tensors a bucket has, so that
+only data crosses the wire.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One broadcast: segments of one dtype (torch name without prefix, e.g. bfloat16), one after
-    another.
-    """
+    """One broadcast: segments of one dtype (torch's name, such as bfloat16), one after another."""
 
     dtype: str
     segments: tuple[Segment, ...]
@@ -50,15 +48,18 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     @property
     def summary(self) -> str:
         """First and last tensor, for messages."""
-        first, last = self.segments[0].name, self.segments[-1].name
+        first = self.segments[0].name
+        last = self.segments[-1].name
         return first if first == last else f"{first} to {last}"
 
 
 class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The weights that one stage sends: shapes of its HF tensors, and its buckets in order.
-    `model`: sizes that engines compare.
+    """The weights that one stage sends.
 
-    base: the weights that the tensors sent are adapters of; None where they are the weights.
+    model: sizes that engines compare.
+    shapes: of its HF tensors, by name.
+    buckets: in the order of sending.
+    base: weights that the sent tensors are adapters of; None if they are the weights.
     """
 
     stage: Count
@@ -70,9 +71,9 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def loaded(self) -> set[str]:
         """HF names of the weights that an engine has in the end."""
-        return (
-            set(self.shapes) if self.base is None else {weight.name for weight in self.base.weights}
-        )
+        if self.base is None:
+            return set(self.shapes)
+        return {weight.name for weight in self.base.weights}
 
     @property
     def num_bytes(self) -> int:
@@ -84,12 +85,12 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        return found
+        raw: dict[str, Any] = msgspec.to_builtins(self)
+        return raw
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Manifest:
-        """Raises WeightSyncError unless the segments of each tensor cover it exactly once."""
+        """Returns a manifest; raises WeightSyncError unless its segments cover each tensor once."""
         try:
             manifest = msgspec.convert(raw, cls)
         except (msgspec.ValidationError, UnicodeEncodeError) as error:
@@ -114,9 +115,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
                     "update torch in the engine"
                 )
             for segment in bucket.segments:
-                covered.setdefault(segment.name, []).append(
-                    (segment.start, segment.start + segment.size)
-                )
+                segment_range = (segment.start, segment.start + segment.size)
+                covered.setdefault(segment.name, []).append(segment_range)
         for name, ranges in covered.items():
             end = 0
             for start, stop in sorted(ranges):
@@ -139,26 +139,27 @@ class Assembler:
         self._remaining: dict[str, int] = {}
 
     def buffer(self, bucket: Bucket, device: torch.device) -> torch.Tensor:
-        """Memory to receive a bucket in.
+        """Returns memory to receive a bucket in.
 
-        Where the bucket is one piece of a tensor, it is the tensor's own memory.
+        If the bucket is one piece of a tensor, it is the tensor's own memory.
         """
         segment = bucket.segments[0]
         if len(bucket.segments) == 1 and segment.size < self._size(segment.name):
             return self._place(segment, bucket.torch_dtype, device)
         return torch.empty(bucket.num_elements, dtype=bucket.torch_dtype, device=device)
 
-    def take(self, bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that `buffer`, filled with `bucket`, completes.
+    def completed(self, bucket: Bucket, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the tensors that `buffer`, filled with `bucket`, completes.
 
-        One that came in one piece is a view of the buffer, which must not be reused while the
+        A tensor that came in one piece is a view of the buffer, which must not be reused while the
         tensor is needed.
         """
         offset = 0
         for segment in bucket.segments:
             data = buffer[offset : offset + segment.size]
             offset += segment.size
-            name, shape = segment.name, self._manifest.shapes[segment.name]
+            name = segment.name
+            shape = self._manifest.shapes[name]
             if segment.size == self._size(name):
                 yield name, data.view(shape)
                 continue
@@ -170,9 +171,7 @@ class Assembler:
                 yield name, self._open.pop(name).view(shape)
 
     def _place(self, segment: Segment, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The view of its tensor in which a segment lies; the tensor's memory is made when the
-        first comes.
-        """
+        """Returns the view of a segment in its tensor, whose memory is made for its first segment."""
         if segment.name not in self._open:
             size = self._size(segment.name)
             self._open[segment.name] = torch.empty(size, dtype=dtype, device=device)

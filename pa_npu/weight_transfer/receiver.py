@@ -1,8 +1,8 @@
-"""The engine's end of a publish: join the stages' groups, receive every bucket in order, and hand out HF tensors.
+"""The engine's end of a publish: joins the stages' groups, receives every bucket, returns HF tensors.
 
-Knows nothing of any engine: what runs inside one calls it and gives the tensors to its loader. A
-version may also arrive beside what the engine does, in memory of its own, as many bytes as the
-weights have, until the engine swaps to it. Imports torch and msgspec only.
+It knows nothing of any engine: code inside an engine calls it and gives the tensors to its loader.
+A version may also arrive in the background, in memory of its own, as many bytes as the weights
+have, until the engine swaps to it. Imports torch and msgspec only.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from pa_npu.weight_transfer.digest import Digests
 from pa_npu.weight_transfer.manifest import Assembler, Bucket, Manifest
 from pa_npu.weight_transfer.transport import Abandonment, Deadline, WeightSyncError
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 # Broadcasts posted ahead of the one being loaded, so that the wire does not wait for the loader.
 _AHEAD = 2
-# Looks for the beginning of a publish, of whose wait it comes late by half a percent at most.
+# Polls for the beginning of a publish, which is noticed late by half a percent of the wait at most.
 _OF_THE_BEGINNING: transport.Polls = (0.02, 0.005)
 
 Received = tuple[list[tuple[str, torch.Tensor]], tuple[str, ...]]
-"""(HF name, tensor) of all that was sent, and the digests of what each stage sent."""
+"""(HF name, tensor) of all that was sent, and the digests of each stage."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """One broadcast of a stage: its header (no bucket) or one bucket; `buffer` is filled once it
-    has arrived.
+    """One broadcast of a stage: its header (no bucket) or a bucket.
+
+    buffer: filled once the broadcast has arrived.
     """
 
     manifest: Manifest
@@ -80,31 +82,30 @@ class Receiver:
         model: object,
         directory: str,
     ) -> Receiver:
-        """Join one group per stage; blocks until the stages' leaders are there.
+        """Joins one group per stage; blocks until the stages' leaders are there.
 
         Args:
             joined: pa_npu.engines.protocol.WeightGroups as JSON.
             worker: of the engine, from 0 on.
-            model: what the engine knows of its model, with the names of HF's config.json as
-            attributes.
-            directory: of the engine's model, into whose weights adapters that are sent alone are
-            merged.
-        Raises WeightSyncError where that is another model or the groups cannot be joined, and
+            device: of the engine's tensors.
+            model: the engine's configuration of its model, with the names of HF's config.json as
+                attributes.
+            directory: of the engine's model; adapters that are sent alone are merged into its
+                weights.
+
+        Raises WeightSyncError if that is another model or the groups cannot be joined, and
         DeadlineExceeded.
         """
         manifests = [Manifest.from_json(stage["manifest"]) for stage in joined["stages"]]
         check_model(manifests, model)
-        bases = [
-            BaseDirectory(manifest.base, directory, device)
-            for manifest in manifests
-            if manifest.base is not None
-        ]
+        bases = []
+        for manifest in manifests:
+            if manifest.base is not None:
+                bases.append(BaseDirectory(manifest.base, directory, device))
         names = [str(stage["name"]) for stage in joined["stages"]]
-        rank, backend, timeout_s = (
-            joined["first_rank"] + worker,
-            joined["backend"],
-            joined["timeout_s"],
-        )
+        rank = joined["first_rank"] + worker
+        backend = joined["backend"]
+        timeout_s = joined["timeout_s"]
         host, port = joined["store"]
         groups: list[Any] = []
         try:
@@ -127,18 +128,22 @@ class Receiver:
                 transport.drop_group(group, device)
             raise
         abandonments = [Abandonment(host, port, name) for name in names]
-        # an engine on a trainer's device receives in host memory, from where its loader takes
-        # tensors as from a file
+        # An engine on a trainer's device receives in host memory; its loader takes tensors from
+        # there as from a file.
         memory = torch.device("cpu") if backend == transport.HOST_BACKEND else device
         return cls(
-            manifests, groups, rank, memory, timeout_s, abandonments, bases[0] if bases else None
+            manifests=manifests,
+            groups=groups,
+            rank=rank,
+            device=memory,
+            timeout_s=timeout_s,
+            abandonments=abandonments,
+            base=bases[0] if bases else None,
         )
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Digests of every bucket that the last `receive` handed out, one text per stage, in stage
-        order (Digests.read).
-        """
+        """Digests of every bucket of the last `receive`, one text per stage (Digests.read)."""
         return tuple(digests.read() for digests in self._digests)
 
     @property
@@ -148,27 +153,31 @@ class Receiver:
 
     @property
     def merges(self) -> bool:
-        """Whether what the trainers send is merged into weights that the engine has."""
+        """Whether the tensors that the trainers send are merged into weights of the engine."""
         return self._base is not None
 
     def whole(
         self, received: Iterable[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, tensor) of all weights, as an engine loads them: what was received, or what it
-        is merged into.
+        """Returns (HF name, tensor) of all weights, as an engine loads them.
+
+        They are the received ones, or those that the received ones are merged into.
         """
-        return iter(received) if self._base is None else self._base.merged(received)
+        if self._base is None:
+            return iter(received)
+        return self._base.merged(received)
 
     def receive(
         self, version: int, *, begins_within_s: float | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, tensor) of all that is sent (`whole` makes weights of it). Each may be kept:
-        buffers are not used again.
+        """Yields (HF name, tensor) of all that is sent (`whole` makes weights of it).
 
-        begins_within_s: how long the trainers may take until they send; the deadline of the publish
-        counts from there. None: they are about to. A bucket's digest is of what is handed to the
-        engine's loader; what that makes of it (vLLM packs weights for its kernels) only log-probs
-        show.
+        Each may be kept: buffers are not used again. A bucket's digest covers the data that is
+        given to the engine's loader. Only log-probs show the loader's work (vLLM packs weights for
+        its kernels).
+
+        `begins_within_s`: seconds until the trainers send; the deadline of the publish counts from
+        there. None: they are about to send.
         """
         if begins_within_s is not None:
             self._wait_for_begin(version, begins_within_s)
@@ -181,12 +190,14 @@ class Receiver:
                 self._check_header(message.buffer, message.manifest, version)
             else:
                 self._digests[stage].add(message.buffer)
-                yield from message.assembler.take(message.bucket, message.buffer)
+                yield from message.assembler.completed(message.bucket, message.buffer)
         self._unfinished = False
 
     def prepare(self, version: int) -> None:
-        """Receive `version` in a thread, which ends by the publish's deadline or abandonment.
-        Raises WeightSyncError while another one is under way."""
+        """Receives `version` in a thread, which ends by the publish's deadline or abandonment.
+
+        Raises WeightSyncError while another version is being received.
+        """
         if self._prepared is not None and not self._prepared[1].done():
             raise WeightSyncError(
                 f"weight version {self._prepared[0]} is still being received; one at a time"
@@ -194,14 +205,14 @@ class Receiver:
         arriving: Future[Received] = Future()
         self._prepared = version, arriving
         threading.Thread(
-            target=self._keep,
+            target=self._receive_all,
             args=(version, arriving),
             name=f"weight version {version}",
             daemon=True,
         ).start()
 
     def prepared(self, version: int) -> tuple[str, ...] | None:
-        """Digests of what each stage sent, once all of `version` is here; None before.
+        """Returns the digests of each stage once all of `version` has arrived; None before.
 
         Raises what went wrong with it.
         """
@@ -212,25 +223,26 @@ class Receiver:
             )
         return arriving.result()[1] if arriving.done() else None
 
-    def take(self, version: int) -> Received:
-        """Hand out what was prepared, which is the caller's from here on.
+    def pop_prepared(self, version: int) -> Received:
+        """Returns the prepared weights, which belong to the caller from here on.
 
-        Raises WeightSyncError until it is here.
+        Raises WeightSyncError until they have arrived.
         """
         if self.prepared(version) is None:
             raise WeightSyncError(f"weight version {version} is still being received")
         assert self._prepared is not None
-        (_, arrived), self._prepared = self._prepared, None
+        _, arrived = self._prepared
+        self._prepared = None
         return arrived.result()
 
     @torch.no_grad()
-    def _keep(self, version: int, arriving: Future[Received]) -> None:
+    def _receive_all(self, version: int, arriving: Future[Received]) -> None:
         try:
-            # memory of their own, aligned as an engine's, so that kernels compute the same bits
-            # whichever way a version came
+            # In memory of their own, aligned as an engine's, so that kernels compute the same bits
+            # whichever way a version came.
             weights = [(name, tensor.clone()) for name, tensor in self.receive(version)]
             arriving.set_result((weights, self.digests))
-        except Exception as error:  # for whoever asks
+        except Exception as error:  # raised in `prepared`
             arriving.set_exception(error)
 
     def close(self) -> None:
@@ -242,11 +254,11 @@ class Receiver:
         self._groups = []
 
     def _wait_for_begin(self, version: int, within_s: float) -> None:
-        """Until the first stage is about to send.
+        """Waits until the first stage is about to send.
 
-        Raises DeadlineExceeded, or WeightSyncError where the publish is given up.
+        Raises DeadlineExceeded, or WeightSyncError if the publish is given up.
         """
-        transport.until(
+        transport.wait_until(
             lambda: transport.has_begun(self._groups[0], version),
             Deadline(within_s, self._given_up),
             _OF_THE_BEGINNING,
@@ -257,11 +269,15 @@ class Receiver:
         )
 
     def _given_up(self) -> str | None:
-        return next((reason for one in self._abandonments if (reason := one.reason())), None)
+        for abandonment in self._abandonments:
+            if reason := abandonment.reason():
+                return reason
+        return None
 
     def _messages(self, version: int, deadline: Deadline) -> Iterator[Message]:
-        """Header and buckets of each stage, in the order they are sent, always with the next ones
-        already posted.
+        """Yields header and buckets of each stage in the order of sending.
+
+        The next ones are always posted already.
         """
         pending: deque[tuple[dist.Work, Message]] = deque()
         for group, manifest in zip(self._groups, self._manifests, strict=True):
@@ -279,12 +295,8 @@ class Receiver:
                         f"({bucket.summary})"
                     )
                     buffer = assembler.buffer(bucket, self._device)
-                pending.append(
-                    (
-                        transport.broadcast(group, buffer),
-                        Message(manifest, assembler, bucket, buffer, name),
-                    )
-                )
+                work = transport.broadcast(group, buffer)
+                pending.append((work, Message(manifest, assembler, bucket, buffer, name)))
         while pending:
             yield self._arrived(*pending.popleft(), version, deadline)
 
@@ -316,8 +328,9 @@ class Receiver:
 
 
 def check_model(manifests: list[Manifest], hf_config: Any) -> None:
-    """Raises WeightSyncError unless trainer and engine hold the same model and no tensor comes from
-    two stages.
+    """Raises WeightSyncError unless trainer and engine have the same model.
+
+    Each tensor must come from one stage.
     """
     names = [name for manifest in manifests for name in manifest.shapes]
     if len(names) != len(set(names)):

@@ -1,23 +1,23 @@
-"""The groups through which weights travel, and waits with a deadline, which both ends of a publish share. Imports torch only.
+"""The groups through which weights travel, and waits with a deadline, for both ends of a publish.
 
-One group per pipeline stage: rank 0 is the stage's tensor-parallel leader, ranks 1.. are the
-workers of all engines. Everything flows from rank 0 by broadcast. A publish is, in each stage's
-group and in this order on every rank:
+Imports torch only. There is one group per pipeline stage: rank 0 is the stage's tensor-parallel
+leader, ranks 1.. are the workers of all engines. Rank 0 broadcasts everything. A publish is, in
+each stage's group and in this order on every rank:
 
     header       int64 [2]: weight version, digest of the manifest
-    bucket 0..n  one flat tensor each; its segments, laid out one after another, are pieces of
-                 flattened HF tensors
+    bucket 0..n  one flat tensor each; its segments, one after another, are pieces of flattened HF
+                 tensors
 
-Engines on the trainers' devices, where the backend does not let two ranks of a group share one, are
-in a second group of each stage, to which the same leader sends the same messages in another way
+Some backends do not let two ranks of a group share a device. Engines on the trainers' devices are
+then in a second group of each stage, in which the same leader sends the same messages another way
 (Way):
 
     group     the usual one
     host      a torch group through host memory (HOST_BACKEND)
 
-Keys under a group's own prefix in the store: `member/RANK` (it is about to join), `abandoned` (it
-is given up, and why), and `begun/VERSION` (it is about to be sent). What backends of collectives do
-differently is in pa_npu.weight_transfer.collectives.
+Under a group's own prefix the store has the keys `member/RANK` (it is about to join), `abandoned`
+(the reason why the group is given up), and `begun/VERSION` (it is about to be sent).
+pa_npu.weight_transfer.collectives has the differences between backends of collectives.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from pa_npu.weight_transfer import collectives
 
 logger = logging.getLogger(__name__)
 
-# The pause between polls grows with the time waited, so that a short wait ends promptly and a long
-# one costs nothing: the longest pause, and the share of the time waited.
+# The longest pause between polls, and its share of the time waited: the pause grows, so that a
+# short wait ends promptly and a long one costs nothing.
 Polls = tuple[float, float]
 _SHORTEST_POLL_S = 0.0001
 _OF_A_BROADCAST: Polls = (0.005, 0.002)
@@ -57,25 +57,26 @@ HOST_BACKEND = "gloo"
 """Backend of groups that go through host memory."""
 Way = Literal["group", "host"]
 T = TypeVar("T")
-# Groups that were dropped, and threads that never came back from making one: the end of the
-# interpreter would wait for them.
+# Dropped groups, and threads that never came back from making one: the end of the interpreter would
+# wait for them.
 _left_behind: list[object] = []
-# The backend's own timeout comes after ours, whose message says more.
+# The backend's own timeout comes after the one here, whose message says more.
 _BACKEND_MARGIN_S = 15.0
 
 
 class WeightSyncError(PaNpuError):
-    """Trainer and engine disagree about the weights to exchange, or their connection broke; the
-    message names both.
+    """Trainer and engine disagree about the weights, or their connection broke.
+
+    The message names both.
     """
 
 
 class Abandonment:
-    """The key under which a group's publish is given up, because a member is gone: whoever still
-    waits must stop.
+    """The key under which a group's publish is given up, because a member is gone.
 
-    A name a/b/c also stops with a/b and with a: everything of one attempt of a run can be given up
-    at once, and all groups of an epoch (group_name).
+    All that still wait must stop. A name a/b/c also stops with a/b and with a: everything of one
+    attempt of a run can be given up together, and all groups of an epoch (group_name).
+
     A backend may not notice a dead member (NCCL and HCCL wait for it), so both ends ask, through a
     store client of their own.
     """
@@ -90,14 +91,17 @@ class Abandonment:
         self._client().set(f"{self._name}/abandoned", reason)
 
     def reason(self) -> str | None:
-        """Why the publish was given up, if it was; asks the store at most every 0.1 s."""
+        """Returns why the publish was given up, or None; asks the store at most every 0.1 s."""
         if time.monotonic() - self._asked_s < _ABANDONED_POLL_S:
             return None
         self._asked_s = time.monotonic()
         store = self._client()
         parts = self._name.split("/")
         keys = [f"{'/'.join(parts[:end])}/abandoned" for end in range(len(parts), 0, -1)]
-        return next((store.get(key).decode() for key in keys if store.check([key])), None)
+        for key in keys:
+            if store.check([key]):
+                return store.get(key).decode()
+        return None
 
     def _client(self) -> dist.Store:
         if self._store is None:
@@ -109,8 +113,9 @@ class Abandonment:
 
 
 class Deadline:
-    """A point in time that several waits share; given_up says why they should end before it, if
-    they should.
+    """A point in time that several waits share.
+
+    `given_up` returns the reason to end a wait before it, or None.
     """
 
     def __init__(self, seconds: float, given_up: Callable[[], str | None] = lambda: None) -> None:
@@ -127,58 +132,57 @@ class Deadline:
         return self.seconds - self.elapsed_s
 
 
-def until(
+def wait_until(
     done: Callable[[], bool],
     deadline: Deadline,
     polls: Polls,
-    what: str,
+    action: str,
     remedy: str,
     late: Callable[[], str] = lambda: "not done",
 ) -> None:
-    """Poll until `done`. Raises DeadlineExceeded, and WeightSyncError when it is given up
-    meanwhile.
+    """Polls until `done` returns True.
 
-    what, late, remedy: of the message of an error: "WHAT: LATE within 3 s; REMEDY".
+    Raises DeadlineExceeded, and WeightSyncError if it is given up meanwhile. Messages of errors
+    read "ACTION: LATE within 3 s; REMEDY".
     """
     start = time.monotonic()
     longest_s, share = polls
     while not done():
         if deadline.remaining_s <= 0:
-            raise DeadlineExceeded(f"{what}: {late()} within {deadline.seconds:g} s; {remedy}")
+            raise DeadlineExceeded(f"{action}: {late()} within {deadline.seconds:g} s; {remedy}")
         if reason := deadline.given_up():
-            raise WeightSyncError(f"{what}: given up after {deadline.elapsed_s:.1f} s: {reason}")
+            raise WeightSyncError(f"{action}: given up after {deadline.elapsed_s:.1f} s: {reason}")
         time.sleep(min(longest_s, _SHORTEST_POLL_S + (time.monotonic() - start) * share))
 
 
 def wait(
     work: dist.Work,
     deadline: Deadline,
-    what: str,
+    action: str,
     remedy: str,
 ) -> None:
-    """Wait for a collective of any backend. Raises as `until`, and WeightSyncError when the
-    connection broke.
+    """Waits for a collective of any backend.
 
-    Polls, because Work.wait's timeout differs by backend (gloo: give up; NCCL, HCCL: none unless in
-    blocking mode).
+    Polls, because Work.wait's timeout differs by backend (gloo gives up; NCCL and HCCL have none
+    unless in blocking mode). Raises as `wait_until` does, and WeightSyncError if the connection
+    broke.
     """
-    until(work.is_completed, deadline, _OF_A_BROADCAST, what, remedy)
+    wait_until(work.is_completed, deadline, _OF_A_BROADCAST, action, remedy)
     try:
         work.wait()
     except RuntimeError as error:
-        why = (
-            f"{_reason(error)}; given up: {given_up}"
-            if (given_up := _given_up_after(deadline))
-            else _reason(error)
-        )
+        why = _reason(error)
+        if given_up := _given_up_after(deadline):
+            why = f"{why}; given up: {given_up}"
         raise WeightSyncError(
-            f"{what}: the connection broke after {deadline.elapsed_s:.1f} s ({why}); {remedy}"
+            f"{action}: the connection broke after {deadline.elapsed_s:.1f} s ({why}); {remedy}"
         ) from error
 
 
 def _given_up_after(deadline: Deadline) -> str | None:
-    """Whether a connection broke because the publish was given up, which is said beside it and may
-    be seen later.
+    """Returns why the publish was given up, if that broke the connection.
+
+    The key may be seen later than the break.
     """
     time.sleep(_ABANDONED_POLL_S)
     try:
@@ -188,9 +192,7 @@ def _given_up_after(deadline: Deadline) -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    """The informative part of torch's message: without source file in front and general advice
-    behind.
-    """
+    """Returns the informative part of torch's message, without source file and general advice."""
     first_line = (str(error) or type(error).__name__).splitlines()[0]
     return first_line.split("] ", 1)[-1].split(". This is typically")[0]
 
@@ -206,14 +208,20 @@ def join_group(
     describe: str,
     device: torch.device = _CPU,
 ) -> dist.ProcessGroup:
-    """Join the group `name` beside whatever default group this process has. A name serves once.
+    """Joins the group `name` beside this process's default group. A name serves once.
 
     Args:
         host, port: of any c10d TCPStore that all members reach; each uses a client of its own.
+        name: of the group.
+        rank: of this member.
+        size: number of members.
+        backend: of collectives.
         timeout_s: until all members are there, communicator included; and of one publish.
+        describe: the member's part, for messages.
         device: of the tensors that will be sent.
-    Raises DeadlineExceeded, with the ranks that are missing, or WeightSyncError, also when the
-    group is abandoned meanwhile.
+
+    Raises DeadlineExceeded with the ranks that are missing, or WeightSyncError, also if the group
+    is abandoned meanwhile.
     """
     timeout = timedelta(seconds=timeout_s + _BACKEND_MARGIN_S)
     deadline = Deadline(timeout_s, Abandonment(host, port, name).reason)
@@ -248,40 +256,38 @@ def _make_group(
     deadline: Deadline,
     describe: str,
 ) -> dist.ProcessGroup:
-    """The group, its communicator included.
+    """Returns the group, its communicator included.
 
-    Both are made in a thread: neither call can be told our deadline.
+    Both are made in a thread: neither call has a deadline of its own.
     """
     rules = collectives.rules(backend)
-    # torch's public API makes groups only inside the default group; this helper makes one beside it
+    # torch's public API makes groups only inside the default group; this helper makes one beside it.
     helper = c10d._new_process_group_helper
-    options = (
-        "backend_options"
-        if "backend_options" in inspect.signature(helper).parameters
-        else "pg_options"
-    )
+    options = "pg_options"
+    if "backend_options" in inspect.signature(helper).parameters:
+        options = "backend_options"
     arguments: dict[str, Any] = {"group_name": name, "timeout": timeout, options: None}
     index = _device_index(device)
     made: list[dist.ProcessGroup] = []
     first: list[dist.Work] = []
 
     def make() -> None:
-        if index is not None:  # which device is the current one is a thread's own
+        if index is not None:  # each thread has a current device of its own
             torch.accelerator.set_device_index(index)
         with rules.making():
             made.append(helper(size, rank, [], dist.Backend(backend), store, **arguments)[0])
         if rules.lazy and size > 1:
             first.append(made[0].broadcast(torch.zeros(1, device=device), 0))
 
-    what = f"{describe}: making the communicator of group {name} of {size} members"
+    action = f"{describe}: making the communicator of group {name} of {size} members"
     remedy = (
         "look at the logs of its members for one that died or cannot be reached, or raise "
         "publish.timeout_s"
     )
     try:
-        _within(make, deadline, what, remedy)
+        _within(make, deadline, action, remedy)
         for work in first:
-            wait(work, deadline, what, remedy)
+            wait(work, deadline, action, remedy)
     except (DeadlineExceeded, WeightSyncError):
         for group in made:
             drop_group(group, device, "its communicator could not be made")
@@ -289,11 +295,10 @@ def _make_group(
     return made[0]
 
 
-def _within(call: Callable[[], T], deadline: Deadline, what: str, remedy: str) -> T:
-    """`call` in a thread, for calls that block as long as they like. The thread stays behind where
-    it is given up.
+def _within(call: Callable[[], T], deadline: Deadline, action: str, remedy: str) -> T:
+    """Runs `call` in a thread, for calls that block as long as they like.
 
-    Raises what it raises, and as `until`.
+    The thread stays behind if it is given up. Raises what `call` raises, and as `wait_until` does.
     """
     result: Future[T] = Future()
 
@@ -303,10 +308,10 @@ def _within(call: Callable[[], T], deadline: Deadline, what: str, remedy: str) -
         except BaseException as error:  # handed to the caller
             result.set_exception(error)
 
-    thread = threading.Thread(target=run, name=what, daemon=True)
+    thread = threading.Thread(target=run, name=action, daemon=True)
     thread.start()
     try:
-        until(result.done, deadline, _OF_JOINING, what, remedy)
+        wait_until(result.done, deadline, _OF_JOINING, action, remedy)
     except PaNpuError:
         _left_behind.append(thread)
         raise
@@ -316,16 +321,18 @@ def _within(call: Callable[[], T], deadline: Deadline, what: str, remedy: str) -
 def _device_index(device: torch.device) -> int | None:
     if device.type == "cpu":
         return None
-    return device.index if device.index is not None else torch.accelerator.current_device_index()
+    if device.index is not None:
+        return device.index
+    return torch.accelerator.current_device_index()
 
 
 def wait_for_members(
     store: dist.Store, rank: int, size: int, terms: str, deadline: Deadline, describe: str
 ) -> None:
-    """Meet in the store first: the backends' own waits cannot tell who is missing, and take long on
-    the first to come.
+    """Waits in the store until all members are there.
 
-    terms: what must be equal on all members (Gloo.terms).
+    The backends' own waits do not report who is missing, and take long on the first to come.
+    `terms`: values that must be equal on all members (Gloo.terms).
     """
     store.set(f"member/{rank}", terms)
     members = [member for member in range(size) if member != rank]
@@ -340,7 +347,7 @@ def wait_for_members(
         "rank 0 sends, the others are engine workers; check that they are alive and were "
         "given this run's store and manifests"
     )
-    until(
+    wait_until(
         all_there,
         deadline,
         _OF_JOINING,
@@ -351,29 +358,30 @@ def wait_for_members(
     if not terms:
         return
     for member in members:
-        if (others := store.get(f"member/{member}").decode()) != terms:
+        if (member_terms := store.get(f"member/{member}").decode()) != terms:
             raise WeightSyncError(
-                f"{describe}: rank {member} has {others or 'none of it'}, this process {terms}; "
+                f"{describe}: rank {member} has {member_terms or 'none of it'}, this process {terms}; "
                 "set it alike in the environments of engines and trainers"
             )
 
 
 def epoch_name(name: str, epoch: int) -> str:
-    """The name of all groups that form after the `epoch`-th change of their members; they are given
-    up by it together.
+    """Returns the name of all groups that form after the `epoch`-th change of their members.
+
+    They are given up by it together.
     """
     return f"{name}/{epoch}"
 
 
 def group_name(name: str, epoch: int, way: Way = "group") -> str:
-    """The name of the group that goes this way; a name serves once."""
+    """Returns the name of the group that goes this way; a name serves once."""
     return f"{epoch_name(name, epoch)}/{way}"
 
 
 def announce_begin(group: dist.ProcessGroup, version: int, before: int | None) -> None:
-    """The sender is about to send `version`, and was at `before` the last time.
+    """Announces that the sender is about to send `version`; it sent `before` the last time.
 
-    Receivers that were asked to load ahead of time wait for it with no collective open, whose own
+    Receivers that were asked to load ahead of time wait for this with no collective open, whose own
     timeout would run meanwhile.
     """
     store = _group_store(group)
@@ -383,7 +391,7 @@ def announce_begin(group: dist.ProcessGroup, version: int, before: int | None) -
 
 
 def has_begun(group: dist.ProcessGroup, version: int) -> bool:
-    """Whether the sender of this group is about to send `version`, or has begun."""
+    """Returns whether the sender of this group is about to send `version`, or has begun."""
     return bool(_group_store(group).check([_begun(version)]))
 
 
@@ -392,7 +400,7 @@ def _begun(version: int) -> str:
 
 
 def _group_store(group: Any) -> dist.Store:
-    """The store on which the group met, with the group's own prefix."""
+    """Returns the store on which the group met, with the group's own prefix."""
     if hasattr(group, "get_group_store"):
         store: dist.Store = group.get_group_store()
         return store
@@ -400,38 +408,39 @@ def _group_store(group: Any) -> dist.Store:
 
 
 def leave_group(group: dist.ProcessGroup) -> None:
-    """Free a group made by join_group."""
+    """Frees a group made by join_group."""
     dist.destroy_process_group(group)
 
 
 def drop_group(
     group: dist.ProcessGroup, device: torch.device = _CPU, reason: str = "it lost a member"
 ) -> None:
-    """Stop using a group made by join_group in which a member is gone or hangs: end what is
-    pending, where the backend can.
+    """Stops using a group made by join_group in which a member is gone or hangs.
 
-    Where it cannot, as gloo, the group's destructor would wait for it, with Python's lock held,
-    until the group's timeout: so the object stays until the process ends, which run_and_exit is
-    for.
+    Ends what is pending if the backend can. gloo cannot: the group's destructor would wait, with
+    Python's lock held, until the group's timeout. So the object stays until the process ends, for
+    which run_and_exit exists.
     """
     _left_behind.append(group)
     backend, _ = c10d._world.pg_map.get(group, ("gloo", None))
-    what = f"ending what is pending in a group of {backend} that was given up"
+    action = f"ending what is pending in a group of {backend} that was given up"
     try:
         _within(
             lambda: collectives.rules(backend).abort(group, device, reason),
             Deadline(_ABORT_S),
-            what,
+            action,
             "it stays as it is",
         )
     except (DeadlineExceeded, RuntimeError) as error:
-        logger.warning("%s failed, and it may end this process later: %s", what, _reason(error))
+        logger.warning("%s failed, and it may end this process later: %s", action, _reason(error))
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with main()'s code, and at once, where the end of the interpreter would wait
-    for what is pending in dropped groups and for what libraries do at exit, and would abort over a
-    thread that waits in a store."""
+    """Ends the process with main()'s code, at once.
+
+    The end of the interpreter would wait for what is pending in dropped groups and for libraries'
+    exit functions, and would abort over a thread that waits in a store.
+    """
     try:
         code = main()
     except Exception:
@@ -444,7 +453,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
 
 
 def broadcast(group: dist.ProcessGroup | None, tensor: torch.Tensor, root: int = 0) -> dist.Work:
-    """Start a broadcast from the member `root` of the group."""
+    """Starts a broadcast from the member `root` of the group."""
     assert group is not None
     try:
         work: dist.Work = group.broadcast(tensor, root)

@@ -73,7 +73,13 @@ def export_merged(model: Path, adapter: Path, directory: Path) -> Path:
     config = model_config(model, **sections)
     with single_process(config):
         backend = backend_module("fsdp").create(
-            config, ModelSpec.of(config), PLATFORM, dist.HashStore(), 0, 0, Timeline(None, "")
+            config,
+            ModelSpec.from_config(config),
+            PLATFORM,
+            dist.HashStore(),
+            0,
+            0,
+            Timeline(None, ""),
         )
         backend.export(directory)
     return directory
@@ -84,7 +90,9 @@ def received(source: WeightSource) -> dict[str, torch.Tensor]:
     assembler, found = Assembler(source.manifest), {}
     for bucket, buffer in zip(source.manifest.buckets, source.buckets(Deadline(60.0)), strict=True):
         assert buffer is not None
-        found |= {name: tensor.clone() for name, tensor in assembler.take(bucket, buffer.clone())}
+        found |= {
+            name: tensor.clone() for name, tensor in assembler.completed(bucket, buffer.clone())
+        }
     return found
 
 

@@ -172,9 +172,9 @@ def made_and_left(name: str, config: Config, checkpoint: Path, output: Path) -> 
     group while it had it.
     """
     module, platform = backend_module(name), platforms.get("cpu")
-    config, _ = module.fit(config, ModelSpec.of(config))
+    config, _ = module.fit(config, ModelSpec.from_config(config))
     backend = module.create(
-        config, ModelSpec.of(config), platform, dist.HashStore(), 0, 0, Timeline(None, "")
+        config, ModelSpec.from_config(config), platform, dist.HashStore(), 0, 0, Timeline(None, "")
     )
     ranks, joined = backend.place.mesh.size, dist.is_initialized()
     backend.close()
@@ -338,7 +338,9 @@ class BackendConformance:
             assembler, found = Assembler(manifest), {}
             for bucket, data in zip(manifest.buckets, weights.buckets(Deadline(30.0)), strict=True):
                 assert data is not None
-                found |= {name: tensor.clone() for name, tensor in assembler.take(bucket, data)}
+                found |= {
+                    name: tensor.clone() for name, tensor in assembler.completed(bucket, data)
+                }
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], expected[name]) for name in expected)
             contents = Contents()

@@ -60,7 +60,7 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, *sys.argv, "begun"])
     give_up([name for name in request["without"] if name not in _CAPABILITIES], request["user"])
     sandbox._LANDLOCK_VERSION = request.get("landlock", sandbox._LANDLOCK_VERSION)
-    limits = sandbox.Limits(**request["limits"])
+    limits = sandbox.CellLimits(**request["limits"])
     try:
         outcome = asdict(
             asyncio.run(

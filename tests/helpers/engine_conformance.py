@@ -241,14 +241,14 @@ class Conformance:
                 lambda _: count,
                 deadline_s=DEADLINE_S,
                 again_deadline_s=DEADLINE_S,
-                what="g",
+                label="g",
             ) as session:
                 return await session.generate(prompt(), count, 90, long)
 
         moving, handed_on = asyncio.create_task(moved()), 0
         while not moving.done() and handed_on < 3:
             await asyncio.sleep(0.05 * (1 + handed_on))
-            await client.hand_on(deadline_s=DEADLINE_S)
+            await client.cut_responses(deadline_s=DEADLINE_S)
             handed_on += 1
         assert [(t, p) for t, p, *_ in bits(await moving)] == [(t, p) for t, p, *_ in bits(whole)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pa_npu.engines.membership import Member
+from pa_npu.engines.member import Member
 from pa_npu.publish.coordinator_side import CoordinatorPublish
 
 

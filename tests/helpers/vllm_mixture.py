@@ -70,7 +70,7 @@ def differing(
     weights = load_file(Path(directory) / "model.safetensors")
     worker = getattr(worker, "worker", worker)
     worker._pa_receiver = SimpleNamespace(is_tied=False, merges=False, whole=iter)
-    load = extension.WorkerExtension._pa_take
+    load = extension.WorkerExtension._pa_load_weights
 
     def change(self: Any, version: int, received: Any, kept: bool) -> list[str]:
         changed = (
@@ -78,11 +78,11 @@ def differing(
         )
         return load(self, version, changed, kept)
 
-    extension.WorkerExtension._pa_take = change  # type: ignore[method-assign]
+    extension.WorkerExtension._pa_load_weights = change  # type: ignore[method-assign]
     try:
         report = worker._pa_load(0, list(weights.items()), tuple)["live"]
     finally:
-        extension.WorkerExtension._pa_take = load  # type: ignore[method-assign]
+        extension.WorkerExtension._pa_load_weights = load  # type: ignore[method-assign]
         del worker._pa_receiver
     wrong = [
         name

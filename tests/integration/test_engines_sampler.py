@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pa_npu.engines.vllm.worker import take_logprobs_mode
+from pa_npu.engines.vllm.worker import apply_logprobs_mode
 
 TEMPERATURE = 0.5
 
@@ -55,6 +55,6 @@ def test_logprobs_are_those_of_the_sampled_distribution() -> None:
         model_config=SimpleNamespace(logprobs_mode="processed_logprobs"),
         model_runner=SimpleNamespace(sampler=sampler),
     )
-    take_logprobs_mode(worker)
+    apply_logprobs_mode(worker)
     tokens, logprobs = reported(sampler, logits)
     assert (logprobs - wanted[torch.arange(6), tokens]).abs().max() < 1e-5

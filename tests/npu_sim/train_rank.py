@@ -104,7 +104,7 @@ def train(
     platform.seed_all(config.run.seed)
     platform.set_deterministic(True)
     device = platform.device(0)
-    spec = ModelSpec.of(config)
+    spec = ModelSpec.from_config(config)
     ranks = dist.PrefixStore("trainer", store)
     backend = backend_module(config.trainer.backend).create(
         config, spec, platform, ranks, rank, 0, Timeline(None, "")

@@ -87,7 +87,7 @@ def add_adapters(causal: Any, config: Config) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    shape, whole = AdapterShape.of(config), torch.nn.ModuleDict({"causal": causal})
+    shape, whole = AdapterShape.from_config(config), torch.nn.ModuleDict({"causal": causal})
     targets = _chosen(causal, config, shape)
     for name in _sets(config):
         options = LoraConfig(

@@ -175,7 +175,7 @@ def _complete(policy: Adapted, config: Config, directory: Path) -> None:
     if len(files) != 1:
         raise ExportError(f"{len(files)} files of adapters; only rank 0 has any to write")
     files[0].rename(directory / WEIGHTS_FILE)
-    shape = AdapterShape.of(config)
+    shape = AdapterShape.from_config(config)
     alpha = int(shape.alpha) if shape.alpha == int(shape.alpha) else shape.alpha
     is_pattern = isinstance(shape.targets, str) and shape.targets != "all-linear"
     LoraConfig(

@@ -1,8 +1,10 @@
-"""Responses, token by token, from a Hugging Face model: what is sampled depends on weights, prompt and seed, on nothing else.
+"""Generates responses from a Hugging Face model, token by token.
+
+A sample depends on weights, prompt and seed, and on nothing else.
 
 One thread owns the model. It gives every response in flight a token in turn, and does other work
-when asked to. Taking turns keeps the engine answering: a probe waits for one token of each response
-in flight, not for the longest of them.
+between two tokens. So the engine keeps answering: a probe waits for one token of each response in
+flight, not for the longest of them.
 
 Every forward pass has a batch of one: kernels choose their order of additions by shape, so that
 only equal shapes give equal bits. A prompt is prefilled once for all its responses, which start
@@ -29,13 +31,15 @@ NO_ROUTES = np.zeros((0, 0, 0), np.uint16)
 
 
 @dataclass(frozen=True)
-class Wish:
-    """The wish of a request: as pa_npu.engines.protocol.Sampling, with the tokens that end a
-    response and how many fit.
+class DecodingParameters:
+    """The parameters of a request, as pa_npu.engines.protocol.Sampling.
 
-    stops: whether the tokens of a response say a text that ends it; None where there is no such
-    text. written: tokens that the response begins with, which are computed one by one as they were
-    when it was begun, and are no part of the answer.
+    max_tokens: that fit into the response.
+    end_token_ids: tokens that end it.
+    stops: returns whether the tokens of a response complete a text that ends it; None if there is
+        no such text.
+    written: tokens that the response begins with. They are computed one by one, as they were when
+        it was begun, and are no part of the answer.
     """
 
     max_tokens: int
@@ -48,8 +52,10 @@ class Wish:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt's keys and values, the scores of the token after it, fp32 [vocabulary], and its
-    routes (RouteRecorder).
+    """A computed prompt.
+
+    cache: its keys and values. scores: of the token after it, fp32 [vocabulary]. routes: of its
+    tokens (RouteRecorder).
     """
 
     cache: Any
@@ -59,11 +65,12 @@ class Prefilled:
 
 @dataclass
 class Response:
-    """A response in the making; finish_reason is None until it ends. routes: of the tokens that
-    were computed, pass by pass.
+    """A response in the making.
+
+    routes: of the tokens that were computed, pass by pass. finish_reason: None until it ends.
     """
 
-    wish: Wish
+    parameters: DecodingParameters
     generator: torch.Generator
     cache: Any
     scores: torch.Tensor
@@ -83,53 +90,59 @@ class Decoder:
         self.records_routes = self._recorder.num_routers > 0
 
     def prefill(self, prompt: Sequence[int]) -> Prefilled:
-        return Prefilled(*self._forward(prompt, None), self._recorder.take())
+        return Prefilled(*self._forward(prompt, None), self._recorder.pop_routes())
 
-    def begin(self, prefilled: Prefilled, seed: int, wish: Wish) -> Response:
+    def begin(self, prefilled: Prefilled, seed: int, parameters: DecodingParameters) -> Response:
         generator = torch.Generator().manual_seed(seed)
         response = Response(
-            wish, generator, copy.deepcopy(prefilled.cache), prefilled.scores, [prefilled.routes]
+            parameters=parameters,
+            generator=generator,
+            cache=copy.deepcopy(prefilled.cache),
+            scores=prefilled.scores,
+            routes=[prefilled.routes],
         )
-        for token in wish.written:
-            if wish.temperature:
+        for token in parameters.written:
+            if parameters.temperature:
                 torch.multinomial(torch.ones_like(response.scores), 1, generator=generator)
-            self._go_on(response, token)
+            self._append(response, token)
         return response
 
-    def unbegun(self, wish: Wish) -> Response:
-        """A response that was handed on before its prompt was computed."""
-        return Response(wish, torch.Generator(), None, torch.empty(0))
+    def unbegun(self, parameters: DecodingParameters) -> Response:
+        """Returns a response that was cut before its prompt was computed."""
+        return Response(parameters, torch.Generator(), None, torch.empty(0))
 
     def step(self, response: Response) -> None:
-        """One more token, with its log-prob under the distribution it was sampled from."""
-        wish = response.wish
-        if wish.temperature == 0.0:
+        """Samples one more token, with its log-prob under the distribution it was sampled from."""
+        parameters = response.parameters
+        if parameters.temperature == 0.0:
             logprobs = torch.log_softmax(response.scores, dim=-1)
             token = int(logprobs.argmax())
         else:
-            logprobs = nucleus(
-                torch.log_softmax(response.scores / wish.temperature, dim=-1), wish.top_p
-            )
+            scaled = torch.log_softmax(response.scores / parameters.temperature, dim=-1)
+            logprobs = nucleus(scaled, parameters.top_p)
             token = int(torch.multinomial(logprobs.exp(), 1, generator=response.generator))
         response.tokens.append(token)
         response.logprobs.append(float(logprobs[token]))
-        if token in wish.end_token_ids or (wish.stops is not None and wish.stops(response.tokens)):
+
+        stops = parameters.stops
+        if token in parameters.end_token_ids or (stops is not None and stops(response.tokens)):
             response.finish_reason = "stop"
-        elif len(response.tokens) == wish.max_tokens:
+        elif len(response.tokens) == parameters.max_tokens:
             response.finish_reason = "length"
         if response.finish_reason is not None:
             response.cache = None
             return
-        self._go_on(response, token)
+        self._append(response, token)
 
-    def _go_on(self, response: Response, token: int) -> None:
+    def _append(self, response: Response, token: int) -> None:
         response.cache, response.scores = self._forward([token], response.cache)
-        response.routes.append(self._recorder.take())
+        response.routes.append(self._recorder.pop_routes())
 
     @torch.inference_mode()
     def _forward(self, tokens: Sequence[int], cache: Any) -> tuple[Any, torch.Tensor]:
-        """Keys and values after `tokens`, and the scores of the next one on the host, whose
-        generators all devices share.
+        """Returns keys and values after `tokens`, and the scores of the next one.
+
+        Scores are on the host, whose generators all devices share.
         """
         ids = torch.tensor([list(tokens)], dtype=torch.int64, device=self._device)
         output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -137,39 +150,43 @@ class Decoder:
 
 
 class RouteRecorder:
-    """Takes the experts that a mixture's routers choose in a forward pass, by hooks.
+    """Records the experts that a mixture's routers choose in a forward pass, by hooks.
 
-    num_routers: how many layers have one that says what it chooses.
+    num_routers: number of layers whose router returns its choice.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        routers = [
-            module for module in model.modules() if type(module).__name__.endswith("TopKRouter")
-        ]
+        modules = list(model.modules())
+        routers = [module for module in modules if type(module).__name__.endswith("TopKRouter")]
         self.num_routers = len(routers)
         self._chosen: list[torch.Tensor] = []
         for router in routers:
-            router.register_forward_hook(self._note)
+            router.register_forward_hook(self._record)
 
-    def take(self) -> npt.NDArray[np.uint16]:
-        """The routes of the pass since the last call, uint16 [tokens, layers, experts per token];
-        [0, 0, 0] of a dense model.
+    def pop_routes(self) -> npt.NDArray[np.uint16]:
+        """Returns the routes of the pass since the last call.
+
+        They are uint16 [tokens, layers, experts per token]; [0, 0, 0] for a dense model.
         """
-        chosen, self._chosen = self._chosen, []
-        return torch.stack(chosen, 1).cpu().numpy().astype(np.uint16) if chosen else NO_ROUTES
+        chosen = self._chosen
+        self._chosen = []
+        if not chosen:
+            return NO_ROUTES
+        return torch.stack(chosen, 1).cpu().numpy().astype(np.uint16)
 
-    def _note(self, router: torch.nn.Module, given: Any, output: Any) -> None:
-        """output: with the indices of the experts, [tokens, experts per token], behind scores and
-        weights.
+    def _record(self, router: torch.nn.Module, inputs: Any, output: Any) -> None:
+        """Keeps the last item of a router's output.
+
+        It holds the indices of the experts, [tokens, experts per token].
         """
         self._chosen.append(output[-1])
 
 
 def nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Log-probs [vocabulary] of the fewest likeliest tokens with together at least top_p,
-    renormalised; -inf elsewhere.
+    """Returns log-probs [vocabulary] of the nucleus, renormalised; -inf elsewhere.
 
-    Holtzman et al. 2020 (arXiv 1904.09751).
+    The nucleus is the smallest set of likeliest tokens with together at least top_p (Holtzman et
+    al. 2020, arXiv 1904.09751).
     """
     if top_p >= 1.0:
         return logprobs
@@ -181,14 +198,14 @@ def nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 class Busy(Exception):
-    """Work that needs all responses to be complete was asked for while some are in flight."""
+    """Work that needs all responses to be complete came while some are in flight."""
 
 
 @dataclass(eq=False)
 class _Request:
     prompt: Sequence[int]
     seeds: Sequence[int]
-    wish: Wish
+    parameters: DecodingParameters
     future: Future[list[Response]]
     responses: list[Response] = field(default_factory=list)
 
@@ -205,7 +222,10 @@ class _Call:
 
 
 class Scheduler:
-    """max_num_seqs: responses in flight; requests beyond wait in order. Close it."""
+    """Lets the decoder generate for many requests in turn. Close it.
+
+    `max_num_seqs`: responses in flight; requests beyond wait in order.
+    """
 
     def __init__(self, decoder: Decoder, max_num_seqs: int) -> None:
         self._decoder = decoder
@@ -221,26 +241,29 @@ class Scheduler:
         return self._thread.is_alive()
 
     def generate(
-        self, prompt: Sequence[int], seeds: Sequence[int], wish: Wish
+        self, prompt: Sequence[int], seeds: Sequence[int], parameters: DecodingParameters
     ) -> Future[list[Response]]:
-        """One response per seed. Cancelling the future ends them."""
-        request = _Request(prompt, seeds, wish, Future())
+        """Returns one response per seed. Cancelling the future ends them."""
+        request = _Request(prompt, seeds, parameters, Future())
         self._inbox.put(request)
         return request.future
 
     def call(self, function: Callable[[], T], *, alone: bool = False) -> Future[T]:
-        """The result of `function` on the model's thread, between two tokens. alone: Busy while
-        responses are in flight.
+        """Returns the result of `function`, which runs on the model's thread between two tokens.
+
+        `alone`: raises Busy while responses are in flight.
         """
         call = _Call(function, alone, Future())
         self._inbox.put(call)
         return call.future
 
-    def hand_on(self) -> None:
-        """End all responses as they stand. On the model's thread, by `call`."""
+    def cut_responses(self) -> None:
+        """Ends all responses as they stand. Call it on the model's thread, by `call`."""
         for request in (*self._running, *self._waiting):
             if not request.responses:
-                request.responses = [self._decoder.unbegun(request.wish) for _ in request.seeds]
+                request.responses = [
+                    self._decoder.unbegun(request.parameters) for _ in request.seeds
+                ]
             for response in request.open:
                 response.finish_reason = "cut"
             if not request.future.done():
@@ -251,32 +274,33 @@ class Scheduler:
 
     def _work(self) -> None:
         while True:
-            for asked in self._asked():
-                if asked is None:
+            for message in self._messages():
+                if message is None:
                     return
-                if isinstance(asked, _Request):
-                    self._waiting.append(asked)
+                if isinstance(message, _Request):
+                    self._waiting.append(message)
                 else:
-                    self._do(asked)
+                    self._do(message)
             self._admit()
             for request in self._running:
                 self._step(request)
             self._running = [request for request in self._running if not request.future.done()]
 
-    def _asked(self) -> list[_Request | _Call | None]:
-        """Take what has come in; waits for something where there is nothing else to do."""
-        asked = [] if self._running or self._waiting else [self._inbox.get()]
+    def _messages(self) -> list[_Request | _Call | None]:
+        """Returns what has come in; waits for something if there is nothing else to do."""
+        received: list[_Request | _Call | None] = []
+        if not self._running and not self._waiting:
+            received.append(self._inbox.get())
         while not self._inbox.empty():
-            asked.append(self._inbox.get())
-        return asked
+            received.append(self._inbox.get())
+        return received
 
     def _do(self, call: _Call) -> None:
         if not call.future.set_running_or_notify_cancel():
             return
         try:
-            if call.alone and any(
-                not request.future.done() for request in (*self._running, *self._waiting)
-            ):
+            requests = (*self._running, *self._waiting)
+            if call.alone and any(not request.future.done() for request in requests):
                 raise Busy("responses are in flight")
             call.future.set_result(call.function())
         except Exception as error:
@@ -293,13 +317,14 @@ class Scheduler:
             try:
                 prefilled = self._decoder.prefill(request.prompt)
                 request.responses = [
-                    self._decoder.begin(prefilled, seed, request.wish) for seed in request.seeds
+                    self._decoder.begin(prefilled, seed, request.parameters)
+                    for seed in request.seeds
                 ]
             except Exception as error:
                 _end(request.future, error=error)
 
     def _step(self, request: _Request) -> None:
-        """A token for each of its responses, unless whoever asked has gone."""
+        """Samples a token for each response of a request, unless the request was cancelled."""
         try:
             for response in request.open:
                 if request.future.done():
@@ -313,7 +338,7 @@ class Scheduler:
 
 
 def _end(future: Future[Any], *, result: Any = None, error: Exception | None = None) -> None:
-    """Settle a future that may be cancelled at any moment."""
+    """Settles a future that may be cancelled at any moment."""
     if not future.set_running_or_notify_cancel():
         return
     if error is None:

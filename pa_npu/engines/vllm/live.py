@@ -1,9 +1,9 @@
-"""The memory that vLLM's modules compute with, and which HF tensors it is made of. Imports torch only.
+"""Finds the memory that vLLM's modules compute with, and the HF tensors that it is made of.
 
-vLLM fuses projections (`packed_modules_mapping` of its model classes) and stacks experts. On CPU it
-packs matrices for their kernels and keeps them where no parameter shows them; there a matrix is
-read back through the kernel, as its product with the unit matrix, in which every sum has one term
-and is exact.
+Imports torch only. vLLM fuses projections (`packed_modules_mapping` of its model classes) and
+stacks experts. On CPU it packs matrices for their kernels and keeps them where no parameter shows
+them. Such a matrix is read back through the kernel, as its product with the unit matrix: every sum
+has one term and is exact.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ _ROWS = 512
 
 
 def live_tensors(model: torch.nn.Module, names: Sequence[str]) -> Iterator[LiveTensor]:
-    """Yields the memory that is made of the HF tensors `names`; those whose place is not known are
-    left out.
-    """
+    """Yields the memory that is made of the HF tensors `names`, where its place is known."""
     parameters = dict(model.named_parameters())
     sources = _sources(model, parameters, names)
     for parameter_name, tensors in sources.items():
@@ -48,11 +46,9 @@ def _sources(
     model: Any, parameters: Iterable[str], names: Sequence[str]
 ) -> dict[str, tuple[str, ...]]:
     """Returns by parameter the HF names that it is made of, in their order."""
-    fused = {
-        part: whole
-        for whole, parts in getattr(model, "packed_modules_mapping", {}).items()
-        for part in parts
-    }
+    fused: dict[str, str] = {}
+    for whole, parts in getattr(model, "packed_modules_mapping", {}).items():
+        fused |= dict.fromkeys(parts, whole)
     known = set(parameters)
     sources: dict[str, tuple[str, ...]] = {}
     for name in names:
@@ -77,19 +73,21 @@ def _place(name: str, parameters: set[str], fused: dict[str, str]) -> str | None
     if expert is None:
         return None
     experts, projection = expert.groups()
-    # releases differ in whether the stacked experts are a module of their own inside `experts`
+    # Releases differ in whether the stacked experts are a module of their own inside `experts`.
+    suffix = _STACKED[projection]
     stacked = [
-        other
-        for other in parameters
-        if other.startswith(experts) and other.endswith(_STACKED[projection])
+        parameter
+        for parameter in parameters
+        if parameter.startswith(experts) and parameter.endswith(suffix)
     ]
     return stacked[0] if len(stacked) == 1 else None
 
 
 @torch.no_grad()
 def _packed(module: Any, weight: torch.Tensor) -> torch.Tensor | None:
-    """Returns the matrix that a packed kernel of a CPU has, [outputs, inputs]; None where the
-    parameter itself is computed with.
+    """Returns the matrix that a packed kernel of a CPU has, [outputs, inputs].
+
+    Returns None if the module computes with the parameter itself.
     """
     multiply = getattr(module, "cpu_linear", None)
     if multiply is None or multiply is torch.nn.functional.linear:

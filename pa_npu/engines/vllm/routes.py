@@ -1,9 +1,10 @@
-"""The experts that a mixture's routers choose inside a vLLM worker, kept by the slots of the KV cache. Imports torch only.
+"""Records the experts that a mixture's routers choose inside a vLLM worker. Imports torch only.
 
-A token's routes lie where its key and value lie, so that they are those of the pass that computed
-them: a cached prefix has the routes of the request that it was computed for, a request that was
-preempted those of its second computation. What a request had is copied when it ends, before a step
-can overwrite its slots; of one that a step leaves out, which may have been preempted, at once.
+A token's routes are kept at the slot of the KV cache that has its key and value. So they are those
+of the pass that computed these: a cached prefix has the routes of the request that computed it, and
+a preempted request those of its second computation. The routes of a request are copied when it
+ends, before a step can overwrite its slots. Those of a request that a step leaves out, which may
+have been preempted, are copied at once.
 
 Releases with Model Runner V2 record routes themselves (--enable-return-routed-experts), and answer
 with them.
@@ -23,30 +24,36 @@ _NONE = -1  # 65535 of 16 bits
 
 
 def records_routes(worker: Any) -> bool:
-    """Whether this engine says which experts tokens took: it does so itself, or its routers can be,
-    and then are, watched.
+    """Returns whether this engine can report which experts tokens took.
+
+    It records them itself, or its routers can be watched; this starts watching them.
     """
     settings = getattr(worker, "vllm_config", None)
-    own = getattr(settings, "aux_output_config", None) or getattr(settings, "model_config", None)
-    if getattr(own, "enable_return_routed_experts", False):
+    output_config = getattr(settings, "aux_output_config", None) or getattr(
+        settings, "model_config", None
+    )
+    if getattr(output_config, "enable_return_routed_experts", False):
         return True
     return recorder_of(worker) is not None
 
 
-def recorder_of(worker: Any) -> RouteRecorder | None:
-    """The worker's, made at the first call; None where routers cannot be watched: in captured
-    graphs, and in other runners.
+def recorder_of(worker: Any) -> VllmRouteRecorder | None:
+    """Returns the worker's recorder, made at the first call.
+
+    Returns None if routers cannot be watched: in captured graphs, and in other runners.
     """
     runner = worker.model_runner
     if not hasattr(runner, "_pa_routes"):
         model = getattr(runner, "model", None)
-        routers = {} if model is None else {id(one): one for one in _routers(model)}
+        routers: list[Any] = []
+        if model is not None:
+            routers = list({id(router): router for router in _routers(model)}.values())
         groups = getattr(getattr(runner, "kv_cache_config", None), "kv_cache_groups", ())
-        watched = routers and len(groups) == 1 and worker.model_config.enforce_eager
+        watched = bool(routers) and len(groups) == 1 and worker.model_config.enforce_eager
         watched = watched and all(hasattr(runner, name) for name in ("requests", "input_batch"))
-        runner._pa_routes = RouteRecorder(runner, list(routers.values())) if watched else None
-    found: RouteRecorder | None = runner._pa_routes
-    return found
+        runner._pa_routes = VllmRouteRecorder(runner, routers) if watched else None
+    recorder: VllmRouteRecorder | None = runner._pa_routes
+    return recorder
 
 
 def _routers(model: torch.nn.Module) -> Iterator[Any]:
@@ -56,10 +63,10 @@ def _routers(model: torch.nn.Module) -> Iterator[Any]:
             yield router
 
 
-class RouteRecorder:
+class VllmRouteRecorder:
     """Watches the steps of `runner`, vLLM's first model runner.
 
-    Its methods are called between steps.
+    Call its methods between steps.
     """
 
     def __init__(self, runner: Any, routers: list[Any]) -> None:
@@ -69,7 +76,7 @@ class RouteRecorder:
         self._block_size = int(cache.kv_cache_groups[0].kv_cache_spec.block_size)
         self._num_slots = int(cache.num_blocks) * self._block_size
         self._slots: torch.Tensor | None = None  # int16 [slots, layers, experts per token]
-        self._rows: dict[int, torch.Tensor] = {}  # of the step, by layer
+        self._rows: dict[int, torch.Tensor] = {}  # experts of the step's tokens, by layer
         self._ends: dict[str, int] = {}  # tokens that each request in the runner has computed
         self._aside: dict[str, torch.Tensor] = {}  # of requests that a step left out
         self._ended: dict[str, torch.Tensor] = {}
@@ -88,25 +95,33 @@ class RouteRecorder:
         runner.execute_model = execute_and_note
 
     def forget(self) -> None:
-        """Forget the requests that nobody has asked about: nothing is in flight."""
+        """Forgets the requests that nobody has asked about; nothing is in flight."""
         self._ended.clear()
 
-    def take(self, request: str, n: int, given: int) -> dict[str, Any]:
-        """The routes of the n responses of an API request that has ended, and once those of the
-        tokens that it was given.
+    def pop_routes(self, request: str, n: int, num_given: int) -> dict[str, Any]:
+        """Returns the routes of the n responses of an API request that has ended.
 
-        request: the answer's id. Each is base64 of 16-bit ids [tokens, layers, experts per token];
-        nothing of what is unknown.
+        "given" has those of the tokens that the request gave, once; "own" those of each response.
+        Each is base64 of 16-bit ids [tokens, layers, experts per token], empty if unknown.
+
+        Args:
+            request: the answer's id.
+            n: number of responses.
+            num_given: tokens of the prompt and of the beginning of the response.
         """
         responses = [
-            self._take(f"{request}-0" if n == 1 else f"{number}_{request}-0") for number in range(n)
+            self._pop(f"{request}-0" if n == 1 else f"{number}_{request}-0") for number in range(n)
         ]
-        prompt = max((rows[:given] for rows in responses), key=len)
-        return {"given": _text(prompt), "own": [_text(rows[given:]) for rows in responses]}
+        prompt = max((rows[:num_given] for rows in responses), key=len)
+        return {"given": _text(prompt), "own": [_text(rows[num_given:]) for rows in responses]}
 
-    def _take(self, prefix: str) -> torch.Tensor:
-        """prefix: of the engine's own name for the request, which ends in random characters."""
-        name = next((one for one in (*self._ended, *self._ends) if one.startswith(prefix)), None)
+    def _pop(self, prefix: str) -> torch.Tensor:
+        """Returns the routes of a request, and forgets them if it has ended.
+
+        `prefix`: of the engine's own name for the request, which ends in random characters.
+        """
+        names = (*self._ended, *self._ends)
+        name = next((name for name in names if name.startswith(prefix)), None)
         if name is None:
             return torch.empty(0, dtype=torch.int16)
         return self._ended.pop(name) if name in self._ended else self._held(name)
@@ -114,8 +129,8 @@ class RouteRecorder:
     def _before(self, scheduled: Any) -> None:
         for name in scheduled.finished_req_ids:
             state = self._runner.requests.get(name)
-            asked = getattr(getattr(state, "sampling_params", None), "extra_args", None)
-            if name in self._ends and asked and asked.get(ASKED):
+            extra_args = getattr(getattr(state, "sampling_params", None), "extra_args", None)
+            if name in self._ends and extra_args and extra_args.get(ASKED):
                 self._ended[name] = self._held(name)
             self._ends.pop(name, None)
             self._aside.pop(name, None)
@@ -157,7 +172,7 @@ class RouteRecorder:
             self._slots[torch.tensor(slots)] = _NONE
 
     def _held(self, name: str) -> torch.Tensor:
-        """The routes of all tokens that a request in the runner has computed."""
+        """Returns the routes of all tokens that a request in the runner has computed."""
         if name in self._aside:
             return self._aside[name]
         if self._slots is None:
@@ -165,7 +180,8 @@ class RouteRecorder:
         return self._slots[torch.tensor(self._slots_of(name, 0, self._ends[name]))]
 
     def _slots_of(self, name: str, first: int, last: int) -> list[int]:
-        blocks, size = self._runner.requests[name].block_ids[0], self._block_size
+        blocks = self._runner.requests[name].block_ids[0]
+        size = self._block_size
         return [blocks[place // size] * size + place % size for place in range(first, last)]
 
 

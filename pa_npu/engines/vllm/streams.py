@@ -1,10 +1,12 @@
-"""A request's random stream from any place on, inside a vLLM worker, so that a response can be continued elsewhere.
+"""Moves a request's random stream on inside a vLLM worker, so that it continues another's response.
 
 vLLM makes a request's generator from its seed when the request enters the runner, and every sampled
 token draws from it. A request that continues a response carries the number of tokens already drawn
-(`vllm_xargs`), and its generator skips as many draws as it enters. How far a draw moves a generator
-is asked of the engine's own sampler once, so that it need not be known: on devices an offset, on
-CPU one integer (`fused_gumbel_argmax`) or a row of exponentials as long as the vocabulary.
+(`vllm_xargs`), and its generator skips as many draws as it enters.
+
+The engine's own sampler is tried once to find how far a draw moves a generator: on devices by an
+offset, on CPU by one integer (`fused_gumbel_argmax`) or by a row of exponentials as long as the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ import torch
 logger = logging.getLogger(__name__)
 
 DRAWN = "drawn"
-"""The name under which a request says how many tokens of its stream were drawn before."""
+"""The name under which a request gives the number of tokens of its stream that were drawn before."""
 
 Skip = Callable[[torch.Generator, int], None]
 
 
 def follow_streams(worker: Any) -> bool:
-    """Let every request begin where it says its stream is; false where this engine's sampler draws
-    in an unknown way.
+    """Lets every request begin where its stream has to.
+
+    Returns False if this engine's sampler draws in an unknown way.
     """
     runner = worker.model_runner
     if hasattr(runner, "_pa_follows"):
@@ -39,10 +42,12 @@ def follow_streams(worker: Any) -> bool:
     def update_and_skip(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
         result = update(scheduled, *args, **kwargs)
         for new in scheduled.scheduled_new_reqs:
-            asked = new.sampling_params.extra_args if new.sampling_params is not None else None
+            extra_args = None
+            if new.sampling_params is not None:
+                extra_args = new.sampling_params.extra_args
             generator = runner.requests[new.req_id].generator
-            if asked and asked.get(DRAWN) and generator is not None:
-                skip(generator, int(asked[DRAWN]))
+            if extra_args and extra_args.get(DRAWN) and generator is not None:
+                skip(generator, int(extra_args[DRAWN]))
         return result
 
     runner._update_states = update_and_skip
@@ -50,23 +55,21 @@ def follow_streams(worker: Any) -> bool:
 
 
 def _skip_of(worker: Any) -> Skip | None:
-    """How to skip draws of the worker's sampler; None where that cannot be found out."""
-    runner, device = worker.model_runner, torch.device(worker.device)
+    """Returns a function that skips draws of the worker's sampler; None if that is unknown."""
+    runner = worker.model_runner
+    device = torch.device(worker.device)
     sampler = getattr(getattr(runner, "sampler", None), "topk_topp_sampler", None)
     if sampler is None or not hasattr(runner, "_update_states"):
         return None
     vocabulary = int(worker.model_config.get_vocab_size())
-    drawn, fresh = (torch.Generator(device=device).manual_seed(1) for _ in range(2))
+    drawn = torch.Generator(device=device).manual_seed(1)
+    fresh = torch.Generator(device=device).manual_seed(1)
     try:
         sampler(torch.zeros(1, vocabulary, device=device), {0: drawn}, None, None)
         if device.type != "cpu":
             return _by_offset(drawn.get_offset() - fresh.get_offset())
-    except (
-        AttributeError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:  # another signature, kernel or generator
+    # The sampler of another release has another signature, kernel or generator.
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
         logger.warning(
             "responses cannot be continued elsewhere: this engine's sampler does not draw from one "
             "row of logits on %s (%s: %s)",
@@ -75,11 +78,14 @@ def _skip_of(worker: Any) -> Skip | None:
             error,
         )
         return None
-    known: tuple[Callable[[torch.Generator], object], ...] = (
-        lambda generator: torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long),
-        lambda generator: torch.empty(vocabulary).exponential_(generator=generator),
-    )
-    for draw in known:
+
+    def draw_integer(generator: torch.Generator) -> object:
+        return torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long)
+
+    def draw_exponentials(generator: torch.Generator) -> object:
+        return torch.empty(vocabulary).exponential_(generator=generator)
+
+    for draw in (draw_integer, draw_exponentials):
         generator = torch.Generator().manual_seed(1)
         draw(generator)
         if torch.equal(generator.get_state(), drawn.get_state()):

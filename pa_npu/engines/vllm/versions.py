@@ -1,13 +1,14 @@
-"""Versions of the supported engine, their needs and differences: one table, and the row of the engine that is installed.
+"""Versions of vLLM that are supported: one table of their needs and differences.
 
-All of them have, read in the sources of vLLM 0.20, 0.23 and 0.32: --middleware, --logprobs-mode
-processed_logprobs, --generation-config, --worker-extension-cls, --[no-]enable-prefix-caching,
---enforce-eager; with VLLM_SERVER_DEV_MODE=1 /collective_rpc and /reset_prefix_cache; token ids in
-and out of /v1/completions (`return_token_ids`), so that /inference/v1/generate, which is behind
---enable-scale-out since 0.32, is not needed; and the layerwise reload that
-pa_npu.engines.vllm.worker loads new weights with. Their own weight transfer changed in 0.23 and
-0.28 and is not used. Asynchronous scheduling may stay as each decides: a publish comes when no
-request is in flight.
+In the sources of vLLM 0.20, 0.23 and 0.32 all of them have: --middleware, --logprobs-mode
+processed_logprobs, --generation-config, --worker-extension-cls, --[no-]enable-prefix-caching and
+--enforce-eager; with VLLM_SERVER_DEV_MODE=1 /collective_rpc and /reset_prefix_cache; and the
+layerwise reload by which pa_npu.engines.vllm.worker loads new weights.
+
+Token ids go in and out of /v1/completions (`return_token_ids`), so that /inference/v1/generate,
+which is behind --enable-scale-out since 0.32, is not needed. vLLM's own weight transfer changed in
+0.23 and 0.28 and is not used. Asynchronous scheduling may stay as each release decides: a publish
+comes when no request is in flight.
 """
 
 from __future__ import annotations
@@ -27,14 +28,20 @@ from pa_npu.platform.vendor_tools import cann_version
 
 @dataclass(frozen=True)
 class EngineVersion:
-    """A row. Releases from `lowest` on and below `below` (None: all later ones) of `distribution`.
+    """A row of the table: releases of `distribution` from `lowest` on and below `below`.
 
-    env: what exact training needs; the user's own environment wins. batch_invariant_env: what makes
-    results independent of the batch. batch_invariant_dtypes: where they can be. graph_args: what
-    captures graphs in the way that suits training, also when rollout.graph_mode is not set. cann:
-    the release that its torch_npu is built
-    for. routes_args: what makes it answer with the experts of tokens; on CPU the worker's extension
-    records them instead. source: what all this is known from.
+    name: of the row, in messages.
+    device: that it is for.
+    below: None: all later ones.
+    source: the evidence for this row.
+    env: variables of exact training; the user's own environment wins.
+    batch_invariant_env: variables that make results independent of the batch.
+    batch_invariant_dtypes: for which they can be.
+    graph_args: capture graphs in the way that suits training, also if rollout.graph_mode is not
+        set.
+    cann: the release that its torch_npu is built for.
+    routes_args: make it answer with the experts of tokens; on CPU the worker's extension records
+        them instead.
     """
 
     name: str
@@ -61,9 +68,9 @@ class EngineVersion:
 # Weights in the NZ format (fractal blocks) cannot be loaded in place.
 _NZ_OFF = {"VLLM_ASCEND_ENABLE_NZ": "0"}
 _BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
-# One graph per number of sequences in a decode step, which is where eager dispatch costs most;
-# prompts are computed eagerly. Weights are updated in the memory that the graphs read.
 _ROUTES = ("--enable-return-routed-experts",)
+# One graph per number of sequences in a decode step, where eager dispatch costs most. Prompts are
+# computed eagerly. Weights are updated in the memory that the graphs read.
 _DECODE_GRAPHS = ("--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}')
 
 VERSIONS = (
@@ -115,30 +122,29 @@ VERSIONS = (
 
 
 def engine_version(config: Config) -> EngineVersion:
-    """The row of the engine in the engines' interpreter.
+    """Returns the row of the engine in the engines' interpreter.
 
-    Raises UserError when there is none, or not for run.device.
+    Raises UserError if there is none, or none for run.device.
     """
     python = config.rollout.python
     return select(installed(python), config.run.device, python or sys.executable)
 
 
-def select(found: Mapping[str, str], device: str, python: str) -> EngineVersion:
-    """The row for these distributions and versions.
+def select(found_versions: Mapping[str, str], device: str, python: str) -> EngineVersion:
+    """Returns the row for these distributions and versions.
 
     Raises UserError that names what is supported.
     """
     rows = [row for row in VERSIONS if device in ("auto", row.device)]
     for row in rows:
-        if row.matches(found):
+        if row.matches(found_versions):
             return row
-    names = ", ".join(f"{name} {version}" for name, version in sorted(found.items())) or "no vllm"
+    versions = [f"{name} {version}" for name, version in sorted(found_versions.items())]
+    names = ", ".join(versions) or "no vllm"
     wanted = " or ".join(row.name for row in rows)
-    remedy = (
-        "run launch/install_cpu.sh, or name another interpreter"
-        if device == "cpu"
-        else "name another interpreter"
-    )
+    remedy = "name another interpreter"
+    if device == "cpu":
+        remedy = f"run launch/install_cpu.sh, or {remedy}"
     raise UserError(
         f"rollout.python: {python} has {names}, but engines on {device} are {wanted}; install "
         f"that, {remedy}"
@@ -149,7 +155,10 @@ _DISTRIBUTIONS = tuple(dict.fromkeys(["vllm", *(row.distribution for row in VERS
 
 
 def installed(python: str | None) -> dict[str, str]:
-    """Versions of vLLM's distributions in an interpreter (None: this one). Raises ConfigError."""
+    """Returns versions of vLLM's distributions in an interpreter (None: this one).
+
+    Raises ConfigError.
+    """
     return distributions(python, _DISTRIBUTIONS)
 
 
@@ -159,11 +168,10 @@ def _release(version: str) -> tuple[int, int] | None:
 
 
 def graph_arguments(config: Config, version: EngineVersion) -> tuple[str, ...]:
-    """How the engine computes a step: eagerly, or in graphs. The user's own arguments come later
-    and win.
+    """Returns the arguments that make the engine compute steps eagerly, or in graphs.
 
-    Not both full graphs and batch invariance unless asked for: on Ascend that pair is untested by
-    its makers.
+    The user's own arguments come later and win. Full graphs and batch invariance go together only
+    on request: on Ascend that pair is untested by its makers.
     """
     wanted = config.rollout.graph_mode
     if wanted is None:
@@ -172,7 +180,7 @@ def graph_arguments(config: Config, version: EngineVersion) -> tuple[str, ...]:
 
 
 def environment(config: Config, version: EngineVersion) -> dict[str, str]:
-    """The variables this engine needs for the configuration, on top of the inherited ones.
+    """Returns the variables this engine needs for the configuration, beyond the inherited ones.
 
     Raises ConfigError.
     """
@@ -189,18 +197,19 @@ def environment(config: Config, version: EngineVersion) -> dict[str, str]:
     return env
 
 
-# Faults of an Ascend installation that no version shows, each found before vLLM is started and told
+# Faults of an Ascend installation that no version shows. Each is found before vLLM starts, and named
 # in one line.
 
 _ASKED = ("torch_npu", "triton", "triton-ascend")
-# HCCL's root information of many ranks, sent in a form that only releases from 2.7.1.post11 on
-# know, and 2.10.0.post4 not
+# Lets HCCL send the root information of many ranks in a form that only releases from 2.7.1.post11
+# on know; 2.10.0.post4 does not.
 _RANKS_PER_ROOT = "TORCH_HCCL_RANKS_PER_ROOT"
 
 
 def installation_problem(version: EngineVersion, python: str | None) -> str | None:
-    """Name what would fail engines of this row, or their publish groups with the trainers here;
-    None off Ascend. python: theirs.
+    """Returns what would fail engines of this row, or their publish groups with the trainers here.
+
+    Returns None off Ascend. `python`: the engines' interpreter.
     """
     if version.cann is None:
         return None
@@ -214,26 +223,33 @@ def installation_problem(version: EngineVersion, python: str | None) -> str | No
     )
 
 
-def _cann(version: EngineVersion, found: str | None) -> str | None:
-    """Both ends of a publish need the same CANN. found: the trainers' release, such as 9.1.0; None
-    where it is unknown.
+def _cann(version: EngineVersion, trainers_release: str | None) -> str | None:
+    """Returns a difference in CANN between both ends of a publish; None if there is none.
+
+    `trainers_release`: such as 9.1.0; None if unknown.
     """
-    if version.cann is None or not found or int(found.partition(".")[0]) == version.cann[0]:
+    if (
+        version.cann is None
+        or not trainers_release
+        or int(trainers_release.partition(".")[0]) == version.cann[0]
+    ):
         return None
     wanted = ".".join(map(str, version.cann))
     return (
-        f"{version.name} is built for CANN {wanted}, and the trainers have {found}: both ends of a "
-        f"publish need the same; install an engine for CANN {found.partition('.')[0]}, or CANN "
+        f"{version.name} is built for CANN {wanted}, and the trainers have {trainers_release}: both ends of a "
+        f"publish need the same; install an engine for CANN {trainers_release.partition('.')[0]}, or CANN "
         f"{wanted} with trainers for it"
     )
 
 
-def _triton(found: Mapping[str, str]) -> str | None:
-    if "triton" not in found:
+def _triton(versions: Mapping[str, str]) -> str | None:
+    if "triton" not in versions:
         return None
-    other = f" beside triton-ascend {found['triton-ascend']}" if "triton-ascend" in found else ""
+    beside = ""
+    if "triton-ascend" in versions:
+        beside = f" beside triton-ascend {versions['triton-ascend']}"
     return (
-        f"triton {found['triton']} is installed{other}; both lie in one folder, and vllm-ascend "
+        f"triton {versions['triton']} is installed{beside}; both lie in one folder, and vllm-ascend "
         "needs the latter's files: pip uninstall triton triton-ascend, then install triton-ascend "
         "(launch/install_npu.sh does)"
     )
@@ -250,8 +266,9 @@ def _libatb() -> str | None:
 
 
 def _root_information(ours: str | None, theirs: str | None) -> str | None:
-    """Name the ends of a publish group that would not understand each other, where the user has set
-    the variable.
+    """Returns the ends of a publish group that would not understand each other.
+
+    That can only be where the user has set the variable.
     """
     if not os.environ.get(_RANKS_PER_ROOT) or ours == theirs:
         return None

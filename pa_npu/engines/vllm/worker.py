@@ -1,15 +1,14 @@
-"""A worker extension for collective_rpc: an engine's part in training, inside vLLM. Imports torch and vllm only.
+"""The worker extension of vLLM engines: their part in training. Imports torch and vllm only.
 
     VLLM_SERVER_DEV_MODE=1 vllm serve ... --worker-extension-cls
     pa_npu.engines.vllm.worker.WorkerExtension
 
-Its calls are those of pa_npu.engines.weight_calls, and pa_routes: which experts the tokens of an
-answered request took, on the first worker.
+Its calls, by collective_rpc, are those of pa_npu.engines.weight_calls, and pa_routes: the experts
+that the tokens of an answered request took, on the first worker.
 
-Call them without collective_rpc's own `timeout`: once one fires, vLLM hands every later reply to
-the wrong caller. The deadline is `timeout_s` of pa_connect and the client's own. The prefix cache,
-which still holds keys and values of the old weights after a load, is not the workers': the server's
-guard resets it.
+Call them without collective_rpc's own `timeout`: once one fires, vLLM gives every later reply to
+the wrong caller. The deadlines are `timeout_s` of pa_connect and the client's own. The server's
+guard resets the prefix cache, which still holds keys and values of the old weights after a load.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ class WorkerExtension(WeightCalls):
         return worker.model_config.hf_config.get_text_config(), str(worker.model_config.model)
 
     def pa_connect(self, groups: dict[str, Any]) -> dict[str, Any]:
-        take_logprobs_mode(self)
+        apply_logprobs_mode(self)
         follow_streams(self)
         undo_waking(self)
         return super().pa_connect(groups)
 
-    def _pa_take(
+    def _pa_load_weights(
         self, version: int, weights: Iterator[tuple[str, torch.Tensor]], kept: bool
     ) -> list[str]:
         with _reloading(self) as model:
@@ -65,8 +64,11 @@ class WorkerExtension(WeightCalls):
         return model.modules()
 
     def pa_version(self) -> dict[str, Any]:
-        """continues: requests begin at any place of their random streams. sleeps: it was started
-        with --enable-sleep-mode. routes: the engine says which experts tokens took."""
+        """Returns the weight version and the worker's abilities.
+
+        continues: requests can begin at any place of their random streams. sleeps: it was started
+        with --enable-sleep-mode. routes: the engine reports which experts tokens took.
+        """
         worker: Any = self
         return super().pa_version() | {
             "continues": follow_streams(self),
@@ -75,20 +77,22 @@ class WorkerExtension(WeightCalls):
         }
 
     def pa_routes(self, request: str, n: int, given: int) -> dict[str, Any]:
-        """RouteRecorder.take; {} where the engine records routes by itself, and on all workers but
-        the first, which are alike.
+        """Returns the routes of a request (VllmRouteRecorder.pop_routes).
+
+        Returns {} if the engine records routes by itself. Also on all workers but the first, which
+        has the same.
         """
         recorder = routes.recorder_of(self) if self.rank == 0 else None
-        return {} if recorder is None else recorder.take(request, n, given)
+        return {} if recorder is None else recorder.pop_routes(request, n, given)
 
 
 def with_tied_head(
     weights: Iterator[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The embedding a second time, as the LM head.
+    """Yields the embedding a second time, as the LM head.
 
-    vLLM's layerwise reload unties the two for its duration and would leave a tied head as it was,
-    which on CPU keeps a packed copy of the old weights: the engine would generate from new layers
+    vLLM's layerwise reload unties the two for its duration and would leave a tied head as it was.
+    On CPU that keeps a packed copy of the old weights: the engine would generate from new layers
     and an old head.
     """
     for name, tensor in weights:
@@ -97,12 +101,11 @@ def with_tied_head(
             yield HEAD, tensor
 
 
-def take_logprobs_mode(worker: Any) -> None:
-    """Let the sampler report what --logprobs-mode asked for.
+def apply_logprobs_mode(worker: Any) -> None:
+    """Lets the sampler report the log-probs that --logprobs-mode asks for.
 
-    vllm-ascend 0.23 to 0.25 builds its sampler without the mode, so that it would report raw
-    log-probs, which are those of another distribution than the sampled one unless the temperature
-    is 1.
+    vllm-ascend 0.23 to 0.25 builds its sampler without the mode, and would report raw log-probs.
+    These are of another distribution than the sampled one unless the temperature is 1.
     """
 
     mode = worker.model_config.logprobs_mode
@@ -114,12 +117,12 @@ def take_logprobs_mode(worker: Any) -> None:
 
 @contextmanager
 def _reloading(worker: Any) -> Iterator[Any]:
-    """The worker's model in a state in which load_weights takes HF tensors.
+    """Yields the worker's model in a state in which load_weights takes HF tensors.
 
-    vLLM packs weights for its kernels after loading (on CPU always), after which only its layerwise
-    reload can load again: it puts each layer back to its HF form, loads it once complete, packs it
-    anew and copies the result into the old memory. What is made meanwhile on torch's default device
-    is on the worker's. It is finished also on failure, else the engine would keep tensors without
+    vLLM packs weights for its kernels after loading (on CPU always). After that only its layerwise
+    reload can load again: it puts each layer back to its HF form, loads it, packs it anew once
+    complete, and copies the result into the old memory. Meanwhile torch's default device is the
+    worker's. The reload is also finished on failure, else the engine would keep tensors without
     memory.
     """
     from vllm.config import set_current_vllm_config
@@ -140,23 +143,23 @@ def _reloading(worker: Any) -> Iterator[Any]:
 
 
 def undo_waking(worker: Any) -> None:
-    """Give parameters the layout in which this was first called: a reload takes them as they were
-    then.
+    """Gives parameters the layout that they had at the first call: a reload needs it.
 
-    vllm-ascend transposes experts as a worker wakes (0.23), for weights that are loaded without a
+    vllm-ascend (0.23) transposes experts as a worker wakes, for weights that are loaded without a
     reload.
     """
     model = worker.model_runner.model
     layouts = {name: _layout(parameter) for name, parameter in model.named_parameters()}
     before = worker.__dict__.setdefault("_pa_layouts", layouts)
     for name, layout in layouts.items():
-        place, _, own = name.rpartition(".")
         parameter = model.get_parameter(name)
-        if parameter.dim() == 3 and layout != before.get(name) == _layout(
-            parameter.transpose(1, 2)
-        ):
+        if parameter.dim() != 3:
+            continue
+        is_transposed = layout != before.get(name) == _layout(parameter.transpose(1, 2))
+        if is_transposed:
             as_before = torch.nn.Parameter(parameter.data.transpose(1, 2), requires_grad=False)
-            setattr(model.get_submodule(place), own, as_before)
+            module_name, _, parameter_name = name.rpartition(".")
+            setattr(model.get_submodule(module_name), parameter_name, as_before)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
@@ -164,11 +167,11 @@ def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
 
 
 def pack_again(model: torch.nn.Module) -> None:
-    """Bring experts into the layout of their kernel.
+    """Brings experts into the layout of their kernel.
 
-    vLLM's CPU experts are packed for their kernel when it is made, and by a reload never again
-    (0.32): log-probs are off by 0.06 after one of equal weights, by 3 after one of new ones.
-    Kernels of devices are given their layout by the reload itself.
+    vLLM's CPU experts are packed for their kernel when it is made, and never again by a reload
+    (0.32). Log-probs are then off by 0.06 after a reload of equal weights, by 3 after one of new
+    ones. The reload itself gives kernels of devices their layout.
     """
     for experts, kernel in _cpu_experts(model):
         kernel.process_weights_after_loading(experts)

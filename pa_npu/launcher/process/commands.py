@@ -180,7 +180,7 @@ class NodeCommands:
                 *here, replace(self._store, attempt=role.attempt), role.index, self._node
             )
         elif role.kind == "engine" and role.index in self.ports:
-            spec = ModelSpec.of(self._config)
+            spec = ModelSpec.from_config(self._config)
             command = engine_command(
                 self._config, spec, *here[1:], role.index, self.ports[role.index], self._key()
             )

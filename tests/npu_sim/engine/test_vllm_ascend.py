@@ -195,7 +195,7 @@ def test_a_publish_after_sleep_is_what_was_sent_whatever_waking_does_to_experts(
 
 
 def test_its_sampler_says_log_probs_of_the_distribution_that_it_samples(worker: Any) -> None:
-    from pa_npu.engines.vllm.worker import take_logprobs_mode
+    from pa_npu.engines.vllm.worker import apply_logprobs_mode
 
     sampler = worker.model_runner.sampler
     assert type(sampler).__module__ == "vllm_ascend.sample.sampler"
@@ -230,6 +230,6 @@ def test_its_sampler_says_log_probs_of_the_distribution_that_it_samples(worker: 
     assert torch.allclose(found, raw.gather(1, tokens), atol=1e-5), (
         "negative control: without us they are raw"
     )
-    take_logprobs_mode(worker)
+    apply_logprobs_mode(worker)
     tokens, found = said()
     assert torch.allclose(found, scaled.gather(1, tokens), atol=1e-5)

@@ -20,7 +20,7 @@ from tests.helpers.models import OTHERS, make_model, make_other
 
 
 def read(model: Path, **sections: Any) -> ModelSpec:
-    return ModelSpec.of(model_config(model, trainer={"backend": "fsdp"}, **sections))
+    return ModelSpec.from_config(model_config(model, trainer={"backend": "fsdp"}, **sections))
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -37,7 +37,7 @@ def test_weights_have_the_names_shapes_and_values_that_transformers_writes(
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tensors = stored_tensors(model)
     for name, weight in wire_weights(model).items():
-        assert torch.equal(weight.of(tensors[weight.source]), written[name]), name
+        assert torch.equal(weight.view_of(tensors[weight.source]), written[name]), name
 
 
 def test_a_family_is_read_as_its_file_has_it_and_as_transformers_has_it_where_that_refuses(
@@ -57,7 +57,7 @@ def test_a_family_is_read_as_its_file_has_it_and_as_transformers_has_it_where_th
         own.definition.flops(own).per_token, rel=0.01
     )
     with pytest.raises(DataError, match="sliding-window attention"):
-        ModelSpec.of(model_config(model))
+        ModelSpec.from_config(model_config(model))
 
 
 @pytest.mark.parametrize(

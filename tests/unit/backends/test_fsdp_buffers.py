@@ -71,7 +71,7 @@ def test_routers_add_the_same_biases_in_trainer_engine_and_export(
     config = model_config(
         model, model={"dtype": "bf16"}, trainer={"backend": "fsdp"}, algorithm={"kl_coef": 0.1}
     )
-    spec, timeline = ModelSpec.of(config), Timeline(None, "")
+    spec, timeline = ModelSpec.from_config(config), Timeline(None, "")
     backend = backend_module("fsdp").create(
         config, spec, PLATFORM, dist.HashStore(), 0, 0, timeline
     )
@@ -83,7 +83,9 @@ def test_routers_add_the_same_biases_in_trainer_engine_and_export(
     assert source is not None
     assembler = Assembler(source.manifest)
     for bucket, buffer in zip(source.manifest.buckets, source.buckets(Deadline(60.0)), strict=True):
-        sent |= {name: tensor.clone() for name, tensor in assembler.take(bucket, buffer.clone())}
+        sent |= {
+            name: tensor.clone() for name, tensor in assembler.completed(bucket, buffer.clone())
+        }
     assert_equal({name: sent.pop(name) for name in biases}, biases)
     assert {tensor.dtype for tensor in sent.values()} == {torch.bfloat16}
 

@@ -33,7 +33,7 @@ def run_of(model: Path, **sections: dict[str, Any]) -> tuple[Config, ModelSpec]:
         "rollout": {"max_response_tokens": 64, "responses_per_prompt": 4},
     }
     config = model_config(model, trainer={"backend": "fsdp"}, **lengths, **sections)
-    return config, ModelSpec.of(config)
+    return config, ModelSpec.from_config(config)
 
 
 WAYS = {

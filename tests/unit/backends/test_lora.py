@@ -243,7 +243,10 @@ def test_the_plan_counts_the_adapters_that_are_made(
     config = model_config(
         model, model={"adapter": str(adapter)}, algorithm={"kl_coef": 0.1}, **FSDP
     )
-    spec, made = ModelSpec.of(config), sum(tensor.numel() for tensor in weights(adapter).values())
+    spec, made = (
+        ModelSpec.from_config(config),
+        sum(tensor.numel() for tensor in weights(adapter).values()),
+    )
     held = dict(trainer_memory(config, spec).parts)
     assert (held["gradients"], held["optimizer"], held["frozen models"]) == (
         4 * made,
@@ -267,7 +270,7 @@ def test_the_plan_counts_the_adapters_of_other_models_and_says_that_experts_get_
     """
     path = make_other(tmp_path, kind, **({"rotary_dim": 16} if kind == "gptj" else {}))
     config = model_config(path, lora={"rank": 3}, **FSDP)
-    spec, causal = ModelSpec.of(config), AutoModelForCausalLM.from_pretrained(path)
+    spec, causal = ModelSpec.from_config(config), AutoModelForCausalLM.from_pretrained(path)
     add_adapters(causal, config)
     made = sum(weight.numel() for weight in causal.parameters() if weight.requires_grad)
     assert adapter_parameters(config, spec) == made > 0

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from pa_npu.engines.client import EngineClient
 from pa_npu.engines.codec import encode_request, recorded_routes, with_routes
-from pa_npu.engines.group_session import joined
+from pa_npu.engines.group_session import join_parts
 from pa_npu.engines.protocol import EngineError, Generation, Sampling
 from pa_npu.engines.registry import check_engine_keys, engine_kind
 from pa_npu.environments.single_turn import samples_of
@@ -331,7 +331,7 @@ def test_what_several_parts_and_turns_recorded_becomes_one_column_and_the_first_
     none = np.full((1, SPARSE, TAKEN), column.elsewhere, np.uint8)
     first = written(2, {column: np.concatenate([told(0, 4), none])}, "cut")
     rest = written(3, {column: np.concatenate([told(100, 107), none])})
-    whole = joined(first, rest, None)
+    whole = join_parts(first, rest, None)
     expected = [0, 1, 2, 3, 104, 105, 106, 255]
     assert whole.columns[column][:, 0, 0].tolist() == expected and len(whole.tokens) == 5
     (sample,) = samples_of(np.arange(3, dtype=np.int32), [whole])

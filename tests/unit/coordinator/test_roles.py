@@ -120,7 +120,7 @@ class Engine:
         text = "".join(f" {token}" for token in tokens)
         return Generation(tokens, -0.001 * tokens.astype(np.float32), text, reason, version=5)
 
-    async def hand_on(self, *, deadline_s: float) -> None:
+    async def cut_responses(self, *, deadline_s: float) -> None:
         if self._fails:
             self.gone = True
             raise EngineGone(f"engine {self.name}: gone")

@@ -11,7 +11,7 @@ from pa_npu.config.schema import Config
 from pa_npu.config.sections.rollout import EngineSettings, RolloutConfig
 from pa_npu.control.messages import EngineRunsOn, RunsOn
 from pa_npu.dispatch.schedule import Reach, Schedule, same_windows, with_own_windows
-from pa_npu.engines.membership import Member
+from pa_npu.engines.member import Member
 from pa_npu.engines.pool import EnginePool
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController

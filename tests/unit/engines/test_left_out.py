@@ -19,7 +19,7 @@ async def test_an_engine_of_the_launchers_that_is_left_out_has_left_whoever_noti
         job.engines["b"].answers.set()
         await job.until(lambda: job.fleet._members[index].state == "ready", "it is ready")
         if noticed:
-            await job.fleet.lost(job.engines["b"], "killed")
+            await job.fleet.report_lost(job.engines["b"], "killed")
             assert job.roster.replacement_wanted(index, 0), "the launcher is asked first"
             job.roster.ask_leave(index)
         else:
@@ -28,7 +28,7 @@ async def test_an_engine_of_the_launchers_that_is_left_out_has_left_whoever_noti
                 lambda: job.roster.has_left(index) or job.fleet._members[index].state == "leaving",
                 "seen",
             )
-            await job.fleet.lost(job.engines["b"], "killed")
+            await job.fleet.report_lost(job.engines["b"], "killed")
         await job.until(lambda: job.roster.has_left(index), "it has left")
         assert job.fleet.size == 1
         again = job.roster.announce("b")

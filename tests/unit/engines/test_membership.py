@@ -12,7 +12,8 @@ import torch.distributed as dist
 from pa_npu.config.sections.rollout import RolloutConfig
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.roster import Roster
-from pa_npu.engines.membership import Fleet, Member
+from pa_npu.engines.member import Member
+from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineCapabilities, EngineGone
 from pa_npu.errors import ConfigError, PaNpuError
@@ -141,7 +142,7 @@ async def test_a_lost_engine_that_nothing_starts_again_has_left(wants):
             await job.until(
                 lambda: job.fleet._members[index].state == "leaving", "the fleet has seen the wish"
             )
-        await job.fleet.lost(job.engines["b"], "it died")  # type: ignore[arg-type]
+        await job.fleet.report_lost(job.engines["b"], "it died")  # type: ignore[arg-type]
         assert job.roster.has_left(index) and job.fleet.size == 1
 
 
@@ -266,7 +267,7 @@ async def test_the_end_of_the_last_engine_says_what_happened_to_it():
     job = Job()
     async with job.fleet:
         await job.serving("a")
-        await job.fleet.lost(job.engines["a"], "engine a: it was started again")  # type: ignore[arg-type]
+        await job.fleet.report_lost(job.engines["a"], "engine a: it was started again")  # type: ignore[arg-type]
         with pytest.raises(
             EngineGone, match=r"no engine is left, .* the last, a: engine a: it was started again"
         ):

@@ -66,7 +66,7 @@ async def ask(engine: Engine, deadline_s: float = 0.05) -> list[Generation]:
         *(PROMPT, 2, 40, SAMPLING),
         deadline_s=deadline_s,
         probe_timeout_s=1.0,
-        what="group 3 of iteration 1",
+        label="group 3 of iteration 1",
     )
 
 
@@ -154,7 +154,7 @@ async def group(pool: EnginePool) -> str:
         lambda _: 8,
         deadline_s=0.05,
         again_deadline_s=5.0,
-        what="group 3 of iteration 1",
+        label="group 3 of iteration 1",
     ) as session:
         await session.generate(PROMPT, 2, 40, SAMPLING)
     return session.lease.engine.name

@@ -244,7 +244,7 @@ async def test_the_end_of_a_versions_last_session_wakes_who_waits_for_it_and_a_b
         return not pool.writes_before(1)
 
     pool.count_open(0, 1)
-    waiting = asyncio.create_task(pool.until(is_over))
+    waiting = asyncio.create_task(pool.wait_until(is_over))
     await asyncio.sleep(0)
     pool.count_open(0, 1)
     await asyncio.sleep(0)

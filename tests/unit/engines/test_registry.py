@@ -28,7 +28,7 @@ def test_vllm_is_the_default_and_all_kinds_can_be_had():
         ("sglang", "'sglang' is none of vllm, transformers and not module:NAME"),
         ("no.such.module:KIND", "cannot be imported .*ModuleNotFoundError"),
         ("pa_npu.errors:FAILED", "is no EngineKind"),
-        ("pa_npu.errors:NOTHING", "cannot be imported .*AttributeError"),
+        ("pa_npu.errors:NO_TOKENS", "cannot be imported .*AttributeError"),
     ],
 )
 def test_a_backend_that_is_none_is_refused_in_one_line(backend, problem):

@@ -185,7 +185,10 @@ async def test_engines_that_can_sleep_but_have_devices_of_their_own_stay_awake(
     async with Job(engines, shared=False) as job:
         await job.version(0)
         await job.pool.sleep(EVERYWHERE)
-        assert not any(served.engine.is_asleep for served in engines) and not job.fleet.lends
+        assert (
+            not any(served.engine.is_asleep for served in engines)
+            and not job.fleet.has_lent_devices
+        )
 
 
 async def test_who_dies_asleep_is_found_at_the_border_and_may_start_then(
@@ -212,7 +215,7 @@ async def test_a_device_trains_when_the_engine_that_is_being_started_there_sleep
     async with Job(engines) as job:
         await job.version(0)
         engines[1].stop()
-        await job.fleet.lost(job.fleet._members[1].engine, "it died")
+        await job.fleet.report_lost(job.fleet._members[1].engine, "it died")
         job.roster.renew(1, 1, engines[1].url)
         await job.until(lambda: job.fleet._members[1].state == "starting", "it is known")
         sleeping = asyncio.create_task(job.pool.sleep(EVERYWHERE))
@@ -268,7 +271,7 @@ async def test_engines_are_left_awake_where_the_configuration_says_so(
     async with Job(engines, sleep=False) as job:
         await job.version(0)
         await job.pool.sleep(EVERYWHERE)
-        assert not job.calls("sleep") and not job.fleet.lends
+        assert not job.calls("sleep") and not job.fleet.has_lent_devices
 
 
 async def test_the_next_coordinator_wakes_those_that_the_one_before_had_put_to_sleep(

@@ -106,7 +106,7 @@ class Engine:
         """(those given, those of each response): token and step of every token, after a look at the
         second layer.
         """
-        found = self.recorder.take(request, n, given)
+        found = self.recorder.pop_routes(request, n, given)
 
         def read(text: str) -> list[Any]:
             rows = np.frombuffer(base64.b64decode(text), np.int16).reshape(-1, LAYERS, TAKEN)
@@ -175,7 +175,9 @@ def test_a_step_whose_routers_said_nothing_leaves_none_and_not_those_of_an_earli
     engine.request("b-0-x", [20, 21])
     engine.runner.silent = True
     engine.step(("a-0-x",), **{"b-0-x": ([1], 0, 2)})
-    found = np.frombuffer(base64.b64decode(engine.recorder.take("b", 1, 0)["own"][0]), np.int16)
+    found = np.frombuffer(
+        base64.b64decode(engine.recorder.pop_routes("b", 1, 0)["own"][0]), np.int16
+    )
     assert (found == -1).all() and len(found) == 2 * LAYERS * TAKEN
 
 

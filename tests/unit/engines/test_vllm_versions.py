@@ -12,7 +12,7 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.engines import registry
-from pa_npu.engines.membership import Member
+from pa_npu.engines.member import Member
 from pa_npu.engines.vllm import kind, versions
 from pa_npu.engines.vllm.versions import (
     VERSIONS,

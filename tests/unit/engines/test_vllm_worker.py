@@ -217,7 +217,7 @@ def test_sampler_that_was_built_without_the_logprobs_mode_is_given_it() -> None:
         model_config=SimpleNamespace(logprobs_mode="processed_logprobs"),
         model_runner=SimpleNamespace(sampler=sampler),
     )
-    extension.take_logprobs_mode(worker)
+    extension.apply_logprobs_mode(worker)
     assert sampler.logprobs_mode == sampler.topk_topp_sampler.logprobs_mode == "processed_logprobs"
 
 
@@ -226,7 +226,7 @@ def test_sampler_without_a_logprobs_mode_is_left_as_it_is() -> None:
     config = SimpleNamespace(logprobs_mode="processed_logprobs")
     # the last rank of a pipeline alone has one
     for runner in (SimpleNamespace(sampler=sampler), SimpleNamespace()):
-        extension.take_logprobs_mode(SimpleNamespace(model_config=config, model_runner=runner))
+        extension.apply_logprobs_mode(SimpleNamespace(model_config=config, model_runner=runner))
     assert vars(sampler) == {}
 
 

@@ -209,7 +209,7 @@ def test_a_microbatch_of_sharded_trainers_moves_all_weights(
     parameters = sum(tensor.size for tensor in load_file(model / "model.safetensors").values())
     trainer = {"backend": "fsdp", "devices": 8, "shards": 4}
     config = model_config(model, trainer=trainer, **{"model": {"dtype": "bf16"}, **sections})
-    spec, element = ModelSpec.of(config), {"fp32": 4, "bf16": 2}[config.model.dtype]
+    spec, element = ModelSpec.from_config(config), {"fp32": 4, "bf16": 2}[config.model.dtype]
     expected = bytes_per_parameter * parameters * 3 / 4 / 1e9
     assert gather_seconds(config, spec, element, 1e9) == pytest.approx(expected)
     alone = model_config(model, trainer={**trainer, "shards": 1})

@@ -68,7 +68,7 @@ def backend(model: Path, lora: str, /, **sections: Any) -> Any:
     config = config_of(
         model, **{"trainer": {"backend": "fsdp"}, "publish": {"lora": lora}, **sections}
     )
-    spec, timeline = ModelSpec.of(config), Timeline(None, "")
+    spec, timeline = ModelSpec.from_config(config), Timeline(None, "")
     return backend_module("fsdp").create(config, spec, PLATFORM, dist.HashStore(), 0, 0, timeline)
 
 
@@ -249,7 +249,9 @@ def test_the_second_buffer_holds_adapters_alone(model: Path, adapter: Path) -> N
         for lora in ("merged", "adapter")
     }
     second = {
-        lora: dict(engine_memory(config, ModelSpec.of(config), None).parts)["second buffer"]
+        lora: dict(engine_memory(config, ModelSpec.from_config(config), None).parts)[
+            "second buffer"
+        ]
         for lora, config in of.items()
     }
     assert second["adapter"] == 4 * sum(

@@ -107,21 +107,21 @@ def test_a_version_is_here_when_all_of_it_is() -> None:
         stage.prepared(3)
     stage.prepare(3)
     assert stage.prepared(3) is None
-    for too_early in (lambda: stage.take(3), lambda: stage.prepare(4)):
+    for too_early in (lambda: stage.pop_prepared(3), lambda: stage.prepare(4)):
         with pytest.raises(WeightSyncError, match="still being received"):
             too_early()
     stage.go.set()
     assert arrived(stage, 3) == ("digest",)
     with pytest.raises(WeightSyncError, match="weight version 4 was never asked for"):
-        stage.take(4)
-    weights, digests = stage.take(3)
+        stage.pop_prepared(4)
+    weights, digests = stage.pop_prepared(3)
     stage.buffer.zero_()
     assert {name: tensor.tolist() for name, tensor in weights} == {"a": [1, 2], "b": [3, 4, 5]}, (
         "memory of its own"
     )
     assert digests == ("digest",)
     with pytest.raises(WeightSyncError, match="never asked for"):
-        stage.take(3)
+        stage.pop_prepared(3)
 
 
 def test_a_version_that_broke_off_is_never_taken() -> None:
@@ -132,7 +132,7 @@ def test_a_version_that_broke_off_is_never_taken() -> None:
     with pytest.raises(WeightSyncError, match="the leader is gone"):
         arrived(stage, 3)
     with pytest.raises(WeightSyncError, match="the leader is gone"):
-        stage.take(3)
+        stage.pop_prepared(3)
     stage.error = None
     stage.prepare(3)
     assert arrived(stage, 3) == ("digest",), "the next attempt"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.engines.membership import Member
+from pa_npu.engines.member import Member
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.plan_text import derived_lines
 from pa_npu.publish.engines import Connection, EngineGroups

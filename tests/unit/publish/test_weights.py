@@ -262,7 +262,7 @@ def test_two_types_in_one_stage_go_in_buckets_of_their_own(tmp_path: Path) -> No
     found = [
         item
         for bucket, buffer in zip(tensors.manifest.buckets, buckets, strict=True)
-        for item in assembler.take(bucket, buffer)
+        for item in assembler.completed(bucket, buffer)
     ]
     assert len(found) == len(hf)
     for name, tensor in found:

@@ -21,8 +21,7 @@ from pa_npu.config.sections.rollout import STARVED_FACTOR, RewardConfig, RewardF
 from pa_npu.control import running_time
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import DataError, PaNpuError
-from pa_npu.rewards import loading
-from pa_npu.rewards import pool as pool_module
+from pa_npu.rewards import loading, worker_processes
 from pa_npu.rewards.check import check_reward_functions
 from pa_npu.rewards.functions import RewardInput, call_function
 from pa_npu.rewards.pool import LEAST, WINDOW, FailingShare, RewardPool
@@ -235,13 +234,13 @@ async def test_functions_that_fail_now_and_then_do_not_end_the_run() -> None:
 def test_the_failing_share_is_that_of_the_last_groups_only() -> None:
     share = FailingShare(["f", "g"])
     for _ in range(10 * WINDOW):
-        share.note({})
+        share.record({})
     for _ in range(WINDOW // 2):
-        share.note({"f": "ValueError: x"})
+        share.record({"f": "ValueError: x"})
     with pytest.raises(
         DataError, match=r"f failed for 33 of the last 64 groups.*last: ValueError: y"
     ):
-        share.note({"f": "ValueError: y"})
+        share.record({"f": "ValueError: y"})
 
 
 async def test_a_group_over_the_time_limit_is_killed_with_its_children_and_gets_zero(
@@ -452,7 +451,7 @@ asyncio.run(main())
 async def test_a_pool_whose_workers_cannot_start_any_more_fails_instead_of_hanging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pool_module, "FAILED_STARTS", 1)
+    monkeypatch.setattr(worker_processes, "FAILED_STARTS", 1)
     async with RewardPool(users_config()) as pool:
         (tmp_path / "users_rewards.py").write_text("raise ImportError('the disk is gone')")
         died, waited = await asyncio.gather(
@@ -720,11 +719,11 @@ async def test_a_worker_that_stands_still_in_a_built_in_function_changes_no_verd
         keeper = place._process._process.pid
         (worker, *_) = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
         os.kill(int(worker), signal.SIGSTOP)
-        monkeypatch.setattr(pool_module, "OWN_SILENCE_S", 0.5)
+        monkeypatch.setattr(worker_processes, "BUILTIN_SILENCE_S", 0.5)
         scored = asyncio.create_task(pool.score(group(["#### 4", "#### 5"])))
         while "died" not in caplog.text:
             await asyncio.sleep(0.01)
-        monkeypatch.setattr(pool_module, "OWN_SILENCE_S", 600.0)
+        monkeypatch.setattr(worker_processes, "BUILTIN_SILENCE_S", 600.0)
         result = await asyncio.wait_for(scored, 60)
     assert result.total.tolist() == [1, 0] and result.errors == ()
     assert "it said nothing for" in caplog.text and "is scored again" in caplog.text

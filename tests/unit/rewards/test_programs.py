@@ -94,33 +94,33 @@ CALL = {"kind": "call", "name": "f"}
 LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "APPS": (
         {"tests": '{"inputs": ["1\\n"], "outputs": ["2\\n"]}'},
-        [{"kind": "stdin", "given": "1\n", "wanted": ("2\n",)}],
+        [{"kind": "stdin", "content": "1\n", "wanted": ("2\n",)}],
     ),
     "APPS with lines": (
         {"tests": {"inputs": [["1", "2"]], "outputs": [["3"]]}},
-        [{"kind": "stdin", "given": "1\n2", "wanted": ("3",)}],
+        [{"kind": "stdin", "content": "1\n2", "wanted": ("3",)}],
     ),
     "APPS with a function": (
         {"tests": {"fn_name": "f", "inputs": [[1, [2]]], "outputs": [[5]]}},
-        [CALL | {"given": [1, [2]], "wanted": ([5], 5), "whole_keys": True}],
+        [CALL | {"content": [1, [2]], "wanted": ([5], 5), "whole_keys": True}],
     ),
     "CodeContests": (
         {"tests": {"input": ["1", "2"], "output": ["3", "4"]}},
         [
-            {"kind": "stdin", "given": "1", "wanted": ("3",)},
-            {"kind": "stdin", "given": "2", "wanted": ("4",)},
+            {"kind": "stdin", "content": "1", "wanted": ("3",)},
+            {"kind": "stdin", "content": "2", "wanted": ("4",)},
         ],
     ),
     "LiveCodeBench by standard input": (
         {"tests": '[{"input": "4\\n", "output": "8", "testtype": "stdin"}]', "metadata": "{}"},
-        [{"kind": "stdin", "given": "4\n", "wanted": ("8",)}],
+        [{"kind": "stdin", "content": "4\n", "wanted": ("8",)}],
     ),
     "LiveCodeBench with the name in metadata": (
         {
             "tests": '[{"input": "[1, 2]\\n\\"a\\"", "output": "[5]", "testtype": "functional"}]',
             "metadata": '{"func_name": "f"}',
         },
-        [CALL | {"given": [[1, 2], "a"], "wanted": ([5],)}],
+        [CALL | {"content": [[1, 2], "a"], "wanted": ([5],)}],
     ),
     "DeepCoder with the name in each test's metadata": (
         {
@@ -133,7 +133,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
                 }
             ]
         },
-        [CALL | {"given": [1], "wanted": (2,)}],
+        [CALL | {"content": [1], "wanted": (2,)}],
     ),
     "PrimeIntellect": (
         {
@@ -144,15 +144,15 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
                 ],
             }
         },
-        [CALL | {"given": [1], "wanted": ([2], 2), "whole_keys": True}],
+        [CALL | {"content": [1], "wanted": ([2], 2), "whole_keys": True}],
     ),
     "verl's, of a text in a text": (
         {"tests": json.dumps(json.dumps({"fn_name": "f", "inputs": ["1\n2"], "outputs": ["3"]}))},
-        [CALL | {"given": [1, 2], "wanted": (3, "3"), "whole_keys": True}],
+        [CALL | {"content": [1, 2], "wanted": (3, "3"), "whole_keys": True}],
     ),
     "verl's with assertions": (
         {"tests": '{"assert_case": ["assert f(1)"], "import_prefix": "import math"}'},
-        [{"kind": "assertion", "given": "import math\nassert f(1)"}],
+        [{"kind": "assertion", "content": "import math\nassert f(1)"}],
     ),
     "MBPP": (
         {
@@ -160,13 +160,13 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             "test_imports": ["import math"],
             "test_setup_code": "r = Node(1)",
         },
-        [{"kind": "assertion", "given": "import math\nr = Node(1)\nassert f(1)"}],
+        [{"kind": "assertion", "content": "import math\nr = Node(1)\nassert f(1)"}],
     ),
     "MBPP as a CSV file has it": (
         {"tests": "['assert f(1)', 'assert f(2)']", "test_imports": "[]"},
         [
-            {"kind": "assertion", "given": "assert f(1)"},
-            {"kind": "assertion", "given": "assert f(2)"},
+            {"kind": "assertion", "content": "assert f(1)"},
+            {"kind": "assertion", "content": "assert f(2)"},
         ],
     ),
     "HumanEval": (
@@ -174,20 +174,20 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         [
             {
                 "kind": "assertion",
-                "given": "def check(candidate):\n    assert candidate(1)\ncheck(f)\n",
+                "content": "def check(candidate):\n    assert candidate(1)\ncheck(f)\n",
             }
         ],
     ),
     "HumanEval that calls check itself": (
         {"tests": "def check(c):\n    assert c(1)\ncheck(f)", "entry_point": "f"},
-        [{"kind": "assertion", "given": "def check(c):\n    assert c(1)\ncheck(f)"}],
+        [{"kind": "assertion", "content": "def check(c):\n    assert c(1)\ncheck(f)"}],
     ),
     "KodCode": (
         {"tests": "from solution import f\ndef test_f():\n    assert f(1)"},
         [
             {
                 "kind": "assertion",
-                "given": "from solution import f\ndef test_f():\n    assert f(1)\ntest_f()\n",
+                "content": "from solution import f\ndef test_f():\n    assert f(1)\ntest_f()\n",
             }
         ],
     ),
@@ -202,14 +202,14 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "assertions behind a main guard": (
         {"tests": "if __name__ == '__main__':\n    assert f(1)"},
-        [{"kind": "assertion", "given": "assert f(1)"}],
+        [{"kind": "assertion", "content": "assert f(1)"}],
     ),
     "functions that wait": (
         {"tests": "async def test_f():\n    assert f(1)"},
         [
             {
                 "kind": "assertion",
-                "given": "async def test_f():\n    assert "
+                "content": "async def test_f():\n    assert "
                 "f(1)\n__import__('asyncio').run(test_f())\n",
             }
         ],
@@ -220,7 +220,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "assertions beside an entry point": (
         {"tests": "assert f(1)", "entry_point": "f"},
-        [{"kind": "assertion", "given": "assert f(1)"}],
+        [{"kind": "assertion", "content": "assert f(1)"}],
     ),
 }
 
@@ -239,7 +239,7 @@ def test_tests_of_a_published_layout_are_read_as_their_dataset_means_them(layout
 
 def test_a_module_that_a_test_only_tries_to_import_need_not_be_there() -> None:
     text = "try:\n    import nobody_has_this\nexcept ImportError:\n    pass\nassert f(1)"
-    assert row_tests({"tests": text}, "tests")[0].given == text
+    assert row_tests({"tests": text}, "tests")[0].content == text
 
 
 def test_a_suite_that_needs_pytest_is_one_line_where_that_is_not_installed(
@@ -256,7 +256,7 @@ def test_tests_may_be_a_column_inside_another_with_what_stands_beside_them() -> 
     truth = {"ground_truth": "def check(c):\n    assert c(1)", "entry_point": "f"}
     for row in ({"reward_model": truth}, {"reward_model": json.dumps(truth)}):
         (test,) = row_tests(row, "reward_model.ground_truth")
-        assert test.given.endswith("check(f)\n") and test.needed == {"f"}
+        assert test.content.endswith("check(f)\n") and test.needed == {"f"}
     (test,) = row_tests({"a.b": ["assert f"]}, "a.b")
     assert test == CodeTest("assertion", "assert f", needed=frozenset({"f"}))
 

@@ -18,20 +18,20 @@ from typing import Any
 import pytest
 
 from pa_npu.rewards import sandbox
-from pa_npu.rewards.sandbox import Limits, Outcome
+from pa_npu.rewards.sandbox import CellLimits, ProgramOutcome
 from pa_npu.rewards.sandbox_jails import JAILS
 
-LIMITS = Limits(wall_s=20.0, cpu_s=10, memory_bytes=512 << 20)
+LIMITS = CellLimits(wall_s=20.0, cpu_s=10, memory_bytes=512 << 20)
 
 
-async def run(program: str, stdin: bytes = b"", limits: Limits = LIMITS) -> Outcome:
+async def run(program: str, stdin: bytes = b"", limits: CellLimits = LIMITS) -> ProgramOutcome:
     return await sandbox.run(["{files}/program.py"], stdin, limits, {"program.py": program})
 
 
 HOSTILE = {
-    "endless": ("while True: pass", Limits(wall_s=1.5, cpu_s=20)),
-    "sleeping": ("import time; time.sleep(600)", Limits(wall_s=1.0)),
-    "processor time": ("while True: pass", Limits(wall_s=60.0, cpu_s=1)),
+    "endless": ("while True: pass", CellLimits(wall_s=1.5, cpu_s=20)),
+    "sleeping": ("import time; time.sleep(600)", CellLimits(wall_s=1.0)),
+    "processor time": ("while True: pass", CellLimits(wall_s=60.0, cpu_s=1)),
     "much memory": ("x = bytearray(1 << 33)", LIMITS),
     "memory by and by": ("x = []\nwhile True: x.append(bytearray(1 << 22))", LIMITS),
     "huge output": ("while True: print('x' * 5000)", LIMITS),
@@ -72,13 +72,13 @@ def alive(mark: str) -> int:
     ids=["fork bomb", "a process that leaves its group"],
 )
 async def test_no_process_outlives_its_cell_and_their_number_is_limited(program: str) -> None:
-    outcome = await run(program, limits=Limits(wall_s=2.0, processes=16))
+    outcome = await run(program, limits=CellLimits(wall_s=2.0, processes=16))
     assert outcome.ended in ("timeout", "itself")
     counted = await run(
         "import os, time\nn = 0\ntry:\n    while n < 200:\n        if os.fork() == 0:\n            "
         "time.sleep(60)\n        n += 1\n"
         "except OSError:\n    pass\nprint(n)",
-        limits=Limits(wall_s=20.0, processes=16),
+        limits=CellLimits(wall_s=20.0, processes=16),
     )
     assert int(counted.stdout) < 20
     deadline_s = time.monotonic() + 20
@@ -323,7 +323,7 @@ def test_a_jail_is_asked_for_no_more_than_a_cell_shows(name: str, tmp_path: Path
     link.symlink_to("usr/lib")
     cell = {
         "shown": ["/usr/lib", str(link)],
-        "given": "/given",
+        "program_files": "/given",
         "directory": "/work",
         "files_bytes": 5,
         "num_files": 3,
