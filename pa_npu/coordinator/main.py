@@ -125,7 +125,7 @@ async def run(config: Config) -> None:
         freshness = Freshness.of(config)
         buffer = open_buffer(config, buffer_channel, ahead=int(config.publish.mode == "rolling"))
         work = GroupWork(spec, config)
-        controller = ScheduleController(Rules.of(config), work)
+        controller = ScheduleController(Rules.from_config(config), work)
         service = make_service(config, pool, sampling, tokenizer)
         if (gateway := make_gateway(config, environment, key, service)) is not None:
             where = (config.placement.address, config.agent.port or 0, Path(config.run.dir))

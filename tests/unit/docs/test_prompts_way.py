@@ -211,7 +211,7 @@ async def produce(config: Config, spec: ModelSpec, tokenizer: Any, buffer: Rollo
             producer = Producer(
                 *(config, pool, make_environment(config, tokenizer), rewards, buffer),
                 *(
-                    ScheduleController(Rules.of(config), work),
+                    ScheduleController(Rules.from_config(config), work),
                     Sampling(8, 1.0),
                     Timeline(None, ""),
                     work,
