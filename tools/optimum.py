@@ -67,7 +67,7 @@ def _reversed_s(cluster: VirtualCluster, order: Sequence[VirtualGroup], windows:
         else:
             ended += engines[name].pass_some()
         while waiting:
-            chosen = engine_with_room(engines, len(waiting[0].lengths), windows.of)
+            chosen = engine_with_room(engines, len(waiting[0].lengths), windows.on_engine)
             if chosen is None:
                 break
             ended += engines[chosen].add(waiting.popleft(), now_s)
