@@ -360,7 +360,7 @@ async def run_iterations(
     results = []
     async with EnginePool(engines) as pool:
         controller, sampling = (
-            ScheduleController(Rules.of(config), work),
+            ScheduleController(Rules.from_config(config), work),
             Sampling(case.max_tokens, 1.0),
         )
         timeline = Timeline(None, "")

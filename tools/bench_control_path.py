@@ -299,7 +299,7 @@ async def produce_for(
                 await engine.load_weights(0, deadline_s=STARTUP_S)
             timeline = Timeline(None, "")
             work = GroupWork(SHAPE, config)
-            controller = ScheduleController(Rules.of(config), work)
+            controller = ScheduleController(Rules.from_config(config), work)
             producer = producer_on_engines(
                 config,
                 pool,

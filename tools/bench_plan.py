@@ -269,7 +269,7 @@ def predict_case(
         Shape(prompt, tuple(group)) for prompt, group in zip(prompts, lengths, strict=True)
     )
     workload = Workload(shapes, "measured")
-    return Basis(config, spec, calibration, workload, typical_speed("cpu"), None).predicted(
+    return Basis(config, spec, calibration, workload, typical_speed("cpu"), None).predict(
         config, streams=case.stream
     )
 

@@ -46,7 +46,7 @@ from pa_npu.backends.megatron.weights.buckets import StageTensors
 from pa_npu.config.mesh import Mesh
 from pa_npu.families.shape import Experts, Rope
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.prediction.costs import Link, publish_seconds
+from pa_npu.planning.prediction.costs import PublishLink, publish_seconds
 from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher
 from pa_npu.weight_transfer import transport
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     if arguments.model:
-        link = Link(arguments.link_gbps * 1e9, arguments.gather_gbps * 1e9)
+        link = PublishLink(arguments.link_gbps * 1e9, arguments.gather_gbps * 1e9)
         return print_table(expected(arguments.model, link, arguments.iteration_s))
     if arguments.publishes:
         return print_table(endurance(arguments.publishes))
@@ -240,7 +240,7 @@ def print_table(table: list[list[str]]) -> int:
     return 0
 
 
-def expected(model: str, link: Link, iteration_s: float | None) -> list[list[str]]:
+def expected(model: str, link: PublishLink, iteration_s: float | None) -> list[list[str]]:
     """The seconds of one publish on such links, as a table."""
     size = 2 * MODELS[model].num_parameters  # bf16
     table = [["model", "GB in bf16", "TP", "bucket MiB", "seconds", "GB/s", "of an iteration"]]

@@ -63,7 +63,7 @@ from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.environments.protocol import EnvironmentContext, Generate, write
 from pa_npu.launcher.placement import free_ports
 from pa_npu.planning.iteration_model.flow import backwards_turns
-from pa_npu.planning.iteration_model.subjects import Cluster, EngineSpeed, VirtualGroup
+from pa_npu.planning.iteration_model.subjects import EngineSpeed, VirtualCluster, VirtualGroup
 from pa_npu.planning.prediction.costs import computed_prompt_tokens
 from pa_npu.platform.typical import HOST_PREFIX_BLOCK
 from pa_npu.samples.types import Sample, SampleBuilder
@@ -694,7 +694,7 @@ class Bench:
         """The speed of a paced trainer: seconds per token of prompts and responses with which Tg /
         Tt is the case's ratio.
         """
-        cluster = Cluster(
+        cluster = VirtualCluster(
             {str(n): self._args.paced for n in range(case.engines)}, self._args.max_num_seqs
         )
         lengths = self._lengths(case, 0)
@@ -748,7 +748,7 @@ class Bench:
         speed = EngineSpeed(
             learned["decode_step_s"], learned["decode_sequence_s"], learned["prompt_token_s"]
         )
-        cluster = Cluster(
+        cluster = VirtualCluster(
             {str(n): speed for n in range(case.engines)},
             self._args.max_num_seqs,
             step_s=record["step_s"],
@@ -902,7 +902,7 @@ class VirtualBench(Bench):
         )
 
 
-def best_known_s(cluster: Cluster, groups: Sequence[VirtualGroup]) -> float:
+def best_known_s(cluster: VirtualCluster, groups: Sequence[VirtualGroup]) -> float:
     """The shortest iteration over a family of schedules that know every length.
 
     The one found by running time backwards, sequence by sequence (with equal lengths on one engine
@@ -936,7 +936,9 @@ def place_levels(share: int, most: int) -> list[int]:
     return sorted(levels, reverse=True)
 
 
-def shortest_generation_s(cluster: Cluster, lengths: Sequence[Sequence[int]], prompt: int) -> float:
+def shortest_generation_s(
+    cluster: VirtualCluster, lengths: Sequence[Sequence[int]], prompt: int
+) -> float:
     """Over constant windows, groups of these lengths in the order longest first."""
     groups = [
         VirtualGroup(i, prompt, tuple(map(float, group)), 1e-9, 1.0)
@@ -965,7 +967,7 @@ def simulated(response: int, max_num_seqs: int = MAX_NUM_SEQS) -> str:
         "|---:" * (len(cases) + 1) + "|",
     ]
     for ratio in (4, 8, 12, 16, 20, 24, 32):
-        cluster = Cluster({"0": EngineSpeed(ratio * sequence_s, sequence_s)}, max_num_seqs)
+        cluster = VirtualCluster({"0": EngineSpeed(ratio * sequence_s, sequence_s)}, max_num_seqs)
         cells = []
         for case in cases:
             median = median_for(response, limit)

@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Sequence
 
 from pa_npu.dispatch.schedule import Windows, engine_with_room
-from pa_npu.planning.iteration_model.subjects import Cluster, VirtualGroup
+from pa_npu.planning.iteration_model.subjects import VirtualCluster, VirtualGroup
 
 _SAME_STEP = 1e-6
 
 
-def optimum_s(cluster: Cluster, groups: Sequence[VirtualGroup], windows: Windows) -> float:
+def optimum_s(cluster: VirtualCluster, groups: Sequence[VirtualGroup], windows: Windows) -> float:
     """The iteration with all lengths known, sequence by sequence: a bound to measure schedules
     against, not a schedule to follow.
 
@@ -42,7 +42,7 @@ def optimum_s(cluster: Cluster, groups: Sequence[VirtualGroup], windows: Windows
     )
 
 
-def _reversed_s(cluster: Cluster, order: Sequence[VirtualGroup], windows: Windows) -> float:
+def _reversed_s(cluster: VirtualCluster, order: Sequence[VirtualGroup], windows: Windows) -> float:
     busy_until_s = [0.0] * cluster.replicas
     emitted = []
     for group in order:
@@ -67,7 +67,7 @@ def _reversed_s(cluster: Cluster, order: Sequence[VirtualGroup], windows: Window
         else:
             ended += engines[name].pass_some()
         while waiting:
-            chosen = engine_with_room(engines, len(waiting[0].lengths), windows.of)
+            chosen = engine_with_room(engines, len(waiting[0].lengths), windows.on_engine)
             if chosen is None:
                 break
             ended += engines[chosen].add(waiting.popleft(), now_s)
@@ -81,7 +81,7 @@ class _ReversedEngine:
     end with all of them.
     """
 
-    def __init__(self, cluster: Cluster, name: str) -> None:
+    def __init__(self, cluster: VirtualCluster, name: str) -> None:
         self._speed = cluster.engines[name]
         self._now_s, self._steps, self._prompts_s = 0.0, 0.0, 0.0
         self._living = 0

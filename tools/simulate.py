@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from pa_npu.dispatch.assignment import Assignment
 from pa_npu.dispatch.schedule import Dispatching, Schedule, engine_with_room
-from pa_npu.planning.iteration_model.subjects import Cluster, GroupTiming, VirtualGroup
+from pa_npu.planning.iteration_model.subjects import GroupTiming, VirtualCluster, VirtualGroup
 from tools.virtual_engine import VirtualEngine
 
 # Two moments this close are one: turns that are computed from completions meet them but for
@@ -41,7 +41,11 @@ class Outcome:
 
 
 def simulate(
-    cluster: Cluster, groups: Sequence[VirtualGroup], schedule: Schedule, *, streams: bool = True
+    cluster: VirtualCluster,
+    groups: Sequence[VirtualGroup],
+    schedule: Schedule,
+    *,
+    streams: bool = True,
 ) -> Outcome:
     """An iteration of `groups`, which are numbered from 0 and as many as the replicas' slots, plus
     replacements.
@@ -63,7 +67,11 @@ class _Replica:
 
 class _Iteration:
     def __init__(
-        self, cluster: Cluster, groups: Sequence[VirtualGroup], schedule: Schedule, streams: bool
+        self,
+        cluster: VirtualCluster,
+        groups: Sequence[VirtualGroup],
+        schedule: Schedule,
+        streams: bool,
     ) -> None:
         self._cluster, self._groups, self._streams = cluster, groups, streams
         self._engines: dict[str, VirtualEngine[tuple[VirtualGroup, float]]] = {

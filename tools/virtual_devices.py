@@ -193,7 +193,7 @@ def run(
         return float(prompt * len(responses) + sum(responses))
 
     records: list[dict[str, Any]] = []
-    controller, loop = ScheduleController(Rules.of(config), work), VirtualLoop()
+    controller, loop = ScheduleController(Rules.from_config(config), work), VirtualLoop()
     prompts = [
         Prompt(i, np.full(prompt, i, np.int32), str(i), "", {})
         for i in range(config.schedule.prompts_per_iteration)

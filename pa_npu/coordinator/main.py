@@ -141,7 +141,7 @@ async def run(config: Config) -> None:
         publication_class = publication_kind(config.publish)
         buffer = open_buffer(config, buffer_channel, ahead=publication_class.CONCURRENT_ITERATIONS)
         work = GroupWork(spec, config)
-        controller = ScheduleController(Rules.of(config), work)
+        controller = ScheduleController(Rules.from_config(config), work)
         service = make_service(config, pool, sampling, tokenizer)
         if (gateway := make_gateway(config, environment, key, service)) is not None:
             where = (config.placement.address, config.agent.port or 0, Path(config.run.dir))

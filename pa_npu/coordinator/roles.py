@@ -35,8 +35,8 @@ from pa_npu.control.tasks import cancel
 from pa_npu.coordinator.delivery import Delivery
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.variants import Variant
-from pa_npu.dispatch.assignment import common_end_s, parts_of
-from pa_npu.dispatch.roles import Rest, Unit, decoding_units, units_of
+from pa_npu.dispatch.assignment import common_end_s, divide_group
+from pa_npu.dispatch.roles import Rest, RoleUnit, decoding_units, role_units
 from pa_npu.dispatch.schedule import EngineSpeed
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.telemetry.timeline import Timeline, now
@@ -75,7 +75,7 @@ class Roles(Variant):
     speed: Callable[[], tuple[EngineSpeed, float] | None]
 
     def __post_init__(self) -> None:
-        self.units = units_of(self.config)
+        self.units = role_units(self.config)
         self.divides_groups = divides_groups(self.config, build_algorithm(self.config))
         """Whether several replicas may train a part each of a group."""
         # what the run has taught: an engine's speed, seconds of training a unit of work, lengths of
@@ -91,7 +91,7 @@ class Roles(Variant):
 
     def _reset(self, delivery: RolesDelivery | None) -> None:
         self._flights: dict[Lease, _Flight] = {}
-        self._since: dict[Unit, float] = {}  # when its training began, on the timeline's clock
+        self._since: dict[RoleUnit, float] = {}  # when its training began, on the timeline's clock
         self._lengths: list[int] = []
         self._dispatched = False
         self._unscored = 0
@@ -182,7 +182,7 @@ class Roles(Variant):
 
     # deciding
 
-    def _wanted(self, decoding: Sequence[Unit]) -> int:
+    def _wanted(self, decoding: Sequence[RoleUnit]) -> int:
         assert self._engine is not None and self._delivery is not None
         size, seen = self.config.rollout.responses_per_prompt, np.concatenate(list(self._seen))
         seen.sort()
@@ -234,17 +234,17 @@ class Roles(Variant):
             )
         return wanted
 
-    def _emptiest(self, decoding: Sequence[Unit], count: int) -> list[Unit]:
+    def _emptiest(self, decoding: Sequence[RoleUnit], count: int) -> list[RoleUnit]:
         in_flight = {engine: use.in_flight_sequences for engine, use in self.pool.by_seat().items()}
 
-        def load(unit: Unit) -> tuple[bool, int]:
+        def load(unit: RoleUnit) -> tuple[bool, int]:
             # where engines sleep, one that is being started has to come up before its device trains
             starts = self.config.engines_sleep and not in_flight.keys() >= set(unit.engines)
             return starts, sum(in_flight.get(engine, 0) for engine in unit.engines)
 
         return sorted(decoding, key=load)[:count]
 
-    async def _change(self, units: Sequence[Unit]) -> None:
+    async def _change(self, units: Sequence[RoleUnit]) -> None:
         """Lets these units hand on what they decode, and train."""
         begin_s = time.perf_counter()
         seats = {seat for unit in units for seat in unit.engines}
@@ -255,11 +255,11 @@ class Roles(Variant):
             self._train(unit)
         self._change_s = 0.5 * (self._change_s + time.perf_counter() - begin_s)
 
-    def _trains(self, unit: Unit) -> bool:
+    def _trains(self, unit: RoleUnit) -> bool:
         """Whether no engine of the unit decodes."""
         return self.pool.devices.trains(unit.engines)
 
-    def _train(self, unit: Unit) -> None:
+    def _train(self, unit: RoleUnit) -> None:
         """The unit's engines are empty, and asleep where they can be: its replicas train."""
         self.pool.devices.train(unit.engines)
         self._since[unit] = now()
@@ -267,7 +267,7 @@ class Roles(Variant):
         if self._delivery is not None:
             self._delivery.free(unit.replicas)
 
-    def _show(self, unit: Unit, role: str, start_s: float, end_s: float) -> None:
+    def _show(self, unit: RoleUnit, role: str, start_s: float, end_s: float) -> None:
         """Draws a role of the unit on the timeline."""
         lanes = ", ".join(f"engine {seat}" for seat in unit.engines)
         ranks = [rank for replica in unit.replicas for rank in self.config.mesh.replica(replica)]
@@ -425,7 +425,9 @@ class RolesDelivery(Delivery):
         untouched = self.assignment.untouched  # first among equals: every replica trains something
         replicas = sorted(self._given_s, key=lambda replica: replica not in untouched)
         free_s = {replica: max(at_s, self._given_s[replica]) for replica in replicas}
-        parts = parts_of(len(lengths), seconds, free_s, common_end_s(list(free_s.values()), held_s))
+        parts = divide_group(
+            len(lengths), seconds, free_s, common_end_s(list(free_s.values()), held_s)
+        )
         takes_s = {replica: seconds(*part) for replica, part in parts.items()}
         self._given_s |= {replica: free_s[replica] + takes_s[replica] for replica in parts}
         works = {replica: took_s / self.seconds_per_work for replica, took_s in takes_s.items()}

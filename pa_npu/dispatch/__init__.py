@@ -1,1 +1,1 @@
-"""Dispatch: in which order prompts go out, when and how many at a time, which groups are trained, and by which replica."""
+"""Dispatch: when prompts go to which engine, and which replica trains a group."""

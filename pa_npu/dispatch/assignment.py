@@ -1,4 +1,4 @@
-"""Which replica trains a group, or which part of it, and in which of the replica's slots of the iteration; by what that costs."""
+"""Assigns groups, or parts of them, to replicas and their slots, by what training them costs."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from pa_npu.errors import InvariantViolation
 from pa_npu.families.spec import ModelSpec
 
 GroupCost = Callable[[int, Sequence[int]], float]
-"""Cost of training a group, in any unit, from the length of its prompt and those of its responses;
-GroupWork is one.
+"""Returns the cost of training a group, in any unit, from the length of its prompt and those of its
+responses; GroupWork is one.
 """
 
-# How many groups a replica may be ahead of another, while groups stream in: more would balance no
-# better (1% of an iteration) and leave some replicas without work meanwhile.
+# A replica may be so many groups ahead of another while groups stream in. A larger lead would
+# balance no better (by 1% of an iteration) and leave some replicas without work meanwhile.
 _LEAD = 2
-# The groups still to come are taken for at least so much of what was expected of them, however much
+# The groups still to come count with at least this share of their expected work, however much work
 # has come already.
-_LEAST_LEFT = 0.3
-# Halvings of the interval in which the end of a group's parts lies: a thousandth of a group's
-# seconds.
+_MIN_LEFT = 0.3
+# Halvings of the interval that holds the end of a group's parts: down to a thousandth of the
+# group's seconds.
 _HALVINGS = 10
 
 
 class GroupWork:
-    """Operations of a group's microbatches as they are packed: linear layers by token, attention by
-    pair, head by prediction.
+    """Counts the operations of a group's microbatches as they are packed: linear layers by token,
+    attention by pair, head by prediction.
 
-    Tokens alone would call 8 responses of 1,000 and 1 of 8,000 the same, whose attention differs by
-    a factor of 8. Packed sequences' padding and the passes of frozen models, which have the same
-    shape, are left out.
+    A count of tokens would call 8 responses of 1,000 and 1 of 8,000 the same, though their
+    attention differs by a factor of 8. Padding, and the passes of frozen models, which have the
+    same shape, are left out.
     """
 
     def __init__(self, spec: ModelSpec, config: Config) -> None:
@@ -41,33 +41,36 @@ class GroupWork:
         self._shared_prompt = config.attention.shared_prompt
 
     def __call__(self, prompt_length: int, response_lengths: Sequence[int]) -> float:
-        """Forward and backward of all microbatches of a group with these lengths, in tokens."""
-        pieces = [
-            response_lengths[start : start + self._responses]
-            for start in range(0, len(response_lengths), self._responses)
-        ]
-        return sum(
-            self._flops.group(prompt_length, lengths, shared=self._shared_prompt)
-            for lengths in pieces
-        )
+        """Returns the operations of forward and backward for a group with these lengths, in
+        tokens.
+        """
+        total: float = 0
+        for start in range(0, len(response_lengths), self._responses):
+            lengths = response_lengths[start : start + self._responses]
+            total += self._flops.group(prompt_length, lengths, shared=self._shared_prompt)
+        return total
 
 
 @dataclass(eq=False, repr=False)
 class Assignment:
-    """Slots of one iteration: every replica gets the same number of groups, each group, or each
-    part, exactly one slot (I2).
+    """The slots of one iteration: every replica gets the same number of groups, and each group, or
+    each part of one, gets exactly one slot (I2).
 
-    order=prompt: replica index % R, slot index // R, whatever the arrival, so that the update is
-    that of a synchronous run. order=completion: slots in order of arrival. One by one (assign), a
-    group of more than average work goes where the least work is in sight, one of less to where the
-    most is: what a replica has, and an average group for each of its free slots. All together
-    (assign_all), by falling work, each to the replica with the least so far. Either way within each
-    share of the iteration's groups that makes an optimizer step of its own, since replicas wait for
-    each other at a step.
+    With order=prompt a group has replica index % R and slot index // R, whatever the arrival, so
+    that the update is that of a synchronous run. With order=completion slots are filled in order of
+    arrival:
+    - one by one (assign): a group of more than average work goes to the replica with the least work
+      in sight, a smaller one to the replica with the most. Work in sight is what a replica has,
+      plus an average group for each of its free slots.
+    - all together (assign_all): by falling work, each to the replica with the least so far.
+    Each share of the groups that makes an optimizer step is balanced by itself, since replicas wait
+    for each other at a step.
 
-    shares: optimizer steps per iteration. expected_work: of all groups together, as estimated
-    beforehand; None: unknown. unequal: a replica may get any number of groups from one on, with one
-    share, where each is assigned to a replica that is named (assign_to).
+    Args:
+        shares: optimizer steps per iteration.
+        expected_work: estimated work of all groups together; None where it is not known.
+        unequal: whether replicas may get unequal numbers of groups, at least one each. This needs
+            shares=1, and each group is assigned to a named replica (assign_to).
     """
 
     order: Literal["prompt", "completion"]
@@ -84,19 +87,26 @@ class Assignment:
         self._indices: set[int] = set()
 
     def assign(self, index: int, work: float) -> tuple[int, int]:
-        """(replica, slot) of group `index`, whose training costs `work`, in any unit."""
-        self._take(index)
-        return self._put(index, work, 0 if self.order == "prompt" else self._by_projection(work))
+        """Returns (replica, slot) for group `index`, whose training costs `work`, in any unit."""
+        self._register(index)
+        replica = self.replica_of(index) if self.by_index else self._by_projection(work)
+        return self._fill_slot(index, work, replica)
 
     def assign_to(self, index: int, work: float, replica: int) -> tuple[int, int]:
-        """The same for a replica that has room; with order=prompt it has to be the group's own."""
-        self._take(index)
-        return self._put(index, work, replica)
+        """Returns (replica, slot) for a group that goes to `replica`, which must have room.
+
+        With order=prompt `replica` must be the one that follows from the group's index.
+        """
+        self._register(index)
+        return self._fill_slot(index, work, replica)
 
     def divide(self, index: int, works: Mapping[int, float]) -> list[tuple[int, int]]:
-        """The same for replicas of which each trains a part of it, by replica what that costs."""
-        self._take(index)
-        return [self._put(index, work, replica) for replica, work in works.items()]
+        """Returns (replica, slot) for each part of a group that several replicas train.
+
+        works: by replica, what its part costs.
+        """
+        self._register(index)
+        return [self._fill_slot(index, work, replica) for replica, work in works.items()]
 
     @property
     def by_index(self) -> bool:
@@ -104,16 +114,16 @@ class Assignment:
         return self.order == "prompt"
 
     def replica_of(self, index: int) -> int:
-        """With order=prompt."""
+        """Returns the replica of group `index`; defined for order=prompt only."""
         return index % len(self._filled)
 
     def has_room(self, replica: int) -> bool:
-        """Whether the replica may get a further group."""
+        """Returns whether the replica may get a further group."""
         return self._filled[replica] < self._per_share * len(self._work)
 
     @property
     def groups(self) -> list[int]:
-        """How many each replica has, parts counted."""
+        """The number of groups of each replica; a part of a group counts as one."""
         return list(self._filled)
 
     @property
@@ -122,8 +132,8 @@ class Assignment:
         return [replica for replica, filled in enumerate(self._filled) if not filled]
 
     def assign_all(self, indices: Sequence[int], works: Sequence[float]) -> list[tuple[int, int]]:
-        """(replica, slot) of all groups of an iteration, which are given in the order in which they
-        are to be trained.
+        """Returns (replica, slot) for all groups of an iteration, given in the order in which they
+        shall be trained.
         """
         slots: list[tuple[int, int]] = []
         size = len(self._filled) * self._per_share
@@ -133,13 +143,14 @@ class Assignment:
             for index, work, replica in zip(
                 indices[start : start + size], share, replicas, strict=True
             ):
-                self._take(index)
-                slots.append(self._put(index, work, replica))
+                self._register(index)
+                slots.append(self._fill_slot(index, work, replica))
         return slots
 
     def finish(self, num_groups: int | None = None) -> None:
-        """Asserts that every slot is filled (I2). num_groups: of the iteration, where it turned out
-        to be fewer than its slots.
+        """Raises InvariantViolation unless every slot is filled (I2).
+
+        num_groups: groups of the iteration, where they turned out to be fewer than its slots.
         """
         each = self.groups_per_replica if num_groups is None else num_groups // len(self._filled)
         if self.unequal and min(self._filled) and len(self._indices) == each * len(self._filled):
@@ -151,12 +162,16 @@ class Assignment:
 
     @property
     def imbalance(self) -> float:
-        """The share of time that replicas wait for the one with the most work: sum over steps of
-        the most / sum of the mean, minus 1."""
-        mean = sum(map(sum, self._work)) / len(self._filled)
-        return sum(map(max, self._work)) / mean - 1.0 if mean else 0.0
+        """The share of time that replicas wait for the one with the most work: the largest work
+        over the mean, both summed over steps, minus 1.
+        """
+        mean = sum(sum(work) for work in self._work) / len(self._filled)
+        if not mean:
+            return 0.0
+        return sum(max(work) for work in self._work) / mean - 1.0
 
-    def _take(self, index: int) -> None:
+    def _register(self, index: int) -> None:
+        """Raises InvariantViolation if the group was assigned before or does not exist."""
         total = len(self._filled) * self.groups_per_replica
         if index in self._indices or not 0 <= index < total:
             raise InvariantViolation(
@@ -164,10 +179,11 @@ class Assignment:
             )
         self._indices.add(index)
 
-    def _put(self, index: int, work: float, replica: int) -> tuple[int, int]:
-        """replica: ignored with order=prompt."""
-        if self.order == "prompt":
-            replica, slot = index % len(self._filled), index // len(self._filled)
+    def _fill_slot(self, index: int, work: float, replica: int) -> tuple[int, int]:
+        """Returns (replica, slot); with order=prompt both follow from `index`."""
+        if self.by_index:
+            replica = self.replica_of(index)
+            slot = index // len(self._filled)
         else:
             slot = self._filled[replica]
         self._filled[replica] += 1
@@ -175,33 +191,40 @@ class Assignment:
         return replica, slot
 
     def _by_projection(self, work: float) -> int:
-        """The replica for a group that has just been taken."""
+        """Returns the replica for a group that has just been registered."""
         share = (len(self._indices) - 1) // (len(self._filled) * self._per_share)
         end = (share + 1) * self._per_share
-        least = min(self._filled)
-        free = [r for r, filled in enumerate(self._filled) if filled < min(end, least + _LEAD)]
+        limit = min(end, min(self._filled) + _LEAD)
         typical = self._typical(work)
-        projected = {r: self._work[share][r] + (end - self._filled[r]) * typical for r in free}
-        return (
-            min(free, key=projected.__getitem__)
-            if work >= typical
-            else max(free, key=projected.__getitem__)
-        )
+        in_sight = {
+            replica: self._work[share][replica] + (end - filled) * typical
+            for replica, filled in enumerate(self._filled)
+            if filled < limit
+        }
+        if work >= typical:
+            return min(in_sight, key=in_sight.__getitem__)
+        return max(in_sight, key=in_sight.__getitem__)
 
     def _typical(self, work: float) -> float:
-        """Mean work of the groups still to come, or of those that came where nothing is known."""
-        num_taken, total = len(self._indices), len(self._filled) * self.groups_per_replica
-        done = sum(map(sum, self._work)) + work
-        if self.expected_work is None or num_taken == total:
-            return done / num_taken
-        left = (total - num_taken) / total * self.expected_work
-        return max(self.expected_work - done, _LEAST_LEFT * left) / (total - num_taken)
+        """Returns the mean work of the groups still to come, or, where the total is not expected,
+        of those that came.
+        """
+        num_assigned = len(self._indices)
+        total = len(self._filled) * self.groups_per_replica
+        done = sum(sum(step) for step in self._work) + work
+        if self.expected_work is None or num_assigned == total:
+            return done / num_assigned
+        num_left = total - num_assigned
+        left = num_left / total * self.expected_work
+        return max(self.expected_work - done, _MIN_LEFT * left) / num_left
 
     def _by_falling_work(self, works: Sequence[float]) -> list[int]:
+        """Returns the replica of each group."""
         replicas = [0] * len(works)
-        load, count = [0.0] * len(self._filled), [0] * len(self._filled)
+        load = [0.0] * len(self._filled)
+        count = [0] * len(self._filled)
         for number in sorted(range(len(works)), key=lambda number: -works[number]):
-            free = [r for r in range(len(load)) if count[r] < self._per_share]
+            free = [replica for replica in range(len(load)) if count[replica] < self._per_share]
             replica = min(free, key=load.__getitem__)
             load[replica] += works[number]
             count[replica] += 1
@@ -210,8 +233,11 @@ class Assignment:
 
 
 def common_end_s(free_s: Sequence[float], work_s: float) -> float:
-    """When replicas that are free at these times have all done work that can be divided at will."""
-    total, ends = work_s, sorted(free_s)
+    """Returns when replicas that are free at `free_s` have together done `work_s` seconds of work
+    that can be divided at will.
+    """
+    ends = sorted(free_s)
+    total = work_s
     for count, at_s in enumerate(ends, start=1):
         total += at_s
         if count == len(ends) or total / count <= ends[count]:
@@ -219,39 +245,48 @@ def common_end_s(free_s: Sequence[float], work_s: float) -> float:
     raise ValueError("free_s: at least one replica must train")
 
 
-def parts_of(
+def divide_group(
     size: int, seconds: Callable[[int, int], float], free_s: Mapping[int, float], earliest_s: float
 ) -> dict[int, tuple[int, int]]:
-    """By replica, the samples of one of the last groups that it trains, from one number to before
-    another: all end together.
+    """Divides one of the last groups among replicas so that all parts end together.
 
-    A group that is trained whole keeps one replica busy while the others wait. Its advantages are
-    made before it is divided.
+    Returns by replica the range of its samples, the last one excluded. A group that is trained
+    whole would keep one replica busy while the others wait. Its advantages are made before it is
+    divided.
 
-    size: samples of the group. seconds: what training samples from one number to before another
-    takes. free_s: when each replica is, of equal ones the preferred first. earliest_s: an end
-    before which nothing is gained, since other groups keep replicas busy.
+    Args:
+        size: samples of the group.
+        seconds: returns the duration of training the samples from a first to before a last.
+        free_s: when each replica is free; among equals the preferred replica comes first.
+        earliest_s: an end before which nothing is gained, since other groups keep replicas busy.
     """
     order = sorted(free_s, key=free_s.__getitem__)
 
-    def ending(end_s: float) -> dict[int, tuple[int, int]] | None:
-        parts, first = {}, 0
+    def parts_until(end_s: float) -> dict[int, tuple[int, int]] | None:
+        """Returns parts that all end by `end_s`; None where the group is too large for that."""
+        parts = {}
+        first = 0
         for replica in order:
             last = first
             while last < size and free_s[replica] + seconds(first, last + 1) <= end_s:
                 last += 1
             if last > first:
-                parts[replica], first = (first, last), last
+                parts[replica] = (first, last)
+                first = last
         return parts if first == size else None
 
-    whole = {order[0]: (0, size)}
-    low, high = earliest_s, free_s[order[0]] + seconds(0, size)
-    best = ending(low)
-    for _ in range(_HALVINGS if best is None else 0):
+    best = parts_until(earliest_s)
+    if best is not None:
+        return best
+    best = {order[0]: (0, size)}
+    low = earliest_s
+    high = free_s[order[0]] + seconds(0, size)
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        found = ending(middle)
-        if found is None:
+        parts = parts_until(middle)
+        if parts is None:
             low = middle
         else:
-            best, high = found, middle
-    return best or whole
+            best = parts
+            high = middle
+    return best

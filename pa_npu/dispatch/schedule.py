@@ -1,21 +1,22 @@
-"""An iteration's schedule: in which order its groups go out, how many at a time on each engine, and when.
+"""An iteration's schedule: the order of its groups, how many are in flight, and when each goes.
 
-A schedule is decided at the border, before the first group (pa_npu/planning/iteration_model), and
-followed by the coordinator and, in virtual time, by the model that it was chosen with: both through
-Dispatching, which has no clock and waits for nothing.
+A schedule is decided at the border, before the first group (pa_npu/planning/iteration_model). The
+coordinator follows it, and so does, in virtual time, the model that it was chosen with: both
+through Dispatching, which has no clock and waits for nothing.
 
-Three things keep groups from going out at once:
+A schedule has three parts:
 
-  order     the permutation of the iteration's indices in which they go, by the expected length of a
-            group's longest response, until which it holds its room on an engine (dispatch_order)
-  windows   sequences that an engine may have in flight, which may change with the number of groups
+  order     the permutation of the iteration's indices in which groups go out, by the expected
+            length of a group's longest response, until which it holds its room on an engine
+            (dispatch_order)
+  windows   sequences that an engine may have in flight; they may change with the number of groups
             dispatched so far
-  turns     "not before so many groups are complete, and so many seconds after the last of these":
-            with equal lengths all groups that begin together end together, so they begin one after
-            another, as fast as trainers will take them
+  turns     for each group, how many others must be complete before it, and how many seconds ago.
+            With equal lengths all groups that begin together end together, so they begin one after
+            another, as fast as trainers will take them.
 
-What is sampled follows from a group's index, so a schedule changes times and, with
-schedule.order=completion, slots, never a token.
+The samples follow from a group's index, so a schedule changes times and, with
+schedule.order=completion, slots, but never a token.
 """
 
 from __future__ import annotations
@@ -27,38 +28,38 @@ from typing import Literal, Protocol
 
 OrderName = Literal["longest-first", "shortest-first", "in-order"]
 ORDERS: dict[OrderName, float] = {"longest-first": -1.0, "shortest-first": 1.0, "in-order": 0.0}
-"""By name, what an expected length counts in it."""
+"""The factor of an expected length in the sorting key of each order."""
 
 
 def dispatch_order(name: OrderName, expected: Sequence[float], shares: int = 1) -> list[int]:
-    """A permutation of the indices of `expected` (lengths in tokens), within each of `shares` equal
-    parts of the sequence.
+    """Returns a permutation of the indices of `expected` (lengths in tokens), within each of
+    `shares` equal parts of the sequence.
 
-    longest-first   Engines end early: Graham 1969 (SIAM J. Appl. Math. 17), no list of jobs on m
-                    equal machines ends later than 4/3 - 1/(3m) of the best one when the jobs come
-                    by falling length. Trainers begin late.
-    shortest-first  Trainers begin early and the longest groups are the last: where trainers are the
-                    slower side.
-    in-order        As the prompts come: where trainers take groups by their index
+    longest-first   Engines end early: with jobs by falling length no list schedule on m equal
+                    machines takes more than 4/3 - 1/(3m) of the best one (Graham 1969, SIAM J.
+                    Appl. Math. 17). Trainers begin late.
+    shortest-first  Trainers begin early, and the longest groups come last; for runs in which
+                    trainers are the slower side.
+    in-order        As the prompts come; for trainers that take groups by their index
                     (schedule.order=prompt).
 
-    Groups that share an optimizer step should not be those of one length, so each step's share is
+    Groups that share an optimizer step should not all be of one length, so each step's share is
     ordered by itself. Equal lengths keep their order.
     """
-    sign, size = ORDERS[name], len(expected) // shares
-    return [
-        index
-        for start in range(0, size * shares, size)
-        for index in sorted(range(start, start + size), key=lambda index: sign * expected[index])
-    ]
+    sign = ORDERS[name]
+    size = len(expected) // shares
+    order: list[int] = []
+    for start in range(0, size * shares, size):
+        order += sorted(range(start, start + size), key=lambda index: sign * expected[index])
+    return order
 
 
 @dataclass(frozen=True)
 class EngineSpeed:
-    """A decode step with n sequences takes step_s + sequence_s * n seconds; a group's prompt once
-    prompt_token_s per token.
+    """The speed of an engine: a decode step with n sequences takes step_s + sequence_s * n seconds,
+    and a prompt takes prompt_token_s per token.
 
-    Nothing decodes while a prompt is computed. The prompt is computed once for all responses of its
+    Nothing decodes while a prompt is computed. A prompt is computed once for all responses of its
     group (prefix sharing).
     """
 
@@ -67,27 +68,34 @@ class EngineSpeed:
     prompt_token_s: float = 0.0
 
     def scaled(self, factor: float) -> EngineSpeed:
+        """Returns the speed of an engine whose seconds are `factor` times as many."""
         return EngineSpeed(
-            factor * self.step_s, factor * self.sequence_s, factor * self.prompt_token_s
+            step_s=factor * self.step_s,
+            sequence_s=factor * self.sequence_s,
+            prompt_token_s=factor * self.prompt_token_s,
         )
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Sequences in flight per engine, for groups from the from_group-th dispatched on; `others`:
-    engines that are not named.
+    """Sequences that engines may have in flight.
+
+    sequences: by engine.
+    others: for engines that are not named.
+    from_group: number of groups dispatched from which on these windows hold.
     """
 
     sequences: Mapping[str, int]
     others: int
     from_group: int = 0
 
-    def of(self, engine: str) -> int:
-        return self.sequences.get(engine, self.others)
+    def on_engine(self, name: str) -> int:
+        """Returns the window of the engine `name`, in sequences."""
+        return self.sequences.get(name, self.others)
 
 
 @dataclass(frozen=True)
-class Turn:
+class DispatchTurn:
     """When a group may go: delay_s after the `after`-th completion, or, with after=0, after the
     iteration's beginning.
     """
@@ -98,11 +106,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Reach:
-    """Which of the groups that are left an engine takes, where engines are of unequal speed.
+    """Limits the groups that slower engines take to those that they are expected to end in time.
 
-    lengths: tokens expected of each group's longest response, by its index. token_s: seconds per
-    token of the engines that take only what they are expected to end by end_s, seconds from the
-    iteration's beginning. Engines that are not named take the next in order.
+    lengths: by group's index, expected tokens of its longest response.
+    token_s: seconds per token of each slower engine. Other engines take the next group in order.
+    end_s: the time in question, in seconds from the iteration's beginning.
     """
 
     lengths: tuple[float, ...]
@@ -110,48 +118,52 @@ class Reach:
     end_s: float
 
     def place(self, engine: str, left: Sequence[int], now_s: float) -> int:
-        """Place in `left`, indices in order of dispatch, of the first group that ends in time; of
-        the shortest where none does.
+        """Returns the place in `left`, indices in order of dispatch, of the first group that ends
+        in time, or of the shortest group where none does.
         """
         seconds = self.token_s.get(engine)
         if seconds is None:
             return 0
         limit = (self.end_s - now_s) / seconds
-        fits = (place for place, index in enumerate(left) if self.lengths[index] <= limit)
-        return next(fits, min(range(len(left)), key=lambda place: self.lengths[left[place]]))
+        for place, index in enumerate(left):
+            if self.lengths[index] <= limit:
+                return place
+        return min(range(len(left)), key=lambda place: self.lengths[left[place]])
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """order: indices in order of dispatch. windows: by rising from_group, the first from 0. turns:
-    of the first groups in order.
+    """When the groups of an iteration go to which engine.
 
-    name: what the log and the record call it. Groups beyond `order` (replacements) follow it as
-    they come, without turns.
-    reach: which of the groups that are left an engine takes, where that is not the next in order.
+    name: the name in logs and records.
+    order: indices in order of dispatch. Groups beyond it (replacements) follow as they come.
+    windows: by rising from_group, the first from 0.
+    turns: for the first groups in order; those beyond them have none.
+    reach: the groups that slower engines take; None where every engine takes the next in order.
     """
 
     name: str
     order: tuple[int, ...]
     windows: tuple[Windows, ...]
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[DispatchTurn, ...] = ()
     reach: Reach | None = None
 
     @property
     def largest_window(self) -> int:
-        """The most sequences that an engine may have in flight at any time."""
-        return max(max((*windows.sequences.values(), windows.others)) for windows in self.windows)
+        """The largest number of sequences that an engine may have in flight at any time."""
+        return max(max([windows.others, *windows.sequences.values()]) for windows in self.windows)
 
 
 def turn_s(
-    turns: Sequence[Turn], number: int, completed_s: Sequence[float], num_engines: int
+    turns: Sequence[DispatchTurn], number: int, completed_s: Sequence[float], num_engines: int
 ) -> float:
-    """When the turn of the number-th group comes: a time, which may be past, or inf: not before
-    another completes.
+    """Returns when the turn of the number-th group comes: a time, which may be past, or inf where
+    another group must complete first.
 
-    completed_s: when others have, rising. Where fewer groups than engines are in flight the next
-    one goes whatever its turn: an engine that stands idle is never of use, and a plan that was
-    wrong about its speed can so not stop the iteration.
+    While fewer groups than engines are in flight the next one goes whatever its turn. An idle
+    engine is never of use, and so a plan that was wrong about speeds cannot stop the iteration.
+
+    completed_s: when groups have completed, rising.
     """
     if number >= len(turns) or number - len(completed_s) < num_engines:
         return 0.0
@@ -165,17 +177,17 @@ def turn_s(
 class Dispatching:
     """One iteration's progress against its schedule. Seconds count from the iteration's beginning.
 
-    num_engines: that serve and take groups by their windows.
+    num_engines: engines that serve, and take groups by their windows.
     """
 
     schedule: Schedule
     num_engines: int
     num_dispatched: int = 0
     _completed_s: list[float] = field(default_factory=list)
-    _level: int = 0  # of the windows in force
+    _level: int = 0  # place of the windows in force
 
     def dispatched(self) -> None:
-        """The next group has been given to an engine."""
+        """Notes that the next group has been given to an engine."""
         self.num_dispatched += 1
         windows = self.schedule.windows
         while (
@@ -185,18 +197,18 @@ class Dispatching:
             self._level += 1
 
     def completed(self, at_s: float) -> None:
-        """A group's last response is there."""
+        """Notes that a group's last response is there."""
         self._completed_s.append(at_s)
 
     def ready_at(self) -> float:
-        """When the next group may go, if an engine has room: a time, which may be past, or inf: not
-        before another completes.
+        """Returns when the next group may go if an engine has room: a time, which may be past, or
+        inf where another group must complete first.
         """
         return turn_s(self.schedule.turns, self.num_dispatched, self._completed_s, self.num_engines)
 
     def window(self, engine: str) -> int:
-        """Sequences that the engine may have in flight with the next group."""
-        return self.schedule.windows[self._level].of(engine)
+        """Returns the sequences that the engine may have in flight with the next group."""
+        return self.schedule.windows[self._level].on_engine(engine)
 
 
 class Load(Protocol):
@@ -214,35 +226,35 @@ def engine_with_room(
     sequences: int,
     window: Callable[[str], int],
 ) -> str | None:
-    """The engine for `sequences` more: among those with room the one with the fewest tokens in
-    flight for its window.
+    """Returns the engine for `sequences` more: among those with room the one with the fewest tokens
+    in flight for its window; None where no engine has room.
 
-    An engine with twice the window is one that is twice as fast, so it is as full with twice the
-    tokens. An idle engine takes anything, so that a group larger than the window still runs. None:
-    no engine has room.
-
+    An engine with twice the window is twice as fast, so twice the tokens make it as full. An idle
+    engine takes anything, so that a group larger than the window still runs.
     """
-    best, least = None, math.inf
+    emptiest = None
+    min_fill = math.inf
     for name, load in loads.items():
         limit = window(name)
         if load.in_flight_sequences and load.in_flight_sequences + sequences > limit:
             continue
         fill = load.in_flight_tokens / max(1, limit)
-        if fill < least:
-            best, least = name, fill
-    return best
+        if fill < min_fill:
+            emptiest = name
+            min_fill = fill
+    return emptiest
 
 
-def with_own_windows(schedule: Schedule, own: Mapping[str, int]) -> Schedule:
-    """The same, but for engines with windows of their own, which have these."""
-    if not own:
+def with_fixed_windows(schedule: Schedule, fixed: Mapping[str, int]) -> Schedule:
+    """Returns the schedule with the windows in `fixed` for the engines that these name."""
+    if not fixed:
         return schedule
     windows = tuple(
-        replace(windows, sequences={**windows.sequences, **own}) for windows in schedule.windows
+        replace(windows, sequences={**windows.sequences, **fixed}) for windows in schedule.windows
     )
     return replace(schedule, windows=windows)
 
 
 def same_windows(engines: Sequence[str], sequences: int, from_group: int = 0) -> Windows:
-    """One window for all engines."""
+    """Returns windows of `sequences` for all engines."""
     return Windows(dict.fromkeys(engines, sequences), sequences, from_group)

@@ -27,7 +27,14 @@ from pa_npu.config.words import counted
 from pa_npu.errors import DataError, UserError
 from pa_npu.launcher.run_directory import CONFIG_FILE
 from pa_npu.launcher.subcommands import refuse
-from pa_npu.telemetry.chain import CHAIN, Link, digest_of_values, fault, lines_digest, read_chain
+from pa_npu.telemetry.chain import (
+    CHAIN,
+    ChainLink,
+    digest_of_values,
+    fault,
+    lines_digest,
+    read_chain,
+)
 from pa_npu.telemetry.records import METRICS, iterations_of
 from pa_npu.telemetry.sample_store import read_samples, sample_iterations
 
@@ -116,11 +123,11 @@ class CheckedRun:
         yield self._kept_samples()
         yield self._checkpoints()
 
-    def _links(self) -> Iterator[Link]:
+    def _links(self) -> Iterator[ChainLink]:
         return read_chain(self.run_dir)
 
     def _chain(self) -> str:
-        before: Link | None = None
+        before: ChainLink | None = None
         for link in self._links():
             if problem := fault(before, link):
                 raise Violation(f"{CHAIN}: {problem}")
@@ -245,7 +252,7 @@ def _lines_by_iteration(path: Path) -> Iterator[tuple[int, list[str]]]:
         yield iteration, lines
 
 
-def _check_samples(link: Link, rows: Sequence[dict[str, Any]]) -> None:
+def _check_samples(link: ChainLink, rows: Sequence[dict[str, Any]]) -> None:
     """Compares kept responses with the chain's. Raises Violation."""
     table = link.table()
     place_of = {int(index): place for place, index in enumerate(table.indices)}

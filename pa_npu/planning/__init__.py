@@ -1,11 +1,11 @@
-"""Arithmetic on a configuration before anything runs: amounts of work, memory, whether it fits, and what to change.
+"""Arithmetic on a configuration before anything runs: work, memory, fit, and what to change.
 
 amounts         sequences, microbatches and tokens of an iteration
-memory          bytes on a device of each role
+memory          bytes on a device, for each role
 shortages       what does not fit, and the keys that would make it fit
 model_rules     what the model's sizes demand of the configuration
 plan_text       all of it as lines, for --dry-run
-automatic       sizes that were not given
-prediction/     what a run, or other sizes of it, would take, from published figures
+automatic       chooses the sizes that the configuration leaves open
+prediction/     how long a run, or other sizes of it, would take, from published figures
 known_models    shapes of public models, to plan without having them
 """

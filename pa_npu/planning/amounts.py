@@ -1,4 +1,4 @@
-"""How many sequences, microbatches and tokens an iteration has at most: every prompt and response at its longest."""
+"""Upper bounds of an iteration's work: every prompt and response at its longest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pa_npu.config.schema import Config
 
 @dataclass(frozen=True)
 class Work:
-    """Upper bounds of one iteration's work: every prompt and response at its longest."""
+    """Sequences, microbatches and tokens that an iteration has at most."""
 
     sequences: int
     updates: int
@@ -21,26 +21,32 @@ class Work:
 
 
 def work(config: Config) -> Work:
-    """Tokens of an iteration as TPSPD counts them (the prompt once per response) and as they are
-    computed.
+    """Returns the bounds of `config`.
+
+    `prompt_tokens` and `response_tokens` are counted as TPSPD counts them, the prompt once per
+    response; `computed_tokens` are those that trainers compute, padding included.
     """
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    group_size = config.rollout.responses_per_prompt
-    # rows of data may begin alike, and need not
-    shared = config.attention.shared_prompt and config.has_engines
-    sequences = config.schedule.prompts_per_iteration * group_size
-    pieces = config.groups_per_replica * config.microbatches_per_group
+    prompt = config.data.max_prompt_tokens
+    response = config.rollout.max_response_tokens
+    sequences = config.schedule.prompts_per_iteration * config.rollout.responses_per_prompt
+    microbatches = config.groups_per_replica * config.microbatches_per_group
+
     responses = config.microbatch_responses
-    piece = prompt * (1 if shared else responses) + response * responses
-    piece = -(-piece // config.pad_multiple) * config.pad_multiple
+    # rows of data may begin alike, and need not
+    is_shared = config.attention.shared_prompt and config.has_engines
+    num_prompts = 1 if is_shared else responses
+    tokens = prompt * num_prompts + response * responses
+    padded = -(-tokens // config.pad_multiple) * config.pad_multiple
+
+    # Packing fills a microbatch up to max_tokens, unless one group's part is larger or all of them
+    # together are smaller.
+    packed = max(padded, config.microbatch.max_tokens or 0)
     return Work(
         sequences=sequences,
         updates=config.schedule.updates_per_iteration,
-        microbatches_per_replica=pieces,
-        # packing fills a microbatch up to max_tokens, unless one piece is larger or all together
-        # are smaller
-        microbatch_tokens=min(max(piece, config.microbatch.max_tokens or 0), piece * pieces),
+        microbatches_per_replica=microbatches,
+        microbatch_tokens=min(packed, padded * microbatches),
         prompt_tokens=sequences * prompt,
         response_tokens=sequences * response,
-        computed_tokens=piece * pieces * config.mesh.data,
+        computed_tokens=padded * microbatches * config.mesh.data,
     )

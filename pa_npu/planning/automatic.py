@@ -1,9 +1,13 @@
-"""Sizes of a run that were not given: those that are `auto` (load), and what an engine holds (with_places, with_share).
+"""Chooses the sizes of a run that its configuration leaves open.
 
-auto: splits, modes, parallel sizes, recomputation and offload that fit are compared by prediction,
-and the fastest is taken, by published figures of a usual device and assumed lengths, as the dry run
-does. A run that has ended knows better (tools/plan_cluster.py). The same configuration gets the
-same sizes each time, so that a run that goes on has what it had.
+load         replaces keys that are `auto`. Splits, modes, parallel sizes, recomputation and offload
+             that fit are compared by prediction, as the dry run does it: with published figures of
+             a usual device, and assumed lengths. The fastest is taken.
+with_places  raises rollout.max_num_seqs as far as the cache allows and the iteration needs
+with_share   gives an engine that sleeps the memory that its trainer leaves
+
+The same configuration gets the same sizes each time, so a run that resumes has what it had. The
+records of a run that has ended predict better than published figures (tools/plan_cluster.py).
 """
 
 from __future__ import annotations
@@ -24,12 +28,12 @@ from pa_npu.errors import ConfigError, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import work
 from pa_npu.planning.known_models import known_spec
-from pa_npu.planning.memory import cache_tokens, left_share, wanted_tokens
-from pa_npu.planning.prediction.divisions import MOST_SEQS
-from pa_npu.planning.prediction.search import fastest
+from pa_npu.planning.memory import cache_tokens, share_left, wanted_tokens
+from pa_npu.planning.prediction.divisions import MAX_SEQUENCES
+from pa_npu.planning.prediction.search import Sizes, fastest
 from pa_npu.planning.prediction.virtual_run import assumed_basis
-from pa_npu.planning.sizes import choices_of, size_words
-from pa_npu.platform.typical import typical_speed
+from pa_npu.planning.sizes import size_choices, size_words
+from pa_npu.platform.typical import TypicalSpeed, typical_speed
 
 AUTO = "auto"
 KEYS = (
@@ -43,101 +47,133 @@ KEYS = (
     "optimizer.offload",
     "placement.colocate",
 )
-_PREDICTED = 4  # of each mode
+_NUM_PREDICTED = 4  # combinations of each mode
 
 
-def load(paths: Iterable[str], overrides: Sequence[str], say: Callable[[str], None]) -> Config:
-    """Read a configuration as `load_config` does, in which KEYS may be auto. say: hears what was
-    chosen and why.
+def load(paths: Iterable[str], overrides: Sequence[str], report: Callable[[str], None]) -> Config:
+    """Reads a configuration as `load_config` does, in which the keys in KEYS may be `auto`.
 
-    Raises ConfigError where nothing fits, or where nobody says how many devices there are.
+    `report` is called with a line that says what was chosen and why. Raises ConfigError where
+    nothing fits, or where the number of devices is not known.
     """
     tree, places = merged(paths, overrides)
-    asked = [key for key in KEYS if _section(tree, key).get(_name(key)) == AUTO]
-    if not asked:
+    auto_keys = [key for key in KEYS if _value(tree, key) == AUTO]
+    if not auto_keys:
         return validated(tree, places, broken_rules)
-    given = {key: _section(tree, key).get(_name(key)) for key in KEYS if key not in asked}
-    base = validated(_without(tree, asked), places, broken_rules)
+
+    base = validated(_smallest(tree, auto_keys), places, broken_rules)
     if not base.has_engines:
         raise ConfigError(
-            f"{asked[0]}: auto divides devices between engines and trainers, and this run has no "
-            "engines (rollout.engines = 0); give a number"
+            f"{auto_keys[0]}: auto divides devices between engines and trainers, and this run has "
+            "no engines (rollout.engines = 0); give a number"
         )
-    check_algorithm(base)  # whose models are counted
-    devices = _num_devices(base, asked[0])
+    check_algorithm(base)  # the models that it needs take memory
+    devices = _num_devices(base, auto_keys[0])
     try:
-        spec, typical = _spec(base), _typical(base)
+        spec = _spec(base)
+        typical = _typical(base)
     except UserError as error:
-        raise ConfigError(f"{asked[0]}: auto cannot read the model: {error}") from None
-    basis = assumed_basis(base, spec, typical)
-    sizes = choices_of(base, spec, devices, asked)
-    sizes = replace(
-        sizes, engines=given.get("rollout.engines"), trainers=given.get("trainer.devices")
-    )
-    if "placement.colocate" not in asked:
-        sizes = replace(sizes, colocate=(bool(given.get("placement.colocate")),))
-    tried = fastest(basis, sizes, _PREDICTED)
+        raise ConfigError(f"{auto_keys[0]}: auto cannot read the model: {error}") from None
+
+    sizes = _free_sizes(tree, auto_keys, size_choices(base, spec, devices, auto_keys))
+    tried = fastest(assumed_basis(base, spec, typical), sizes, _NUM_PREDICTED)
     if not tried:
         raise ConfigError(
-            f"{asked[0]}: auto found nothing for {devices} devices: "
+            f"{auto_keys[0]}: auto found nothing for {devices} devices: "
             f"{spec.num_parameters / 1e9:.1f} billion parameters do not fit on {devices} x "
             f"{typical.name} in any sizes that may be chosen; give more devices, or leave more "
             "keys to auto"
         )
+
     predicted, best = tried[0]
-    chosen = {key: getattr(getattr(best, key.partition(".")[0]), _name(key)) for key in asked}
-    if best.placement.colocate and "memory_fraction" not in base.rollout.model_fields_set:
-        chosen |= {"rollout.memory_fraction": best.memory_fraction}
-    if (
-        best.rollout.max_num_seqs < base.rollout.max_num_seqs
-        and "max_num_seqs" in base.rollout.model_fields_set
-    ):
-        # what the cache of these sizes holds
-        chosen |= {"rollout.max_num_seqs": best.rollout.max_num_seqs}
-    others = ", ".join(
-        f"{size_words(config)} {three_digits(found.iteration_s)} s" for found, config in tried[1:3]
-    )
-    keys = " ".join(f"{key}={_shown(value)}" for key, value in chosen.items())
-    say(
-        f"auto: {keys}; {size_words(best)} is predicted at {three_digits(predicted.iteration_s)} s an "
+    chosen = _chosen_values(base, best, auto_keys)
+    keys = " ".join(f"{key}={_in_yaml(value)}" for key, value in chosen.items())
+    line = (
+        f"auto: {keys}; {size_words(best)} is predicted at "
+        f"{three_digits(predicted.iteration_s)} s an "
         f"iteration on {devices} x {typical.name}"
-        + (f", before {others}" if others else ", and nothing else fits")
     )
+    next_best = [
+        f"{size_words(config)} {three_digits(prediction.iteration_s)} s"
+        for prediction, config in tried[1:3]
+    ]
+    if next_best:
+        report(f"{line}, before {', '.join(next_best)}")
+    else:
+        report(f"{line}, and nothing else fits")
+
     for key, value in chosen.items():
-        tree.setdefault(key.partition(".")[0], {})[_name(key)] = value
+        section, name = _split(key)
+        tree.setdefault(section, {})[name] = value
     return validated(tree, places, broken_rules)
 
 
-def _section(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    section = tree.get(key.partition(".")[0])
-    return section if isinstance(section, Mapping) else {}
+def _free_sizes(tree: Mapping[str, Any], auto_keys: Sequence[str], sizes: Sizes) -> Sizes:
+    """Returns `sizes` with the numbers of engines and trainers, and the mode, as the tree has them.
 
-
-def _name(key: str) -> str:
-    return key.partition(".")[2]
-
-
-def _without(tree: Mapping[str, Any], asked: Sequence[str]) -> dict[str, Any]:
-    """The tree with sizes that go together: of a single engine, and beside it as few replicas as
-    share the experts.
+    They are read from the tree, since the configuration that `sizes` was made from leaves them out
+    (_smallest).
     """
-    left = {
-        section: dict(values) if isinstance(values, Mapping) else values
-        for section, values in tree.items()
-    }
-    for key in {*asked, "rollout.engines", "trainer.devices", "placement.colocate"}:
-        left.get(key.partition(".")[0], {}).pop(_name(key), None)
-    trainer = left.setdefault("trainer", {})
-    sizes = [
-        trainer.get(key, 1) for key in ("tensor_parallel", "pipeline_parallel", "expert_parallel")
-    ]
+    engines = _value(tree, "rollout.engines")
+    trainers = _value(tree, "trainer.devices")
+    sizes = replace(
+        sizes,
+        engines=None if engines == AUTO else engines,
+        trainers=None if trainers == AUTO else trainers,
+    )
+    if "placement.colocate" in auto_keys:
+        return sizes
+    return replace(sizes, colocate=(bool(_value(tree, "placement.colocate")),))
+
+
+def _chosen_values(base: Config, best: Config, auto_keys: Sequence[str]) -> dict[str, Any]:
+    """Returns by dotted key what `best` has for the keys that were auto, and what has to follow."""
+    chosen: dict[str, Any] = {}
+    for key in auto_keys:
+        section, name = _split(key)
+        chosen[key] = getattr(getattr(best, section), name)
+    set_keys = base.rollout.model_fields_set
+    if best.placement.colocate and "memory_fraction" not in set_keys:
+        chosen["rollout.memory_fraction"] = best.memory_fraction
+    # the cache of these sizes may hold fewer sequences than were given
+    if "max_num_seqs" in set_keys and best.rollout.max_num_seqs < base.rollout.max_num_seqs:
+        chosen["rollout.max_num_seqs"] = best.rollout.max_num_seqs
+    return chosen
+
+
+def _split(key: str) -> tuple[str, str]:
+    """Returns the section and the name of a dotted key."""
+    section, _, name = key.partition(".")
+    return section, name
+
+
+def _value(tree: Mapping[str, Any], key: str) -> Any:
+    """Returns the value of a dotted key, None where the tree does not have it."""
+    section, name = _split(key)
+    values = tree.get(section)
+    return values.get(name) if isinstance(values, Mapping) else None
+
+
+def _smallest(tree: Mapping[str, Any], auto_keys: Sequence[str]) -> dict[str, Any]:
+    """Returns the tree with sizes that break no rule: a single engine, and beside it as few
+    replicas as share the experts.
+    """
+    smallest: dict[str, Any] = {}
+    for section, values in tree.items():
+        smallest[section] = dict(values) if isinstance(values, Mapping) else values
+    for key in {*auto_keys, "rollout.engines", "trainer.devices", "placement.colocate"}:
+        section, name = _split(key)
+        smallest.get(section, {}).pop(name, None)
+    trainer = smallest.setdefault("trainer", {})
+    parallel = ("tensor_parallel", "pipeline_parallel", "expert_parallel")
+    sizes = [trainer.get(name, 1) for name in parallel]
     if all(isinstance(size, int) and size > 0 for size in sizes):
         tensor, stages, experts = sizes
         trainer["devices"] = math.lcm(tensor, experts) * stages
-    return left
+    return smallest
 
 
-def _num_devices(config: Config, asked: str) -> int:
+def _num_devices(config: Config, auto_key: str) -> int:
     placement = config.placement
     if placement.devices_per_node is not None:
         return placement.nnodes * placement.devices_per_node
@@ -147,35 +183,34 @@ def _num_devices(config: Config, asked: str) -> int:
         except UserError:
             pass
     raise ConfigError(
-        f"{asked}: auto needs to know how many devices there are, and they are not here; give "
+        f"{auto_key}: auto needs to know how many devices there are, and they are not here; give "
         "placement.devices_per_node"
     )
 
 
 def _spec(config: Config) -> ModelSpec:
-    known = (
-        None
-        if (Path(config.model.path) / "config.json").is_file()
-        else known_spec(config.model.path)
-    )
-    return known or ModelSpec.from_config(config)
+    if (Path(config.model.path) / "config.json").is_file():
+        return ModelSpec.from_config(config)
+    return known_spec(config.model.path) or ModelSpec.from_config(config)
 
 
-def _typical(config: Config) -> Any:
-    """Speeds of a usual device of the kind, with the memory of the devices that are here."""
+def _typical(config: Config) -> TypicalSpeed:
+    """Returns the speeds of a usual device of the configured kind, with the memory of the devices
+    of this machine.
+    """
     kind = config.run.device
-    typical = typical_speed(
-        "cpu" if kind == "auto" and platforms.missing("cuda") and platforms.missing("npu") else kind
-    )
+    has_accelerator = not (platforms.missing("cuda") and platforms.missing("npu"))
+    typical = typical_speed("cpu" if kind == "auto" and not has_accelerator else kind)
     try:
         platform = platforms.get(kind)
     except UserError:
         return typical
-    own = platform.visible_devices_env is not None
-    return replace(typical, memory_gib=platform.total_memory_bytes() // 2**30 if own else None)
+    if platform.visible_devices_env is None:  # devices share the host's memory
+        return replace(typical, memory_gib=None)
+    return replace(typical, memory_gib=platform.total_memory_bytes() // 2**30)
 
 
-def _shown(value: Any) -> str:
+def _in_yaml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return value if isinstance(value, str) else f"{value:g}"
@@ -184,16 +219,19 @@ def _shown(value: Any) -> str:
 def with_places(
     config: Config, spec: ModelSpec, device_bytes: int | None, own_memory: bool
 ) -> Config:
-    """The configuration with max_num_seqs doubled while the cache holds it and an engine's share of
-    an iteration needs it.
+    """Returns the configuration with rollout.max_num_seqs doubled as long as the cache holds that
+    many and an engine's share of an iteration needs them.
 
-    A group keeps its places until its longest response ends, so with lengths that vary an engine
-    whose places all are taken decodes far fewer sequences than it could; twice the places were
+    A group keeps its places until its longest response ends. With lengths that vary, an engine with
+    all places taken therefore decodes far fewer sequences than it could; twice the places were
     worth up to a third of the iteration in simulations of such lengths.
 
-    device_bytes: memory of a device, None where unknown. own_memory: whether it is the device's
-    own. Not where engines run already (rollout.attach) or share a device with a trainer, which
-    leaves their cache less.
+    The number stays where it was given, where engines run already (rollout.attach), and where they
+    share a device with a trainer, which leaves them less cache.
+
+    Args:
+        device_bytes: memory of a device; None where it is not known.
+        own_memory: whether devices have memory of their own, rather than share the host's.
     """
     rollout = config.rollout
     if not config.has_engines:
@@ -202,37 +240,38 @@ def with_places(
         return config
     if own_memory and device_bytes is None:
         return config
+    cache_device_bytes = device_bytes if own_memory else None
     share = -(-work(config).sequences // rollout.engines)
-    while rollout.max_num_seqs < share:
-        other = rollout.model_copy(update={"max_num_seqs": 2 * rollout.max_num_seqs})
-        grown = config.model_copy(update={"rollout": other})
-        if other.max_num_seqs > MOST_SEQS or not _holds(
-            grown, spec, device_bytes if own_memory else None
-        ):
+    while config.rollout.max_num_seqs < share:
+        doubled = 2 * config.rollout.max_num_seqs
+        rollout = config.rollout.model_copy(update={"max_num_seqs": doubled})
+        grown = config.model_copy(update={"rollout": rollout})
+        if doubled > MAX_SEQUENCES or not _cache_suffices(grown, spec, cache_device_bytes):
             break
-        config, rollout = grown, other
+        config = grown
     return config
 
 
 def with_share(
     config: Config, spec: ModelSpec, device_bytes: int | None, own_memory: bool
 ) -> Config:
-    """The configuration in which an engine that sleeps has what its trainer leaves as the device
-    decodes; arguments as above.
+    """Returns the configuration with rollout.memory_fraction set, where it was not given, to what
+    its trainer leaves to an engine that sleeps; arguments as for `with_places`.
     """
     if config.rollout.memory_fraction is not None or not config.engines_sleep:
         return config
-    if (
-        device_bytes is None
-        or not own_memory
-        or (share := left_share(config, spec, device_bytes)) <= 0
-    ):
+    if device_bytes is None or not own_memory:
+        return config
+    share = share_left(config, spec, device_bytes)
+    if share <= 0:
         return config
     rollout = config.rollout.model_copy(update={"memory_fraction": share})
     return config.model_copy(update={"rollout": rollout})
 
 
-def _holds(config: Config, spec: ModelSpec, device_bytes: int | None) -> bool:
-    most = config.rollout.max_num_seqs
-    held = wanted_tokens(config, most) <= cache_tokens(config, spec, device_bytes)
-    return held and most <= config.rollout.max_num_batched_tokens
+def _cache_suffices(config: Config, spec: ModelSpec, device_bytes: int | None) -> bool:
+    """Returns whether an engine's cache and its steps have room for rollout.max_num_seqs."""
+    sequences = config.rollout.max_num_seqs
+    if sequences > config.rollout.max_num_batched_tokens:
+        return False
+    return wanted_tokens(config, sequences) <= cache_tokens(config, spec, device_bytes)

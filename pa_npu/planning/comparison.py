@@ -1,38 +1,40 @@
-"""What the same devices would take in other ways: in turns, split, with roles, one version behind; and which key would gain most.
+"""Compares a configuration with other ways to use the same devices, and names the best change.
+
+The ways are: in turns, split, with roles that follow the work, and one version behind.
 
     compare(config, spec)       predictions of this configuration and of the best sizes of each way,
                                 on the same number of devices
-    comparison_lines(compared)  these as a plan prints them: what to do, and where a prediction is
-                                too close to decide by
+    comparison_lines(compared)  the predictions as a plan prints them, with what to do, and a note
+                                where they are too close to decide by
 
-As in `prediction`: published figures of a usual device, assumed lengths. Seconds are good to a
-factor of two or three; how two ways on the same devices compare is better known, and still a
-difference below `TOO_CLOSE` says nothing.
+The predictions use published figures of a usual device and assumed lengths. Seconds are good to a
+factor of two or three. The ratio of two ways on the same devices is known better, but a difference
+below `TOO_CLOSE` says nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.config.words import three_digits
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.prediction.divisions import changed
+from pa_npu.planning.prediction.divisions import with_changes
 from pa_npu.planning.prediction.search import Sizes, fastest, first_allowed, fitting
 from pa_npu.planning.prediction.virtual_run import Basis, Predicted, assumed_basis
-from pa_npu.planning.sizes import choices_of, size_words
+from pa_npu.planning.sizes import size_choices, size_words
 from pa_npu.platform.typical import TypicalSpeed, typical_speed
 
 TOO_CLOSE = 0.05
 """Share of an iteration by which two ways must differ for a prediction to tell them apart."""
 IDLE = 0.3
-"""Share of an iteration from which on a side that waits is worth a warning."""
-_SAME = 0.001  # share by which two predictions of the same differ
-_LEAST_GAIN = 0.02  # of a change of one key, to be named
+"""Share of an iteration that a side must wait for a plan to warn of it."""
+_SAME = 0.001  # share by which two predictions of equal ways may differ
+_MIN_GAIN = 0.02  # smallest gain of one key's change that is named
 _BEHIND = "one version behind"
-_TRIED = 2  # combinations of sizes that are predicted for each way
+_NUM_PREDICTED = 2  # combinations of sizes that are predicted for each way
 _FREE = (
     "rollout.engines",
     "rollout.tensor_parallel",
@@ -43,8 +45,8 @@ _FREE = (
     "trainer.recompute",
     "optimizer.offload",
 )
-# Keys that are chosen anew alone, each with those that have to follow it.
-_ALONE: tuple[tuple[str, ...], ...] = (
+# Changes that are tried one at a time: a key, with the keys that have to follow it.
+_SINGLE_CHANGES: tuple[tuple[str, ...], ...] = (
     ("trainer.tensor_parallel",),
     ("trainer.pipeline_parallel",),
     ("trainer.expert_parallel",),
@@ -58,8 +60,12 @@ _ALONE: tuple[tuple[str, ...], ...] = (
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to use the devices. seconds: of an iteration with its border. *_idle: shares of it."""
+class PlannedWay:
+    """One way to use the devices, with the sizes that are best for it.
+
+    seconds: duration of an iteration with its border.
+    engines_idle, trainers_idle: shares of these seconds.
+    """
 
     name: str
     sizes: str
@@ -72,14 +78,15 @@ class Way:
 class Compared:
     """This configuration, the best of each way, and the change that would gain most.
 
-    change: keys and values; None where none gains. gain: the share of an iteration that it saves.
-    together: each device does both.
-    work_s: what full engines and trainers take on devices that do both, with the best sizes; None
-    where none fit.
+    change: keys and values; None where no change gains.
+    gain: the share of an iteration that `change` saves.
+    together: whether each device both decodes and trains.
+    work_s: seconds that engines and trainers take on devices that do both and never wait, with the
+        best sizes; None where none fit.
     """
 
-    this: Way
-    ways: tuple[Way, ...]
+    this: PlannedWay
+    ways: tuple[PlannedWay, ...]
     change: dict[str, Any] | None
     gain: float
     iterations: int
@@ -87,14 +94,14 @@ class Compared:
     work_s: float | None = None
 
     @property
-    def turns(self) -> Way | None:
-        """The same devices as other systems run: all decode, then all train."""
+    def turns(self) -> PlannedWay | None:
+        """The way of other systems: all devices decode, then all train."""
         return next((way for way in self.ways if way.name == "in turns"), None)
 
     @property
-    def best(self) -> Way:
-        """The fastest of this configuration and the ways that train what the newest weights
-        generated.
+    def best(self) -> PlannedWay:
+        """The fastest way that trains what the newest weights generated, this configuration
+        included.
         """
         exact = [way for way in self.ways if way.name != _BEHIND]
         return min([self.this, *exact], key=lambda way: way.seconds)
@@ -103,7 +110,11 @@ class Compared:
 def compare(
     config: Config, spec: ModelSpec, typical: TypicalSpeed | None = None
 ) -> Compared | None:
-    """Predicts the ways; None where a run has no engines, or they are not all its own and alike."""
+    """Predicts this configuration and the ways; `typical` is the speed of a device, that of a usual
+    device of the configured kind where it is not given.
+
+    Returns None where the run has no engines, does not start all engines itself, or engines are not alike.
+    """
     if (
         not config.has_engines
         or config.rollout.attach
@@ -112,11 +123,10 @@ def compare(
     ):
         return None
     basis = assumed_basis(config, spec, typical or typical_speed(config.run.device))
-    this = _this(basis, config)
     ways = [way for way in _ways(basis, config) if way is not None]
     change, gain = _best_change(basis, config)
     return Compared(
-        this=this,
+        this=_this(basis, config),
         ways=tuple(ways),
         change=change,
         gain=gain,
@@ -127,135 +137,171 @@ def compare(
 
 
 def _work_s(basis: Basis, config: Config) -> float | None:
-    """What the work takes on devices that do both and never wait, with the sizes that are best for
-    that; None where none fit.
-    """
-    together = replace(choices_of(config, basis.spec, config.num_devices, _FREE), colocate=(True,))
-    return min((each.work_s for each in fitting(basis, together)), default=None)
+    """Returns Compared.work_s."""
+    free = size_choices(config, basis.spec, config.num_devices, _FREE)
+    together = replace(free, colocate=(True,))
+    return min((combination.work_s for combination in fitting(basis, together)), default=None)
 
 
-def _this(basis: Basis, config: Config) -> Way:
+def _this(basis: Basis, config: Config) -> PlannedWay:
     if config.schedule.max_staleness:
-        return _ahead(basis.predicted(config, streams=False), config, "this")
-    return _way(basis.predicted(config, streams=config.schedule.stream), config, "this")
+        return _way_behind(basis.predict(config, streams=False), config, "this")
+    return _way(basis.predict(config, streams=config.schedule.stream), config, "this")
 
 
-def _ways(basis: Basis, config: Config) -> Iterator[Way | None]:
-    """Yields each way with the sizes that are best for it, this configuration's own among them."""
-    devices, spec = config.num_devices, basis.spec
-    plain: dict[str, dict[str, Any]] = {
-        "schedule": {"max_staleness": 0, "stream": True},
-        "publish": {"mode": "blocking", "divergence": None},
-    }
-    exact = changed(config, plain)
+def _ways(basis: Basis, config: Config) -> Iterator[PlannedWay | None]:
+    """Yields each way with its best sizes, the configured sizes being among those tried; None for a
+    way in which nothing fits.
+    """
+    devices = config.num_devices
+    exact = with_changes(
+        config,
+        {
+            "schedule": {"max_staleness": 0, "stream": True},
+            "publish": {"mode": "blocking", "divergence": None},
+        },
+    )
     if exact is not None:
-        based = replace(basis, base=exact)
-        free = choices_of(exact, spec, devices, _FREE)
+        exact_basis = replace(basis, base=exact)
+        free = size_choices(exact, basis.spec, devices, _FREE)
         together = replace(free, colocate=(True,))
-        yield _turns(based, together, config)
-        yield _best(based, replace(free, colocate=(False,)), config, "split")
-        yield _best(based, together, config, "with roles")
-    ahead = changed(
+        yield _turns(exact_basis, together, config)
+        yield _best(exact_basis, replace(free, colocate=(False,)), config, "split")
+        yield _best(exact_basis, together, config, "with roles")
+
+    behind = with_changes(
         config,
         {
             "schedule": {"max_staleness": max(1, config.schedule.max_staleness)},
             "placement": {"colocate": False},
         },
     )
-    if ahead is not None and config.schedule.iterations > 1:
-        yield _one_behind(
-            replace(basis, base=ahead), choices_of(ahead, spec, devices, _FREE), config
-        )
+    if behind is not None and config.schedule.iterations > 1:
+        free = size_choices(behind, basis.spec, devices, _FREE)
+        yield _one_behind(replace(basis, base=behind), free, config)
 
 
-def _turns(basis: Basis, sizes: Sizes, config: Config) -> Way | None:
-    """All devices decode, then all train; no slower than this configuration's own sizes in turns."""
-    tried = [
-        first_allowed(basis, fitting(basis, sizes)),
-        config if config.placement.colocate else None,
-    ]
-    ways = [
-        _way(basis.predicted(each, streams=False), each, "in turns")
-        for each in tried
-        if each is not None
-    ]
+def _fastest_way(ways: Sequence[PlannedWay]) -> PlannedWay | None:
     return min(ways, key=lambda way: way.seconds, default=None)
 
 
-def _best(basis: Basis, sizes: Sizes, config: Config, name: str) -> Way | None:
-    """The best sizes of a way; no slower than this configuration's own, where they are of it."""
-    ways = [_way(found, each, name) for found, each in fastest(basis, sizes, _TRIED)]
-    if config.placement.colocate in sizes.colocate:
-        ways.append(_way(basis.predicted(config), config, name))
-    return min(ways, key=lambda way: way.seconds, default=None)
+def _turns(basis: Basis, sizes: Sizes, config: Config) -> PlannedWay | None:
+    """Returns the best way in which all devices decode, then all train."""
+    candidates = []
+    best = first_allowed(basis, fitting(basis, sizes))
+    if best is not None:
+        candidates.append(best)
+    if config.placement.colocate:
+        candidates.append(config)
+    return _fastest_way(
+        [
+            _way(basis.predict(candidate, streams=False), candidate, "in turns")
+            for candidate in candidates
+        ]
+    )
 
 
-def _one_behind(basis: Basis, sizes: Sizes, config: Config) -> Way | None:
-    """Engines generate a version while trainers train the one before; the longer side is the
-    iteration.
+def _best(basis: Basis, sizes: Sizes, config: Config, name: str) -> PlannedWay | None:
+    """Returns the way `name` with the best of `sizes`, or with the configured ones where these are
+    of that way and faster.
     """
-    tried = [each for _, each in fastest(basis, sizes, _TRIED, iterations=1)]
-    tried += [] if config.placement.colocate else [config]
-    ways = [_ahead(basis.predicted(each, streams=False), each, _BEHIND) for each in tried]
-    return min(ways, key=lambda way: way.seconds, default=None)
+    ways = [
+        _way(prediction, candidate, name)
+        for prediction, candidate in fastest(basis, sizes, _NUM_PREDICTED)
+    ]
+    if config.placement.colocate in sizes.colocate:
+        ways.append(_way(basis.predict(config), config, name))
+    return _fastest_way(ways)
 
 
-def _way(found: Predicted, config: Config, name: str) -> Way:
-    return Way(name, size_words(config), found.iteration_s, found.engines_idle, found.trainers_idle)
+def _one_behind(basis: Basis, sizes: Sizes, config: Config) -> PlannedWay | None:
+    """Returns the best way in which engines generate with a version while trainers train what the
+    version before generated.
+    """
+    candidates = [each for _, each in fastest(basis, sizes, _NUM_PREDICTED, iterations=1)]
+    if not config.placement.colocate:
+        candidates.append(config)
+    return _fastest_way(
+        [
+            _way_behind(basis.predict(candidate, streams=False), candidate, _BEHIND)
+            for candidate in candidates
+        ]
+    )
 
 
-def _ahead(found: Predicted, config: Config, name: str) -> Way:
-    """From the two sides of a synchronous prediction."""
-    seconds = max(found.generate_s, found.train_s) + found.border_s
-    return Way(
-        name,
-        size_words(config),
-        seconds,
-        1.0 - found.generate_s / seconds,
-        1.0 - found.train_s / seconds,
+def _way(prediction: Predicted, config: Config, name: str) -> PlannedWay:
+    return PlannedWay(
+        name=name,
+        sizes=size_words(config),
+        seconds=prediction.iteration_s,
+        engines_idle=prediction.engines_idle,
+        trainers_idle=prediction.trainers_idle,
+    )
+
+
+def _way_behind(prediction: Predicted, config: Config, name: str) -> PlannedWay:
+    """Returns the way in which both sides of a synchronous prediction work at the same time: the
+    longer one is the iteration.
+    """
+    longer_s = max(prediction.generate_s, prediction.train_s)
+    seconds = longer_s + prediction.border_s
+    return PlannedWay(
+        name=name,
+        sizes=size_words(config),
+        seconds=seconds,
+        engines_idle=1.0 - prediction.generate_s / seconds,
+        trainers_idle=1.0 - prediction.train_s / seconds,
     )
 
 
 def _best_change(basis: Basis, config: Config) -> tuple[dict[str, Any] | None, float]:
-    """The keys, chosen anew alone, whose change shortens an iteration most, with those that have to
-    follow; and by what share.
+    """Returns the change of a single key, with the keys that have to follow it, that shortens an
+    iteration most, and the share that it saves; (None, 0.0) where none does.
     """
-    behind = bool(config.schedule.max_staleness)
+    behind = config.schedule.max_staleness > 0
 
-    def seconds(other: Config) -> float:
+    def seconds(candidate: Config) -> float:
         if behind:
-            return _ahead(basis.predicted(other, streams=False, iterations=1), other, "").seconds
-        return basis.predicted(other, streams=config.schedule.stream, iterations=1).iteration_s
+            prediction = basis.predict(candidate, streams=False, iterations=1)
+            return _way_behind(prediction, candidate, "").seconds
+        streams = config.schedule.stream
+        return basis.predict(candidate, streams=streams, iterations=1).iteration_s
 
     now_s = seconds(config)
-    best: tuple[dict[str, Any] | None, float] = (None, 0.0)
-    for keys in _ALONE:
+    best_change = None
+    best_gain = 0.0
+    for keys in _SINGLE_CHANGES:
         if behind and keys[0] == "placement.colocate":
             continue
-        other = first_allowed(
-            basis, fitting(basis, choices_of(config, basis.spec, config.num_devices, keys))
-        )
-        if other is None or not (change := _difference(config, other, keys)):
+        sizes = size_choices(config, basis.spec, config.num_devices, keys)
+        candidate = first_allowed(basis, fitting(basis, sizes))
+        if candidate is None:
             continue
-        gain = 1.0 - seconds(other) / now_s
-        if gain >= _LEAST_GAIN and gain > best[1]:
-            best = (change, gain)
-    return best
+        change = _difference(config, candidate, keys)
+        if not change:
+            continue
+        gain = 1.0 - seconds(candidate) / now_s
+        if gain >= _MIN_GAIN and gain > best_gain:
+            best_change = change
+            best_gain = gain
+    return best_change, best_gain
 
 
-def _difference(config: Config, other: Config, keys: tuple[str, ...]) -> dict[str, Any]:
-    values = {
-        key: getattr(getattr(other, key.partition(".")[0]), key.partition(".")[2]) for key in keys
-    }
-    now = {
-        key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in keys
-    }
-    return {key: value for key, value in values.items() if value != now[key]}
+def _difference(config: Config, candidate: Config, keys: Sequence[str]) -> dict[str, Any]:
+    """Returns by dotted key the values of `candidate` that differ from those of `config`."""
+    changes = {}
+    for key in keys:
+        section, _, name = key.partition(".")
+        value = getattr(getattr(candidate, section), name)
+        if value != getattr(getattr(config, section), name):
+            changes[key] = value
+    return changes
 
 
 def comparison_lines(compared: Compared) -> list[str]:
-    """What the same devices take, and what follows from that."""
-    this, turns = compared.this, compared.turns
+    """Returns the lines of a plan about the ways, and what follows from them."""
+    this = compared.this
+    turns = compared.turns
     lines = [
         f"an iteration          {three_digits(this.seconds)} s: {this.sizes}; "
         f"{_idle(this, compared.together)}"
@@ -270,28 +316,27 @@ def comparison_lines(compared: Compared) -> list[str]:
         f"{compared.iterations} iterations"
     )
     if turns is not None and compared.work_s is not None:
-        least_s = min(compared.work_s, this.seconds, turns.seconds)
+        bound_s = min(compared.work_s, this.seconds, turns.seconds)
         lines.append(
-            f"no order below        {three_digits(least_s)} s, which full engines and trainers take; turns "
-            f"are {turns.seconds / least_s - 1.0:.0%} above it, and no overlap can gain more"
+            f"no order below        {three_digits(bound_s)} s, which full engines and trainers take; turns "
+            f"are {turns.seconds / bound_s - 1.0:.0%} above it, and no overlap can gain more"
         )
     if turns is not None:
         gain = turns.seconds / this.seconds - 1.0
         lines.append(f"gain over turns       {_gain_words(gain)}")
-    saved = 1.0 - compared.best.seconds / this.seconds
-    if saved >= TOO_CLOSE and saved > compared.gain + TOO_CLOSE:
-        better = f"{compared.best.sizes}, {compared.best.name}"
-        lines.append(
-            f"would gain most       several keys, which auto finds: {saved:.0%} less ({better})"
-        )
-    elif compared.change is not None:
-        keys = " ".join(f"{key}={_shown(value)}" for key, value in compared.change.items())
-        lines.append(f"would gain most       {keys}: {compared.gain:.0%} less")
-    else:
-        lines.append(
-            "would gain most       no change of a single key shortens an iteration by 2% or more"
-        )
+    lines.append(f"would gain most       {_best_change_words(compared)}")
     return [*lines, *_warnings(compared)]
+
+
+def _best_change_words(compared: Compared) -> str:
+    best = compared.best
+    saved = 1.0 - best.seconds / compared.this.seconds
+    if saved >= TOO_CLOSE and saved > compared.gain + TOO_CLOSE:
+        return f"several keys, which auto finds: {saved:.0%} less ({best.sizes}, {best.name})"
+    if compared.change is None:
+        return "no change of a single key shortens an iteration by 2% or more"
+    keys = " ".join(f"{key}={_in_yaml(value)}" for key, value in compared.change.items())
+    return f"{keys}: {compared.gain:.0%} less"
 
 
 def _gain_words(gain: float) -> str:
@@ -308,22 +353,23 @@ def _gain_words(gain: float) -> str:
 
 
 def _warnings(compared: Compared) -> Iterator[str]:
-    this, better = compared.this, compared.best
-    sides = {"engines": this.engines_idle, "trainers": this.trainers_idle}
-    for side, share in sides.items() if not compared.together else ():
+    """Yields a note for each side that waits long, where a device does not do both."""
+    if compared.together:
+        return
+    this = compared.this
+    best = compared.best
+    remedy = ""
+    if best.seconds < (1.0 - TOO_CLOSE) * this.seconds:
+        remedy = f"; {best.sizes}, {best.name}, would take {three_digits(best.seconds)} s"
+    for side, share in (("engines", this.engines_idle), ("trainers", this.trainers_idle)):
         if share >= IDLE:
-            remedy = ""
-            if better.seconds < (1.0 - TOO_CLOSE) * this.seconds:
-                remedy = (
-                    f"; {better.sizes}, {better.name}, would take {three_digits(better.seconds)} s"
-                )
             yield (
                 f"note: {side} idle for {share:.0%} of an iteration, which ends when the other "
                 f"side does{remedy}"
             )
 
 
-def _idle(way: Way, together: bool) -> str:
+def _idle(way: PlannedWay, together: bool) -> str:
     if together:
         return f"devices idle {way.engines_idle:.0%}"
     return f"engines idle {way.engines_idle:.0%}, trainers {way.trainers_idle:.0%}"
@@ -332,13 +378,12 @@ def _idle(way: Way, together: bool) -> str:
 def _duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    hours, left = divmod(minutes, 60)
-    days, of_day = divmod(hours, 24)
+    all_hours, minutes = divmod(round(seconds / 60), 60)
+    days, hours = divmod(all_hours, 24)
     if days:
-        return f"{days} d {of_day} h"
-    return f"{hours} h {left} min" if hours else f"{left} min"
+        return f"{days} d {hours} h"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
-def _shown(value: Any) -> str:
+def _in_yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,7 +1,7 @@
-"""Shapes of some public models, so that a run can be planned (`--dry-run`) on a machine that does not have the model.
+"""Shapes of public models, to plan a run (`--dry-run`) where the model itself is not at hand.
 
-Keyed by the name of the HF repository, which is also the usual name of its directory. Values are
-those of the repository's config.json. A real run always reads the model itself.
+KNOWN is keyed by the name of the HF repository, which is also the usual name of its directory. The
+values are those of the repository's config.json. A real run always reads the model itself.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _QWEN3_30B_A3B = _sizes(48, 2048, 6144, 32, 4, 151936, 40960) | {
     "moe_intermediate_size": 768,
     "norm_topk_prob": True,
 }
-_OF_BASE = {"eos_token_id": 151643}
+_BASE = {"eos_token_id": 151643}  # a model before instruction tuning ends at another token
 _LONG = {"max_position_embeddings": 262144}
 
 _QWEN2_5: dict[str, dict[str, Any]] = {
@@ -81,22 +81,26 @@ _LLAMA3_SIZES: dict[str, dict[str, Any]] = {
 
 KNOWN: dict[str, dict[str, Any]] = {
     "Qwen2-7B-Instruct": _QWEN2 | _QWEN2_7B | {"max_position_embeddings": 32768},
-    "DeepSeek-R1-Distill-Qwen-7B": _QWEN2 | _QWEN2_7B | _OF_BASE | {"rope_theta": 1e4},
+    "DeepSeek-R1-Distill-Qwen-7B": _QWEN2 | _QWEN2_7B | _BASE | {"rope_theta": 1e4},
     "Qwen3-30B-A3B-Instruct-2507": _QWEN3 | _QWEN3_30B_A3B | _LONG,
 }
 for _size, _shape in _QWEN2_5.items():
-    KNOWN[f"Qwen2.5-{_size}"] = _QWEN2 | _shape | _OF_BASE
+    KNOWN[f"Qwen2.5-{_size}"] = _QWEN2 | _shape | _BASE
     KNOWN[f"Qwen2.5-{_size}-Instruct"] = _QWEN2 | _shape | {"max_position_embeddings": 32768}
 for _size, _shape in _QWEN3_SIZES.items():
     KNOWN[f"Qwen3-{_size}"] = _QWEN3 | _shape
-    KNOWN[f"Qwen3-{_size}-Base"] = _QWEN3 | _shape | _OF_BASE | {"max_position_embeddings": 32768}
+    KNOWN[f"Qwen3-{_size}-Base"] = _QWEN3 | _shape | _BASE | {"max_position_embeddings": 32768}
 for _size, _shape in _LLAMA3_SIZES.items():
     KNOWN[_size] = KNOWN[f"{_size}-Instruct"] = _LLAMA3 | _shape
 
 
 def known_spec(path: str) -> ModelSpec | None:
-    """The shape of the known model that a directory of this name would hold, else None."""
-    name = Path(path).name.lower()
-    return next(
-        (ModelSpec.parse(path, raw) for known, raw in KNOWN.items() if known.lower() == name), None
-    )
+    """Returns the shape of the public model that is named like the directory `path`, or None.
+
+    Upper and lower case do not matter.
+    """
+    wanted = Path(path).name.lower()
+    for name, shape in KNOWN.items():
+        if name.lower() == wanted:
+            return ModelSpec.parse(path, shape)
+    return None

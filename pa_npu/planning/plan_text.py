@@ -1,4 +1,4 @@
-"""A configuration's arithmetic as text: what `--dry-run` prints below the resolved tree, and the recipes' comments quote."""
+"""A configuration's arithmetic as the lines that `--dry-run` prints and the recipes quote."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ from pa_npu.samples.routes import routes_of
 def derived_lines(
     config: Config, spec: ModelSpec | None, device_bytes: int | None, own_memory: bool
 ) -> list[str]:
-    """The arithmetic as text. device_bytes: memory of a device, None where unknown.
+    """Returns the lines.
 
-    own_memory: devices have memory of their own; otherwise (cpu) all share the host's.
+    Args:
+        spec: the model's shape; None where the model cannot be read.
+        device_bytes: memory of a device; None where it is not known.
+        own_memory: whether devices have memory of their own; otherwise (cpu) all share the host's.
     """
     lines = _work_lines(config)
     if spec is None:
         return [*lines, "memory                not known: the model cannot be read here"]
-    trainers = trainer_memory(config, spec)
     lines += _model_lines(config, spec)
+    trainers = trainer_memory(config, spec)
     lines.append(f"trainer memory        {trainers.line()}")
     engines = None
     if config.has_engines:
@@ -50,10 +53,10 @@ def derived_lines(
             f"the step, {format_bytes(per_node)} a node"
         )
     if config.placement.colocate:
-        way = "in the group of the other engines"
+        transport = "in the group of the other engines"
         if own_memory:
-            way = "through host memory, in a gloo group of their own"
-        lines.append(f"shared weights        {way}")
+            transport = "through host memory, in a gloo group of their own"
+        lines.append(f"shared weights        {transport}")
     if config.has_engines:
         lines.append(predicted_line(config, spec))
     if device_bytes is not None:
@@ -62,7 +65,7 @@ def derived_lines(
 
 
 def _work_lines(config: Config) -> list[str]:
-    """Devices, and what an iteration has to do on them."""
+    """Returns the lines about the devices and the work that an iteration has for them."""
     amount = work(config)
     mode, sample = "periodic" if config.schedule.stream else "synchronous", "response"
     if not config.has_engines:
@@ -86,7 +89,9 @@ def _work_lines(config: Config) -> list[str]:
 
 
 def _model_lines(config: Config, spec: ModelSpec) -> list[str]:
-    """The model, and the routes of a mixture that travel with its tokens."""
+    """Returns the lines about the model, and about a mixture's expert choices that travel with its
+    tokens.
+    """
     active = ""
     if spec.experts:
         active = f", of which a token goes through {spec.num_active_parameters / 1e6:.1f} M"
@@ -96,12 +101,12 @@ def _model_lines(config: Config, spec: ModelSpec) -> list[str]:
     routes = routes_of(config, spec)
     if routes is not None:
         amount = work(config)
-        of_token = routes.column.type.itemsize * math.prod(routes.column.shape)
-        prompts = amount.prompt_tokens // config.rollout.responses_per_prompt
-        tokens = amount.response_tokens + prompts
+        token_bytes = routes.column.type.itemsize * math.prod(routes.column.shape)
+        prompt_tokens = amount.prompt_tokens // config.rollout.responses_per_prompt
+        total_bytes = token_bytes * (amount.response_tokens + prompt_tokens)
         lines.append(
-            f"routes                {of_token} bytes per token, a shared prompt's once: at most "
-            f"{format_bytes(of_token * tokens)} per iteration to the trainers"
+            f"routes                {token_bytes} bytes per token, a shared prompt's once: at most "
+            f"{format_bytes(total_bytes)} per iteration to the trainers"
         )
     return lines
 
@@ -132,29 +137,31 @@ def _engine_lines(
 def _shared_memory_line(
     config: Config, spec: ModelSpec, device_bytes: int, trainers: Memory
 ) -> str:
-    """What an engine takes of a device that it shares with a trainer."""
+    """Returns the line about an engine on a device that it shares with a trainer."""
     shared = engine_memory(config, spec, device_bytes, shared=True)
     both = (beside_engine(config, spec) + shared.total) / device_bytes
-    how = "both resident"
+    sharing = "both resident"
     if config.engines_sleep:
         kept = f"{format_bytes(trainers.at_rest)} that its trainer keeps as the device decodes"
-        how = f"of which {kept}; it sleeps while that trains"
+        sharing = f"of which {kept}; it sleeps while that trains"
     return (
-        f"shared engine memory  {shared.line()}; with its trainer {both:.0%} of the device, {how}"
+        f"shared engine memory  {shared.line()}; with its trainer {both:.0%} of the device, "
+        f"{sharing}"
     )
 
 
 def _ranks(config: Config) -> str:
-    trainer, mesh = config.trainer, config.mesh
+    trainer = config.trainer
+    mesh = config.mesh
     if trainer.backend == "fsdp":
         copies = f" x {mesh.data // mesh.shards} copies" if mesh.shards < mesh.data else ""
         return f"{mesh.shards} shards of every weight{copies}, each rank a replica"
-    after = f", EP {trainer.expert_parallel}" if trainer.expert_parallel > 1 else ""
-    after += ", sequence parallel" if trainer.tensor_parallel > 1 else ""
-    return (
-        f"TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP "
-        f"{config.mesh.data}{after}"
-    )
+    text = f"TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {mesh.data}"
+    if trainer.expert_parallel > 1:
+        text += f", EP {trainer.expert_parallel}"
+    if trainer.tensor_parallel > 1:
+        text += ", sequence parallel"
+    return text
 
 
 def _devices(config: Config) -> str:
@@ -170,32 +177,41 @@ def _devices(config: Config) -> str:
 
 
 def _settings(entry: EngineSettings) -> str:
-    said = [
-        entry.device,
-        f"expected speed {entry.speed:g}" if entry.speed != 1.0 else None,
-        f"window {entry.window}" if entry.window is not None else None,
-    ]
-    numbers = f"engine{'s' if len(entry.engines) > 1 else ''} {', '.join(map(str, entry.engines))}"
-    return f"{numbers}: {', '.join(filter(None, said)) or 'nothing is said of them'}"
+    settings = []
+    if entry.device:
+        settings.append(entry.device)
+    if entry.speed != 1.0:
+        settings.append(f"expected speed {entry.speed:g}")
+    if entry.window is not None:
+        settings.append(f"window {entry.window}")
+    plural = "s" if len(entry.engines) > 1 else ""
+    numbers = ", ".join(str(number) for number in entry.engines)
+    return f"engine{plural} {numbers}: {', '.join(settings) or 'no setting differs'}"
 
 
 def predicted_line(config: Config, spec: ModelSpec) -> str:
-    """How an iteration would overlap on usual devices of this kind.
+    """Returns the line that says how an iteration would overlap on usual devices of this kind.
 
-    Figures are published ones and lengths assumed, so seconds are good to a factor of two, and for
-    comparing: which side waits, and whether an iteration has enough groups.
+    Figures are published ones and lengths assumed, so seconds are good to a factor of two. The line
+    serves to compare: it shows which side waits, and whether an iteration has enough groups.
     """
     basis = assumed_basis(config, spec, typical_speed(config.run.device))
-    synchronous, found = basis.predicted(config, streams=False), basis.predicted(config)
-    iteration_s = found.iteration_s - found.border_s
-    sides = (synchronous.generate_s, synchronous.train_s)
-    idle = f"engines idle {found.engines_idle:.0%}, trainers {found.trainers_idle:.0%}"
+    synchronous = basis.predict(config, streams=False)
+    generate_s = synchronous.generate_s
+    train_s = synchronous.train_s
+    longer_s = max(generate_s, train_s)
+
+    periodic = basis.predict(config)
+    iteration_s = periodic.iteration_s - periodic.border_s
+    idle = f"engines idle {periodic.engines_idle:.0%}, trainers {periodic.trainers_idle:.0%}"
     if config.trainer.devices == config.num_devices:  # each device does both
-        idle = f"devices idle {found.engines_idle:.0%}"
+        idle = f"devices idle {periodic.engines_idle:.0%}"
     return (
-        f"predicted             waves {found.waves:.1f}, Tg {three_digits(sides[0])} s, Tt {three_digits(sides[1])} s, "
-        f"iteration {three_digits(iteration_s)} s: {max(sides) / iteration_s:.2f} of the bound "
-        f"{sum(sides) / max(sides):.2f}x; {idle} ({basis.typical.name}, assumed lengths)"
+        f"predicted             waves {periodic.waves:.1f}, "
+        f"Tg {three_digits(generate_s)} s, Tt {three_digits(train_s)} s, "
+        f"iteration {three_digits(iteration_s)} s: {longer_s / iteration_s:.2f} of the "
+        f"bound {(generate_s + train_s) / longer_s:.2f}x; {idle} ({basis.typical.name}, "
+        "assumed lengths)"
     )
 
 
@@ -205,19 +221,14 @@ def _nodes(config: Config) -> str:
 
 
 def _microbatches(config: Config, amount: Work) -> str:
-    number, responses, tokens = (
-        amount.microbatches_per_replica,
-        config.microbatch_responses,
-        amount.microbatch_tokens,
-    )
+    number = amount.microbatches_per_replica
+    responses = counted(config.microbatch_responses, "response")
+    tokens = amount.microbatch_tokens
     if config.microbatch.max_tokens is None:
-        return (
-            f"{number} per replica, {counted(responses, 'response')} and at most {tokens} "
-            "tokens each"
-        )
+        return f"{number} per replica, {responses} and at most {tokens} tokens each"
     return (
-        f"at most {number} per replica, {counted(responses, 'response')} or several times so many "
-        f"in at most {tokens} tokens each"
+        f"at most {number} per replica, {responses} or several times so many in at most {tokens} "
+        "tokens each"
     )
 
 

@@ -68,7 +68,7 @@ class GroupDigest:
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainLink:
     """One line.
 
     configuration: of the keys that make a run another run. arrangement: keys that may change bits
@@ -150,7 +150,7 @@ def lines_digest(lines: Sequence[str]) -> str:
 
 
 def group_fields(groups: Sequence[GroupDigest]) -> dict[str, Any]:
-    """The fields of a Link that follow from its groups."""
+    """The fields of a ChainLink that follow from its groups."""
     ordered = sorted(groups, key=lambda group: group.index)
     heads = np.array(
         [(group.index, group.prompt, group.responses.shape[1]) for group in ordered], "<i8"
@@ -173,7 +173,7 @@ def group_fields(groups: Sequence[GroupDigest]) -> dict[str, Any]:
 
 
 def unpack(text: str, groups: int, what: str) -> Responses:
-    """The responses in a Link's field. Raises DataError."""
+    """The responses in a ChainLink's field. Raises DataError."""
     try:
         data = base64.b64decode(text, validate=True)
         end = 3 * groups * np.dtype("<i8").itemsize
@@ -210,8 +210,8 @@ class ChainWriter:
         self._file = RecordFile(path)
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Writes the line of these values: all of Link's but before, digest and actual."""
-        line = asdict(Link(**values, before=self._before))
+        """Writes the line of these values: all of ChainLink's but before, digest and actual."""
+        line = asdict(ChainLink(**values, before=self._before))
         del line["digest"], line["actual"]
         text = json.dumps(line)
         self._before = digest_of(text.encode())
@@ -227,7 +227,7 @@ class ChainWriter:
         self.close()
 
 
-def read_chain(run_dir: Path | str) -> Iterator[Link]:
+def read_chain(run_dir: Path | str) -> Iterator[ChainLink]:
     """The lines in their order, one at a time. Half a line at the end, which a killed run leaves,
     is left out.
 
@@ -253,7 +253,7 @@ def read_chain(run_dir: Path | str) -> Iterator[Link]:
         ) from None
 
 
-def fault(before: Link | None, link: Link) -> str:
+def fault(before: ChainLink | None, link: ChainLink) -> str:
     """Why a line cannot stand where it does, in words; empty if it can.
 
     before: the line before it, None at the beginning of the chain.
@@ -277,12 +277,13 @@ def fault(before: Link | None, link: Link) -> str:
     return ""
 
 
-def _link(line: bytes, where: str) -> Link:
+def _link(line: bytes, where: str) -> ChainLink:
     try:
         values = json.loads(line)
         digest = values.pop("digest")
         return msgspec.convert(
-            {**values, "digest": digest, "actual": digest_of(json.dumps(values).encode())}, Link
+            {**values, "digest": digest, "actual": digest_of(json.dumps(values).encode())},
+            ChainLink,
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(

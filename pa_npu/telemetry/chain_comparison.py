@@ -22,7 +22,7 @@ import numpy as np
 
 from pa_npu.config.words import counted
 from pa_npu.errors import DataError
-from pa_npu.telemetry.chain import CHAIN, Link, Responses
+from pa_npu.telemetry.chain import CHAIN, ChainLink, Responses
 
 Verdict = Literal["equal", "rounding", "undecided", "different"]
 
@@ -101,7 +101,7 @@ class Comparison:
 
 
 def compare_chains(
-    first: Iterable[Link], second: Iterable[Link], begin: int = 0, end: int | None = None
+    first: Iterable[ChainLink], second: Iterable[ChainLink], begin: int = 0, end: int | None = None
 ) -> Comparison:
     """Compares iterations from `begin` to before `end` that both have, up to the first that
     differs.
@@ -127,8 +127,8 @@ def compare_chains(
 
 
 def _pairs(
-    first: Iterable[Link], second: Iterable[Link], begin: int, end: int | None
-) -> Iterator[tuple[Link, Link]]:
+    first: Iterable[ChainLink], second: Iterable[ChainLink], begin: int, end: int | None
+) -> Iterator[tuple[ChainLink, ChainLink]]:
     """Lines of equal iterations. Both chains are in order, and only a line of each is held."""
     left, right = iter(first), iter(second)
     link, peer = next(left, None), next(right, None)
@@ -145,7 +145,7 @@ def _pairs(
             link, peer = next(left, None), next(right, None)
 
 
-def rounding_causes(link: Link, peer: Link) -> list[str]:
+def rounding_causes(link: ChainLink, peer: ChainLink) -> list[str]:
     """Returns in words what lets the bits of two runs differ; nothing where they must be equal."""
     causes = []
     for key in sorted(link.arrangement.keys() | peer.arrangement.keys()):
@@ -184,7 +184,7 @@ def _engines_are_functions(arrangement: dict[str, Any]) -> bool:
 
 
 def compare_links(
-    link: Link, peer: Link, rounding: Rounding | None, is_first: bool = False
+    link: ChainLink, peer: ChainLink, rounding: Rounding | None, is_first: bool = False
 ) -> Iterator[Difference]:
     """The differences of an iteration, causes first. rounding: None where bits must be equal."""
     iteration = link.iteration
@@ -222,7 +222,7 @@ def compare_links(
         yield Difference(iteration, "weights", text, within=rounding is not None)
 
 
-def _prompts(link: Link, peer: Link) -> Difference:
+def _prompts(link: ChainLink, peer: ChainLink) -> Difference:
     mine, theirs = link.table(), peer.table()
     text = f"it has {link.groups} and {peer.groups} groups"
     sizes = [np.diff(np.append(table.starts, table.size)) for table in (mine, theirs)]
@@ -240,7 +240,9 @@ def _prompts(link: Link, peer: Link) -> Difference:
     return Difference(link.iteration, "prompts", text)
 
 
-def _responses(link: Link, peer: Link, mine: Responses, theirs: Responses) -> Iterator[Difference]:
+def _responses(
+    link: ChainLink, peer: ChainLink, mine: Responses, theirs: Responses
+) -> Iterator[Difference]:
     if link.tokens != peer.tokens:
         differs = mine.rows["tokens"] != theirs.rows["tokens"]
         differs |= mine.rows["length"] != theirs.rows["length"]
@@ -261,7 +263,7 @@ def _responses(link: Link, peer: Link, mine: Responses, theirs: Responses) -> It
 
 
 def _logprobs(
-    link: Link, peer: Link, mine: Responses, theirs: Responses, rounding: Rounding | None
+    link: ChainLink, peer: ChainLink, mine: Responses, theirs: Responses, rounding: Rounding | None
 ) -> Iterator[Difference]:
     if link.logprobs == peer.logprobs:
         return
@@ -305,7 +307,7 @@ def _values(
     yield Difference(iteration, f"{aspect}s", text, response=mine.where(row))
 
 
-def _gradient(link: Link, peer: Link, rounding: Rounding | None) -> Iterator[Difference]:
+def _gradient(link: ChainLink, peer: ChainLink, rounding: Rounding | None) -> Iterator[Difference]:
     if link.gradient_norms == peer.gradient_norms:
         return
     if len(link.gradient_norms) != len(peer.gradient_norms):
@@ -326,7 +328,7 @@ def _gradient(link: Link, peer: Link, rounding: Rounding | None) -> Iterator[Dif
     yield Difference(link.iteration, "gradient", text, within)
 
 
-def _norm(text: str, link: Link) -> float:
+def _norm(text: str, link: ChainLink) -> float:
     try:
         return float.fromhex(text)
     except (ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Advice in words, where the numbers of a run call for it: what was seen, why it matters, which key to change.
+"""Advice on a run, from its numbers: what was seen, why it matters, which key to change.
 
 Each rule looks at the last iterations after the warm-up and yields nothing where its numbers are
 missing.
@@ -12,31 +12,32 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pa_npu.telemetry.report import WARMUP_ITERATIONS
-from pa_npu.viewer.values import index, mapping, number
+from pa_npu.viewer.values import indices, mapping, number, numbers
 from pa_npu.viewer.values import share as share_text
 
 Record = Mapping[str, Any]
 
 RECENT = 8
-"""Iterations that a rule looks back on: enough to even out one with a checkpoint or an evaluation
-in it.
+"""Iterations that a rule looks back on: enough to even out one with a checkpoint or an evaluation.
 """
 MUCH_IDLE = 0.35
 CLEARLY = 1.5
-"""One side waits for the other when its idle share is so many times the other's."""
+"""One side waits for the other if its idle share is at least so many times the other's."""
 MANY_TRUNCATED = 0.1
 MANY_EQUAL = 0.5
 COLLAPSED_ENTROPY = 0.2
 IDLE = ("trainer_idle", "engine_idle", "device_idle")
-"""Shares of a record, as pa_npu.telemetry.idle defines them."""
+"""Keys of a record's idle shares, which pa_npu.telemetry.idle defines."""
 DRIFT = 0.5
 """Share of the limit at which a run stops for a disagreement of log-probs."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """level: act (something is lost), look (worth a look). topic: the metric it is about, which the
-    page links to.
+    """A piece of advice.
+
+    level: "act" where something is lost, "look" where it is worth a look.
+    topic: the metric that it is about, which the page links to.
     """
 
     level: Literal["act", "look"]
@@ -48,20 +49,26 @@ class Advice:
 def advise(
     records: Sequence[Record], config: Mapping[str, Any], begun: Sequence[int] = ()
 ) -> list[Advice]:
-    """Advice on a run, what costs most first. config: flat keys. begun: the first iteration of each
-    attempt.
+    """Returns advice on a run, that to act on first.
+
+    config: the configuration by dotted key.
+    begun: the first iteration of each attempt.
     """
-    kept = steady(records, begun)
-    advice = [line for rule in RULES for line in rule(kept, config)] if kept else []
-    return sorted(advice, key=lambda line: line.level != "act")
+    steady_records = steady(records, begun)
+    if not steady_records:
+        return []
+    advice: list[Advice] = []
+    for rule in RULES:
+        advice += rule(steady_records, config)
+    return sorted(advice, key=lambda piece: piece.level != "act")
 
 
 def steady(records: Sequence[Record], begun: Sequence[int] = ()) -> list[Record]:
-    """The iterations that tiles and advice look at.
+    """Returns the records of the iterations that tiles and advice look at.
 
-    Left out are the first of the run and of each further attempt, which compile kernels and fill
-    caches, and of a periodic run the synchronous ones, which are there for comparison. Where
-    nothing else is left, all of them.
+    Left out are the first iterations of the run and of each further attempt, which compile kernels
+    and fill caches, and the synchronous iterations of a periodic run, which are there for
+    comparison. All records are returned where all would be left out.
     """
     warm = {*begun, *range(WARMUP_ITERATIONS)}
     kept = [record for record in records if record.get("iteration") not in warm] or list(records)
@@ -71,35 +78,43 @@ def steady(records: Sequence[Record], begun: Sequence[int] = ()) -> list[Record]
 
 
 def recent(records: Sequence[Record], key: str) -> float | None:
-    """The median of the last iterations' numbers; None where there are none."""
-    values = [value for record in records[-RECENT:] if (value := number(record, key)) is not None]
+    """Returns the median of the last iterations' numbers; None where there are none."""
+    values = numbers(records[-RECENT:], key)
     return statistics.median(values) if values else None
 
 
-def _idle(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
-    trainer, engine = recent(records, "trainer_idle"), recent(records, "engine_idle")
-    # no side has devices that the other could have
-    if (device := recent(records, "device_idle")) is not None:
-        in_turns = config.get("schedule.stream") is False
-        if device > MUCH_IDLE:
-            yield Advice(
-                "act" if in_turns else "look",
-                "trainer_idle",
-                "Devices wait for the longest responses"
-                if in_turns
-                else "Devices wait, though roles follow the work",
-                "In the last iterations devices neither decoded nor trained for "
-                f"{share_text(device)} of the time. "
-                + (
-                    "schedule.stream=true lets them train as soon as the rest fits on fewer; the "
-                    "update stays the same."
-                    if in_turns
-                    else "More groups per iteration (schedule.prompts_per_iteration) leave more to "
-                    "train meanwhile."
-                ),
-            )
+def _idle_devices(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
+    """Yields advice for a run whose devices both decode and train."""
+    device = recent(records, "device_idle")
+    if device is None or device <= MUCH_IDLE:
         return
-    if trainer is None or engine is None:
+    seen = (
+        "In the last iterations devices neither decoded nor trained for "
+        f"{share_text(device)} of the time."
+    )
+    if config.get("schedule.stream") is False:
+        yield Advice(
+            "act",
+            "trainer_idle",
+            "Devices wait for the longest responses",
+            f"{seen} schedule.stream=true lets them train as soon as the rest fits on fewer; the "
+            "update stays the same.",
+        )
+    else:
+        yield Advice(
+            "look",
+            "trainer_idle",
+            "Devices wait, though roles follow the work",
+            f"{seen} More groups per iteration (schedule.prompts_per_iteration) leave more to "
+            "train meanwhile.",
+        )
+
+
+def _idle_sides(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
+    """Yields advice for a run whose engines and trainers have different devices."""
+    trainer = recent(records, "trainer_idle")
+    engine = recent(records, "engine_idle")
+    if trainer is None or engine is None or recent(records, "device_idle") is not None:
         return
     seen = (
         f"In the last iterations trainers were idle for {share_text(trainer)} of the time and "
@@ -155,27 +170,31 @@ def _truncated(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator
 
 
 def _equal_groups(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
-    share, accuracy = recent(records, "equal_reward_ratio"), recent(records, "accuracy")
+    share = recent(records, "equal_reward_ratio")
     if share is None or share <= MANY_EQUAL or config.get("schedule.dynamic_sampling"):
         return
-    how = "right" if (accuracy or 0.0) > 0.5 else "wrong"
+    verdict = "wrong"
+    helpful = "Easier"
+    if (recent(records, "accuracy") or 0.0) > 0.5:
+        verdict = "right"
+        helpful = "Harder"
     yield Advice(
         "look",
         "equal_reward_ratio",
         "Most groups teach nothing",
-        f"In {share_text(share)} of groups all responses had the same reward, mostly all {how}: "
-        f"their advantages are zero. {'Harder' if how == 'right' else 'Easier'} prompts help, more "
-        "responses per prompt, or schedule.dynamic_sampling=true.",
+        f"In {share_text(share)} of groups all responses had the same reward, mostly all "
+        f"{verdict}: their advantages are zero. {helpful} prompts help, more responses per prompt, "
+        "or schedule.dynamic_sampling=true.",
     )
 
 
 def _drift(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
-    judged = {
-        "mean difference of log-odds": ("logodds_diff_mean", "logodds_diff_limit"),
-        "slope against the log-odds": ("logodds_slope", "logodds_slope_limit"),
-    }
-    for name, (value_key, limit_key) in judged.items():
-        value, limit = recent(records, value_key), recent(records, limit_key)
+    for name, value_key, limit_key in (
+        ("mean difference of log-odds", "logodds_diff_mean", "logodds_diff_limit"),
+        ("slope against the log-odds", "logodds_slope", "logodds_slope_limit"),
+    ):
+        value = recent(records, value_key)
+        limit = recent(records, limit_key)
         if value is not None and limit and value > DRIFT * limit:
             yield Advice(
                 "act",
@@ -189,15 +208,12 @@ def _drift(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
 
 
 def _entropy(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
-    first, last = recent(records[:RECENT], "entropy"), recent(records, "entropy")
+    first = recent(records[:RECENT], "entropy")
+    last = recent(records, "entropy")
+    if not first or last is None or len(records) <= RECENT:
+        return
     solved = (recent(records, "accuracy") or 0.0) > 0.9
-    if (
-        first
-        and last is not None
-        and len(records) > RECENT
-        and last < COLLAPSED_ENTROPY * first
-        and not solved
-    ):
+    if last < COLLAPSED_ENTROPY * first and not solved:
         yield Advice(
             "act",
             "entropy",
@@ -208,19 +224,20 @@ def _entropy(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice
         )
 
 
-def _losses(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
-    errors = sum(number(record, "reward_errors") or 0.0 for record in records[-RECENT:])
+def _rewards(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
+    last = records[-RECENT:]
+    errors = sum(numbers(last, "reward_errors"))
     if errors:
         yield Advice(
             "act",
             "reward_mean",
             "Reward functions fail",
-            f"{errors:.0f} groups of the last {min(RECENT, len(records))} iterations had a "
+            f"{errors:.0f} groups of the last {len(last)} iterations had a "
             "function that failed or ran into reward.timeout_s; its rewards were zero, or without "
             "a verdict those of the others. coordinator.log names them.",
         )
     missing: dict[str, float] = {}
-    for record in records[-RECENT:]:
+    for record in last:
         counts = mapping(record, "reward_no_verdict")
         for name in counts:
             missing[str(name)] = missing.get(str(name), 0.0) + (number(counts, name) or 0.0)
@@ -230,13 +247,14 @@ def _losses(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]
             "act",
             "reward_mean",
             "Responses have no verdict",
-            f"In the last {min(RECENT, len(records))} iterations: {names}. They had the mean of "
+            f"In the last {len(last)} iterations: {names}. They had the mean of "
             "their group's others, so they taught nothing of it. coordinator.log has the reasons: "
             "a judge's server (reward.judge.timeout_s), the sandbox, or a row's tests.",
         )
-    failed = [
-        version for record in records if (version := index(record, "checkpoint_failed")) is not None
-    ]
+
+
+def _lost_files(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]:
+    failed = indices(records, "checkpoint_failed")
     if failed:
         yield Advice(
             "act",
@@ -244,7 +262,8 @@ def _losses(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]
             "A checkpoint could not be written",
             f"That of version {failed[-1]}, the last of {len(failed)}; trainer-0.log says why.",
         )
-    if lost := number(records[-1], "records_lost"):
+    lost = number(records[-1], "records_lost")
+    if lost:
         yield Advice(
             "act",
             "records_lost",
@@ -254,9 +273,11 @@ def _losses(records: Sequence[Record], _: Mapping[str, Any]) -> Iterator[Advice]
 
 
 RULES: tuple[Callable[[Sequence[Record], Mapping[str, Any]], Iterator[Advice]], ...] = (
-    _losses,
+    _rewards,
+    _lost_files,
     _drift,
-    _idle,
+    _idle_devices,
+    _idle_sides,
     _truncated,
     _equal_groups,
     _entropy,

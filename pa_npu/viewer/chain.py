@@ -1,4 +1,4 @@
-"""What the page shows of a run's chain: whether it is whole, its newest line, and since when other runs differ."""
+"""The page's view of a run's chain: whether it is whole, and since when other runs differ."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.errors import DataError
-from pa_npu.telemetry.chain import CHAIN, Link, fault, read_chain
+from pa_npu.telemetry.chain import CHAIN, ChainLink, fault, read_chain
 from pa_npu.telemetry.chain_comparison import compare_chains
 from pa_npu.telemetry.chain_sentences import compared_iterations, sentences
 
 MAX_SHARE = 0.05
-"""Of a core's time, while a run is at work: a long chain takes seconds to read."""
+"""The share of a core's time that reading chains may take while a run is at work; a long chain
+takes seconds.
+"""
 _MAX_KEPT = 4
 
 
 @dataclass(frozen=True)
-class _Kept:
-    """A view with the state of the files that it is of. made_s: when it was ready; took_s: to make
-    it.
+class _KeptView:
+    """A view, and the state of the files that it was made from.
+
+    made_s: when it was made.
+    took_s: how long that took.
     """
 
     files: tuple[Any, ...]
@@ -32,15 +36,15 @@ class _Kept:
 
 
 class ChainViews:
-    """Views of a run's chain beside other runs, made anew only if a chain has changed."""
+    """Keeps views of a run's chain beside other runs, and makes one anew when a chain has changed."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
         self._lock = threading.Lock()
-        self._kept: dict[tuple[Path, ...], _Kept] = {}
+        self._kept: dict[tuple[Path, ...], _KeptView] = {}
 
     def view(self, others: Sequence[Path], is_running: bool) -> dict[str, Any]:
-        """The values of `chain_view`; of a run at work they may be those of a moment ago."""
+        """Returns the values of `chain_view`; they may be a moment old while the run is at work."""
         key = tuple(others)
         with self._lock:
             kept = self._kept.pop(key, None)
@@ -49,20 +53,21 @@ class ChainViews:
                 begun_s = time.monotonic()
                 view = chain_view(self._run, others)
                 made_s = time.monotonic()
-                kept = _Kept(files, view, made_s, made_s - begun_s)
-            self._kept[key] = kept  # the one that was used last is the last to go
+                kept = _KeptView(files, view, made_s=made_s, took_s=made_s - begun_s)
+            self._kept[key] = kept  # behind all others: the view used longest ago goes first
             while len(self._kept) > _MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
             return kept.view
 
     @staticmethod
-    def _is_due(kept: _Kept, files: tuple[Any, ...], is_running: bool) -> bool:
+    def _is_due(kept: _KeptView, files: tuple[Any, ...], is_running: bool) -> bool:
         if kept.files == files:
             return False
         return not is_running or time.monotonic() - kept.made_s >= kept.took_s / MAX_SHARE
 
 
 def _state(path: Path) -> tuple[int, int, int] | None:
+    """Returns values that change whenever the file does; None where there is none."""
     try:
         status = path.stat()
     except OSError:
@@ -71,17 +76,23 @@ def _state(path: Path) -> tuple[int, int, int] | None:
 
 
 def chain_view(run: Path, others: Sequence[Path]) -> dict[str, Any]:
-    """Plain values.
+    """Returns the view as plain values.
 
-    first, last: the iterations of the lines that are whole. newest: the digest of the last of them.
-    All three are None without a whole line. problem: why the chain is not whole, or empty.
+    first, last: the iterations of the first and the last line that are whole; None without one.
+    newest: the digest of the last whole line; None without one.
+    problem: why the chain is not whole, or empty.
     differences: from each other run, see `_difference`.
     """
-    view: dict[str, Any] = {"first": None, "last": None, "newest": None, "problem": ""}
-    view["differences"] = [_difference(run, other) for other in others]
+    view: dict[str, Any] = {
+        "first": None,
+        "last": None,
+        "newest": None,
+        "problem": "",
+        "differences": [_difference(run, peer) for peer in others],
+    }
     if not (run / CHAIN).exists():
         return view
-    before: Link | None = None
+    before: ChainLink | None = None
     try:
         for link in read_chain(run):
             view["problem"] = fault(before, link)
@@ -93,23 +104,33 @@ def chain_view(run: Path, others: Sequence[Path]) -> dict[str, Any]:
     except DataError as error:
         view["problem"] = str(error)
     if before is not None:
-        view["last"], view["newest"] = before.iteration, before.digest
+        view["last"] = before.iteration
+        view["newest"] = before.digest
     return view
 
 
-def _difference(run: Path, other: Path) -> dict[str, Any]:
-    """How a run compares with another one.
+def _difference(run: Path, peer: Path) -> dict[str, Any]:
+    """Compares a run with another one, `peer`, and returns plain values.
 
-    name: the other run's. verdict: equal, rounding, undecided or different; None where they cannot
-    be compared, and `problem` says why. iterations: those that were compared, in words. sentences:
-    as `pa-npu diff` prints them. since: the first iteration in which something differs, or the one
-    that decides. group: dispatch index of the group that differs first in it, None where it is
-    none.
+    name: the peer's name.
+    verdict: equal, rounding, undecided or different; None where the runs cannot be compared.
+    problem: why they cannot be compared, or empty.
+    iterations: those that were compared, in words.
+    sentences: the sentences that `pa-npu diff` prints.
+    since: the first iteration in which something differs, or the one that decides.
+    group: dispatch index of the group that differs first in that iteration; None where none does.
     """
-    difference: dict[str, Any] = {"name": other.resolve().name, "verdict": None, "iterations": ""}
-    difference |= {"sentences": [], "since": None, "group": None, "problem": ""}
+    difference: dict[str, Any] = {
+        "name": peer.resolve().name,
+        "verdict": None,
+        "iterations": "",
+        "sentences": [],
+        "since": None,
+        "group": None,
+        "problem": "",
+    }
     try:
-        comparison = compare_chains(read_chain(run), read_chain(other))
+        comparison = compare_chains(read_chain(run), read_chain(peer))
     except DataError as error:
         difference["problem"] = str(error)
         return difference

@@ -1,7 +1,4 @@
-"""What a run is, in a few words of its configuration: model, algorithm, data, devices.
-
-For headers and tables.
-"""
+"""A run in a few words, from its configuration: model, algorithm, data, devices, schedule."""
 
 from __future__ import annotations
 
@@ -9,12 +6,15 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-LONGEST = 120
+from pa_npu.config.words import counted
+
+MAX_CHARACTERS = 120
 
 
 def facts(config: Mapping[str, Any]) -> dict[str, str]:
-    """By name; empty where the configuration does not say it. config: flat keys without secrets, of
-    any version.
+    """Returns the facts by name, empty where the configuration does not have one.
+
+    config: values by dotted key, without secrets, of any version of this program.
     """
     return {
         "model": _name_of(config.get("model.path")),
@@ -26,7 +26,7 @@ def facts(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _name_of(path: Any) -> str:
-    """The last two parts of a path, which tell a model of a family or a file of a data set."""
+    """Returns the last two parts of a path, enough to recognise a model or a file of a data set."""
     if isinstance(path, list):
         names = [_name_of(part) for part in path]
         return _short(", ".join(name for name in names if name))
@@ -39,41 +39,44 @@ def _algorithm(config: Mapping[str, Any]) -> str:
     name = config.get("algorithm.name")
     if isinstance(name, str):
         return _short(name)
-    loss, advantage = config.get("algorithm.loss"), config.get("algorithm.advantage")
     words = []
+    advantage = config.get("algorithm.advantage")
     if isinstance(advantage, str):
         words.append(f"{advantage} advantages")
+    loss = config.get("algorithm.loss")
     if isinstance(loss, str):
         words.append(f"{loss} loss")
     return _short(", ".join(words))
 
 
 def _devices(config: Mapping[str, Any]) -> str:
-    trainers, engines = config.get("trainer.devices"), config.get("rollout.engines")
-    kind = config.get("run.device")
     parts = []
+    trainers = config.get("trainer.devices")
     if isinstance(trainers, int):
-        parts.append(f"{trainers} trainer{'' if trainers == 1 else 's'}")
+        parts.append(counted(trainers, "trainer"))
+    engines = config.get("rollout.engines")
     if isinstance(engines, int) and engines:
-        parts.append(f"{engines} engine{'' if engines == 1 else 's'}")
+        parts.append(counted(engines, "engine"))
     words = " + ".join(parts)
     if config.get("placement.colocate") is True:
         words += " on the same devices"
+    kind = config.get("run.device")
     if isinstance(kind, str) and words:
         words += f" ({kind})"
     return _short(words)
 
 
 def _schedule(config: Mapping[str, Any]) -> str:
-    stream, staleness = config.get("schedule.stream"), config.get("schedule.max_staleness")
     if config.get("rollout.engines") == 0:
         return "rows of data"
+    stream = config.get("schedule.stream")
     if stream is False:
         return "in turns"
+    staleness = config.get("schedule.max_staleness")
     if isinstance(staleness, int) and staleness > 0:
-        return f"up to {staleness} version{'' if staleness == 1 else 's'} behind"
+        return f"up to {counted(staleness, 'version')} behind"
     return "periodic" if stream is True else ""
 
 
 def _short(words: str) -> str:
-    return words if len(words) <= LONGEST else words[: LONGEST - 1] + "…"
+    return words if len(words) <= MAX_CHARACTERS else words[: MAX_CHARACTERS - 1] + "…"

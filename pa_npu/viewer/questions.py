@@ -1,4 +1,4 @@
-"""Evaluations question by question: what a version gained and lost against another, and the responses to one question."""
+"""Evaluations question by question: how two versions differ, and the responses to one question."""
 
 from __future__ import annotations
 
@@ -20,74 +20,75 @@ from pa_npu.viewer.values import index, number, text
 
 MAX_QUESTIONS = 20_000
 MAX_RESPONSES = 64
-"""Of one question."""
+"""Responses to one question that are shown."""
 PROMPT_CHARACTERS = 200
-LONGEST_TEXT = 200_000
-_NUMBERS = ("name", "question", "kind", "number", "final", "correct", "prompt")
+MAX_CHARACTERS = 200_000
+"""Of a prompt, and of a response."""
+_COMPARED = ("name", "question", "kind", "number", "final", "correct", "prompt")
 
 
 def question_versions(run_dir: Path) -> list[int]:
-    """Versions of which results per question are kept."""
+    """Returns the versions whose results per question are kept."""
     return kept_versions(run_dir)
 
 
 def compare_questions(run_dir: Path, version: int, before: int) -> dict[str, Any] | None:
-    """Every question of version `version` with its number before and now, by set: {version, before,
-    sets, left_out, error}.
+    """Compares two versions question by question; None where `version` is not kept.
 
-    A set has the metric that is compared (greedy, or the mean of its samples) and rows of
-    [question, prompt's beginning, before, now]; a number is None where a version has not answered
-    the question. None where the version is not kept.
+    Returns {version, before, sets, left_out, error}. Each set has the metric that is compared
+    (greedy, or the mean of its samples) and rows of [question, end of the prompt, value before,
+    value now]; the value before is None where that version has not answered the question.
     """
     if version not in kept_versions(run_dir):
         return None
+    comparison: dict[str, Any] = {
+        "version": version,
+        "before": before,
+        "sets": [],
+        "left_out": 0,
+        "error": None,
+    }
     try:
-        now = _read(run_dir, version, columns=_NUMBERS)
-        then = _read(run_dir, before, columns=_NUMBERS) if before in kept_versions(run_dir) else []
+        now = _read(run_dir, version, columns=_COMPARED)
+        earlier = []
+        if before in kept_versions(run_dir):
+            earlier = _read(run_dir, before, columns=_COMPARED)
     except DataError as error:
-        return {
-            "version": version,
-            "before": before,
-            "sets": [],
-            "left_out": 0,
-            "error": str(error),
-        }
-    sets, left_out, room = [], 0, MAX_QUESTIONS
+        comparison["error"] = str(error)
+        return comparison
+
+    room = MAX_QUESTIONS
     for name in dict.fromkeys(response.name for response in now):
-        metric, values = _number_per_question(
-            [response for response in now if response.name == name]
+        responses = [response for response in now if response.name == name]
+        metric, values = _value_per_question(responses)
+        metric_before, values_before = _value_per_question(
+            [response for response in earlier if response.name == name]
         )
-        known, earlier = _number_per_question(
-            [response for response in then if response.name == name]
-        )
-        prompts = {response.question: response.prompt for response in now if response.name == name}
-        questions = sorted(values)
-        left_out += max(0, len(questions) - room)
-        questions = questions[:room]
+        if metric_before != metric:
+            values_before = {}
+        prompts = {response.question: response.prompt for response in responses}
+        questions = sorted(values)[:room]
+        comparison["left_out"] += len(values) - len(questions)
         room -= len(questions)
-        rows = [
-            [
-                place,
-                prompts[place][-PROMPT_CHARACTERS:],
-                earlier.get(place) if known == metric else None,
-                values[place],
-            ]
-            for place in questions
-        ]
-        sets.append({"name": name, "metric": metric, "rows": rows})
-    return {"version": version, "before": before, "sets": sets, "left_out": left_out, "error": None}
+        rows = []
+        for question in questions:
+            end = prompts[question][-PROMPT_CHARACTERS:]
+            rows.append([question, end, values_before.get(question), values[question]])
+        comparison["sets"].append({"name": name, "metric": metric, "rows": rows})
+    return comparison
 
 
 def question_answers(
     run_dir: Path, version: int, set_number: int, question: int
 ) -> dict[str, Any] | None:
-    """A question with its responses by a version. set_number: in the order in which the sets appear
-    in the version's results.
+    """Returns a question with the responses of a version; None where there is none.
+
+    set_number: place of the question's set in the order of the version's results.
     """
     if version not in kept_versions(run_dir):
         return None
     try:
-        names = list(dict.fromkeys(row.name for row in _read(run_dir, version, columns=_NUMBERS)))
+        names = list(dict.fromkeys(row.name for row in _read(run_dir, version, columns=_COMPARED)))
         rows = read_table(results_file(run_dir, version), only=("question", question))
     except DataError:
         return None
@@ -100,7 +101,7 @@ def question_answers(
         {
             "kind": text(row, "kind"),
             "number": index(row, "number"),
-            "text": text(row, "text")[:LONGEST_TEXT],
+            "text": text(row, "text")[:MAX_CHARACTERS],
             "final": text(row, "final") or None,
             "correct": row.get("correct") is True,
             "reward": number(row, "reward"),
@@ -109,24 +110,27 @@ def question_answers(
         }
         for row in rows[:MAX_RESPONSES]
     ]
-    prompt, answer = text(rows[0], "prompt")[:LONGEST_TEXT], text(rows[0], "answer")
     return {
         "version": version,
         "set": names[set_number],
         "question": question,
-        "prompt": prompt,
-        "answer": answer,
-    } | {"answers": answers}
+        "prompt": text(rows[0], "prompt")[:MAX_CHARACTERS],
+        "answer": text(rows[0], "answer"),
+        "answers": answers,
+    }
 
 
 def _read(run_dir: Path, version: int, columns: Sequence[str]) -> list[Judged]:
-    """The responses without what takes room. Rows that are none of an evaluation's are left out."""
+    """Returns the responses with these columns; rows that are no responses are left out."""
     rows = read_table(results_file(run_dir, version), columns=columns)
-    return [response for row in rows if (response := _judged(row)) is not None]
+    responses = [_judged(row) for row in rows]
+    return [response for response in responses if response is not None]
 
 
 def _judged(row: Mapping[str, Any]) -> Judged | None:
-    question, place, kind = index(row, "question"), index(row, "number"), row.get("kind")
+    question = index(row, "question")
+    place = index(row, "number")
+    kind = row.get("kind")
     if question is None or place is None or kind not in (GREEDY, SAMPLE):
         return None
     return Judged(
@@ -145,14 +149,12 @@ def _judged(row: Mapping[str, Any]) -> Judged | None:
     )
 
 
-def _number_per_question(responses: Sequence[Judged]) -> tuple[str, dict[int, float]]:
-    """Greedy where there is a greedy response, else the mean of the samples; its name and the
-    number of every question.
+def _value_per_question(responses: Sequence[Judged]) -> tuple[str, dict[int, float]]:
+    """Returns the metric that is shown, greedy or else the mean of the samples, and its value for
+    each question; ("", {}) where there is neither.
     """
     values = values_by_question(responses)
-    metric = (
-        GREEDY
-        if GREEDY in values
-        else next((name for name in values if name.startswith("avg@")), "")
-    )
-    return metric, values.get(metric, {})
+    for metric in values:
+        if metric == GREEDY or (GREEDY not in values and metric.startswith("avg@")):
+            return metric, values[metric]
+    return "", {}

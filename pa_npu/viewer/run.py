@@ -1,4 +1,4 @@
-"""Reads a run directory for the page: plain values, from its files only, as they grow and whatever state they are in."""
+"""Reads a run directory for the page, as plain values, while its files grow and whatever they hold."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from pa_npu.viewer.values import index, mapping, number
 
 LOG_TAIL_BYTES = 256 << 10
 MAX_POINTS = 2000
-"""Iterations that curves are drawn of; a longer run shows every second, third, ..."""
+"""Iterations in a curve; of a longer run every second, third, ... iteration is shown."""
 MAX_COLUMNS = 400
 MAX_LOGS = 600
 _CONFIG = "config.yaml"
@@ -48,7 +48,7 @@ def is_run_directory(directory: Path) -> bool:
 
 
 class RunDirectory:
-    """One run. Raises UserError where the directory is none of a run."""
+    """One run. Raises UserError where the directory is no run directory."""
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
@@ -64,71 +64,73 @@ class RunDirectory:
         self._evaluations = JsonLines(self.directory / EVALUATIONS)
         self._timeline = RunTimeline(self.directory)
         self._chains = ChainViews(self.directory)
-        # the configuration, and the state of the file that it is from
-        self._known: tuple[Any, Secrets] | None = None
+        # the state of config.yaml, and the configuration that was read from it
+        self._config: tuple[Any, Secrets] | None = None
 
     @property
     def name(self) -> str:
         return self.directory.resolve().name
 
     def stamp(self) -> str:
-        """Changes when a file changes that the page is made from, and when the run's launcher is
-        gone.
+        """Returns a text that changes when a file of the page changes, and when the run's launcher
+        is gone.
         """
-        watched = [
-            self.directory / name for name in (_CONFIG, METRICS, EVALUATIONS, CHAIN, "runs_on.json")
-        ]
-        watched += [self.directory / folder for folder in (SAMPLES_DIRECTORY, RESULTS)]
+        names = (_CONFIG, METRICS, EVALUATIONS, CHAIN, "runs_on.json", SAMPLES_DIRECTORY, RESULTS)
+        watched = [self.directory / name for name in names]
         for folder in ("logs", TIMELINE):
             watched += sorted((self.directory / folder).glob("*"))[:MAX_LOGS]
-        seen = tuple(f"{status.st_size}.{status.st_mtime_ns}" for status in _states(watched))
-        return str(hash((seen, self.state()["word"])))
+        states = tuple(f"{status.st_size}.{status.st_mtime_ns}" for status in _states(watched))
+        return str(hash((states, self.state()["word"])))
 
     def config(self) -> dict[str, Any]:
-        """The resolved configuration by dotted key, without secrets."""
-        leaves = self._secrets().config.items()
-        # JSON has no numbers that are not finite
-        return {
-            key: str(value) if value in (math.inf, -math.inf) or value != value else value
-            for key, value in leaves
-            if key
-        }
+        """Returns the resolved configuration by dotted key, without secrets."""
+        config = {}
+        for key, value in self._secrets().config.items():
+            if not key:
+                continue
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            config[key] = value if is_finite else str(value)  # which JSON does not have
+        return config
 
     def _secrets(self) -> Secrets:
         file = self.directory / _CONFIG
         states = [(status.st_size, status.st_mtime_ns) for status in _states([file])]
-        if self._known is None or self._known[0] != states:
-            self._known = (states, Secrets(read_yaml(file)))
-        return self._known[1]
+        if self._config is None or self._config[0] != states:
+            self._config = (states, Secrets(read_yaml(file)))
+        return self._config[1]
 
     def records(self) -> list[dict[str, Any]]:
+        """Returns the records of the iterations, by rising iteration."""
         return by_index(self._metrics.read(), "iteration")
 
     def evaluations(self) -> list[dict[str, Any]]:
+        """Returns the evaluations, by rising version."""
         return [evaluation(record) for record in by_index(self._evaluations.read(), "version")]
 
     def overview(self) -> dict[str, Any]:
-        """Everything but what belongs to a single iteration."""
-        records, config, evaluations = self.records(), self.config(), self.evaluations()
+        """Returns everything but the data of a single iteration."""
+        records = self.records()
+        config = self.config()
         attempts = self._timeline.attempts()
         begun = [attempt.first for attempt in attempts if attempt.first is not None]
-        kept = steady(records, begun)
+        steady_records = steady(records, begun)
+        defaults = {}
+        for key in all_keys():
+            defaults[key.name] = None if key.required else _plain(key.default)
         return {
             "name": self.name,
             "program": f"pa_npu {pa_npu.__version__}",
             "stamp": self.stamp(),
             "now": time.time(),
             "columns": columns(records),
-            "idle": {name: recent(kept, name) for name in IDLE},
+            "idle": {name: recent(steady_records, name) for name in IDLE},
             "marks": marks(attempts, self._timeline.checkpoints()),
-            "evaluations": evaluations,
+            "evaluations": self.evaluations(),
             "question_versions": question_versions(self.directory),
             "advice": [asdict(advice) for advice in advise(records, config, begun)],
             "config": config,
             "facts": facts(config),
-            "defaults": {
-                key.name: None if key.required else _plain(key.default) for key in all_keys()
-            },
+            "defaults": defaults,
             "meaning": {key.name: key.description for key in all_keys()},
             "processes": self.processes(),
             "state": self.state(records, config),
@@ -141,67 +143,78 @@ class RunDirectory:
         records: Sequence[Mapping[str, Any]] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """As pa_npu.viewer.state has it."""
-        launcher = self._timeline.landmarks("launcher")
+        """Returns the values of pa_npu.viewer.state; records and config are read where they are not
+        given.
+        """
         records = self.records() if records is None else records
         config = self.config() if config is None else config
-        total = config.get("schedule.iterations")
-        return run_state(launcher, records, total, self._newest(), self._secrets())
-
-    def chain(self, others: Sequence[RunDirectory]) -> dict[str, Any]:
-        """As pa_npu.viewer.chain has it."""
-        is_running = self.state()["word"] == "running"
-        return self._chains.view([other.directory for other in others], is_running)
-
-    def columns_between(self, first: int, last: int) -> dict[str, list[float | None]]:
-        """The columns of some iterations, of which more are shown than of the whole run."""
-        return columns(self.records(), first, last)
-
-    def _newest(self) -> float:
-        written = [
-            path for folder in ("logs", TIMELINE) for path in (self.directory / folder).glob("*")
-        ]
-        return max(
-            (status.st_mtime for status in _states([self.directory / METRICS, *written])),
-            default=0.0,
+        return run_state(
+            launcher=self._timeline.landmarks("launcher"),
+            records=records,
+            total=config.get("schedule.iterations"),
+            newest_s=self._newest_s(),
+            secrets=self._secrets(),
         )
 
+    def chain(self, others: Sequence[RunDirectory]) -> dict[str, Any]:
+        """Returns the values of pa_npu.viewer.chain, compared with other runs."""
+        is_running = self.state()["word"] == "running"
+        return self._chains.view([run.directory for run in others], is_running)
+
+    def columns_between(self, first: int, last: int) -> dict[str, list[float | None]]:
+        """Returns the columns of the iterations from `first` to `last`, more of them than the
+        columns of the whole run show.
+        """
+        return columns(self.records(), first, last)
+
+    def _newest_s(self) -> float:
+        """Returns when the run wrote anything last."""
+        written = [self.directory / METRICS]
+        for folder in ("logs", TIMELINE):
+            written += (self.directory / folder).glob("*")
+        return max((status.st_mtime for status in _states(written)), default=0.0)
+
     def processes(self) -> list[dict[str, Any]]:
-        """One entry per log or timeline: what it did last, when, how often it was started, what its
-        log warns of.
+        """Returns an entry for each log or timeline: its last event and when that was, how often
+        the process was started, and how many warnings its log has.
         """
         timelines = self._timeline.files()
-        logs = {name.removesuffix(".log"): self.directory / "logs" / name for name in self._logs()}
-        processes, secrets = [], self._secrets()
+        logs = {name.removesuffix(".log"): name for name in self._logs()}
+        entries = []
         for name in sorted({*timelines, *logs})[:MAX_LOGS]:
-            begun, last, last_s = [], None, None
+            entry: dict[str, Any] = {
+                "name": name,
+                "log": logs.get(name),
+                "starts": None,
+                "pid": None,
+                "last_event": None,
+                "last_time": None,
+                "warnings": 0,
+                "last_line": None,
+            }
             if name in timelines:
                 begun = starts(timelines[name].landmarks())
-                last, last_s = timelines[name].last()
-            log_text = tail(logs[name], LOG_TAIL_BYTES) if name in logs else ""
-            lines = log_text.splitlines()
-            processes.append(
-                {
-                    "name": name,
-                    "log": logs[name].name if name in logs else None,
-                    "starts": len(begun) or None,
-                    "pid": index(begun[-1], "pid") if begun else None,
-                    "last_event": last,
-                    "last_time": last_s,
-                    "warnings": len(_WARNING.findall(log_text)),
-                    "last_line": secrets.hide(lines[-1]) if lines else None,
-                }
-            )
-        return processes
+                entry["last_event"], entry["last_time"] = timelines[name].last()
+                if begun:
+                    entry["starts"] = len(begun)
+                    entry["pid"] = index(begun[-1], "pid")
+            if name in logs:
+                log_text = tail(self.directory / "logs" / logs[name], LOG_TAIL_BYTES)
+                entry["warnings"] = len(_WARNING.findall(log_text))
+                lines = log_text.splitlines()
+                if lines:
+                    entry["last_line"] = self._secrets().hide(lines[-1])
+            entries.append(entry)
+        return entries
 
     def log(self, name: str, max_bytes: int = LOG_TAIL_BYTES) -> str | None:
-        """The end of a log by its file name; None where the run has no such log."""
+        """Returns the end of a log by its file name; None where the run has no such log."""
         if name not in self._logs():
             return None
         return self._secrets().hide(tail(self.directory / "logs" / name, max_bytes))
 
     def _logs(self) -> list[str]:
-        """Files alone: what a link points to is not the run's."""
+        """Returns the names of log files. Links are left out: they may point outside the run."""
         logs = (self.directory / "logs").glob("*.log")
         return sorted(path.name for path in logs if not path.is_symlink() and path.is_file())
 
@@ -209,15 +222,15 @@ class RunDirectory:
         return self._timeline.iteration(iteration)
 
     def samples(self, iteration: int) -> dict[str, Any]:
-        """The kept groups of an iteration in short."""
+        """Returns the kept groups of an iteration in short."""
         return samples_in_short(self.directory, iteration)
 
     def group(self, iteration: int, number_of_group: int) -> dict[str, Any] | None:
-        """One of them whole."""
+        """Returns a kept group whole."""
         return whole_group(self.directory, iteration, number_of_group)
 
     def same_prompt(self, iteration: int, prompt: str) -> dict[str, Any] | None:
-        """This run's answers to a prompt of another run."""
+        """Returns this run's answers to a prompt of another run."""
         return same_prompt(self.directory, iteration, prompt)
 
     def questions(self, version: int, before: int) -> dict[str, Any] | None:
@@ -228,16 +241,16 @@ class RunDirectory:
 
 
 def _states(paths: Iterable[Path]) -> Iterator[os.stat_result]:
-    """Returns those of the files that are still there."""
+    """Yields the states of the files that are still there."""
     for path in paths:
         with contextlib.suppress(OSError):
             yield path.stat()
 
 
 def tail(path: Path, max_bytes: int) -> str:
-    """The last lines of a text file, whole ones.
+    """Returns the last whole lines of a text file.
 
-    A link is not followed: whoever shows a run shows nothing else of the machine.
+    A link is not followed, since the page must show nothing of the machine but the run.
     """
     try:
         with open_plain(path, follow_links=False) as file:
@@ -252,7 +265,7 @@ def tail(path: Path, max_bytes: int) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A configuration as it was written; empty where it cannot be read."""
+    """Returns a configuration as it was written; empty where it cannot be read."""
     try:
         return yaml_source.read_yaml(str(path))[0]
     except ConfigError:
@@ -262,103 +275,107 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def columns(
     records: Sequence[Mapping[str, Any]], first: int = 0, last: int = 2**31
 ) -> dict[str, list[float | None]]:
-    """Numbers of the records by name, nested ones dotted; None where a record has none. Long runs
-    are thinned out.
+    """Returns the numbers of the records by name, nested names dotted; None where a record has
+    none. Of a long run some iterations are left out.
 
-    first, last: iterations. `tokens_total` is what the run has trained until the end of an
-    iteration.
+    first, last: the iterations that are wanted. The column `tokens_total` is what the run has
+    trained until the end of an iteration.
     """
-    total, totals = 0.0, {}
+    total = 0.0
+    totals = {}
     for record in records:
-        total += (number(record, "tokens_prompt") or 0.0) + (
-            number(record, "tokens_response") or 0.0
-        )
+        total += number(record, "tokens_prompt") or 0.0
+        total += number(record, "tokens_response") or 0.0
         totals[record["iteration"]] = total
+
     records = [record for record in records if first <= record["iteration"] <= last]
     step = -(-len(records) // MAX_POINTS) or 1
-    kept = [
-        record
-        for place, record in enumerate(records)
-        if place % step == 0 or place == len(records) - 1
-    ]
+    drawn = list(records[::step])
+    if records and drawn[-1] is not records[-1]:
+        drawn.append(records[-1])
+
+    names: dict[str, None] = {}  # in order of appearance
     rows = []
-    for record in kept:
+    for record in drawn:
         leaves = flat({key: item for key, item in record.items() if key != "engines"})
-        rows.append({name: value for name in leaves if (value := number(leaves, name)) is not None})
-    names = list(dict.fromkeys(name for row in rows for name in row if name not in _UNDRAWN))[
-        :MAX_COLUMNS
-    ]
+        row = {name: number(leaves, name) for name in leaves if name not in _UNDRAWN}
+        names |= dict.fromkeys(name for name, value in row.items() if value is not None)
+        rows.append(row)
     values: dict[str, list[float | None]] = {
-        "iteration": [float(record["iteration"]) for record in kept]
+        "iteration": [float(record["iteration"]) for record in drawn],
+        "time": [number(record, "time") for record in drawn],
+        "tokens_total": [totals[record["iteration"]] for record in drawn],
     }
-    values["time"] = [number(record, "time") for record in kept]
-    values["tokens_total"] = [totals[record["iteration"]] for record in kept]
-    return values | {name: [row.get(name) for row in rows] for name in names}
+    for name in list(names)[:MAX_COLUMNS]:
+        values[name] = [row.get(name) for row in rows]
+    return values
 
 
 def evaluation(record: Mapping[str, Any]) -> dict[str, Any]:
-    """An evaluation with what the page shows of it and nothing else, whatever somebody has written
-    in its place.
+    """Returns the values of an evaluation that the page shows, and nothing else, whatever the
+    record holds.
     """
-    sets = mapping(record, "sets")
     shown: dict[str, Any] = {
         name: number(record, name)
         for name in ("version", "accuracy", "questions", "planned", "seconds", "time")
     }
+    sets = mapping(record, "sets")
     shown["sets"] = None
     if sets:
         shown["sets"] = {str(name): _set_summary(mapping(sets, name)) for name in sets}
     differences = mapping(record, "differences")
     shown["differences"] = {
-        name: {
-            "version": number(mapping(differences, name), "version"),
-            "sets": {
-                str(set_): _estimates(mapping(mapping(mapping(differences, name), "sets"), set_))
-                for set_ in mapping(mapping(differences, name), "sets")
-            },
-        }
+        name: _difference(mapping(differences, name))
         for name in ("first", "before")
         if name in differences
     }
     return shown
 
 
-def _set_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = (
-        "questions",
-        "responses",
-        "length_mean",
-        "length_median",
-        "length_95",
-        "truncated_ratio",
-    )
-    return {name: number(summary, name) for name in numbers} | {
-        "metrics": _estimates(mapping(summary, "metrics"))
+def _difference(difference: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the difference from another version."""
+    sets = mapping(difference, "sets")
+    return {
+        "version": number(difference, "version"),
+        "sets": {str(name): _estimates(mapping(sets, name)) for name in sets},
     }
+
+
+def _set_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        name: number(summary, name)
+        for name in (
+            "questions",
+            "responses",
+            "length_mean",
+            "length_median",
+            "length_95",
+            "truncated_ratio",
+        )
+    }
+    shown["metrics"] = _estimates(mapping(summary, "metrics"))
+    return shown
 
 
 def _estimates(metrics: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
-    """By metric; without those that have no value and interval."""
-    estimates = {
-        str(name): {
-            part: number(mapping(metrics, name), part)
-            for part in ("value", "low", "high", "questions")
-        }
-        for name in metrics
-    }
-    return {name: estimate for name, estimate in estimates.items() if None not in estimate.values()}
+    """Returns by metric its estimate, without those that have no value or no interval."""
+    estimates = {}
+    for name in metrics:
+        metric = mapping(metrics, name)
+        estimate = {part: number(metric, part) for part in ("value", "low", "high", "questions")}
+        if None not in estimate.values():
+            estimates[str(name)] = estimate
+    return estimates
 
 
 def by_index(records: Sequence[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """Records with a number, by number; of several with one, the last."""
-    valid = [record for record in records if index(record, key) is not None]
-    return sorted(
-        {record[key]: record for record in valid}.values(), key=lambda record: record[key]
-    )
+    """Returns the records that have an index in `key`, by rising index; the last one of equals."""
+    last = {record[key]: record for record in records if index(record, key) is not None}
+    return [last[place] for place in sorted(last)]
 
 
 def _plain(value: Any) -> Any:
-    """A default as JSON holds it, in the form that config.yaml has it."""
+    """Returns a default in the form that config.yaml and JSON have."""
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value.model_dump(mode="json") if hasattr(value, "model_dump") else value

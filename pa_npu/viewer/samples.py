@@ -1,7 +1,7 @@
-"""Kept samples for the page: an iteration in short, one group whole, and other runs' answers to the same prompt.
+"""Kept samples for the page: an iteration in short, a group whole, peers' answers to a prompt.
 
-An iteration may hold thousands of responses. So texts are cut in the list, tokens are read of the
-group alone that is opened, and the search for a prompt in another run ends after a while.
+An iteration may hold thousands of responses. So the list cuts their texts, tokens are read only for
+the group that is opened, and the search for a prompt in another run ends after a while.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from pa_npu.errors import DataError
 from pa_npu.telemetry.sample_store import read_prompts, read_samples, sample_iterations
-from pa_npu.viewer.values import entries, index, number, text
+from pa_npu.viewer.values import entries, index, mapping, number, text
 
 MAX_RESPONSES = 20_000
 MAX_TEXT = 8 << 20
@@ -21,49 +21,55 @@ MAX_TEXT = 8 << 20
 SEARCH_S = 3.0
 _SHARED = ("index", "prompt_id", "prompt", "prompt_tokens", "answer", "errors")
 _IN_SHORT = (
-    *(*_SHARED, "response", "text", "finish_reason", "version"),
-    *("reward", "rewards", "advantage", "correct", "length"),
+    *_SHARED,
+    "response",
+    "text",
+    "finish_reason",
+    "version",
+    "reward",
+    "rewards",
+    "advantage",
+    "correct",
+    "length",
 )
 
 
 def samples_in_short(run_dir: Path, iteration: int) -> dict[str, Any]:
-    """The kept groups of an iteration, their texts cut where they are many; `error`: why they
-    cannot be read.
+    """Returns the kept groups of an iteration.
+
+    cut: characters to which texts were cut; None where they are whole.
+    left_out: number of responses beyond MAX_RESPONSES.
+    error: why the samples cannot be read; None where they can.
     """
+    samples: dict[str, Any] = {
+        "iteration": iteration,
+        "groups": [],
+        "error": None,
+        "cut": None,
+        "left_out": 0,
+    }
     if iteration not in sample_iterations(run_dir):
-        return {"iteration": iteration, "groups": [], "error": None, "cut": None, "left_out": 0}
+        return samples
     try:
         rows = read_samples(run_dir, iteration, columns=_IN_SHORT)
     except DataError as error:
-        return {
-            "iteration": iteration,
-            "groups": [],
-            "error": str(error),
-            "cut": None,
-            "left_out": 0,
-        }
-    left_out = max(0, len(rows) - MAX_RESPONSES)
+        samples["error"] = str(error)
+        return samples
+    samples["left_out"] = max(0, len(rows) - MAX_RESPONSES)
     rows = rows[:MAX_RESPONSES]
-    whole = sum(len(text(row, "text")) for row in rows) + sum(
-        len(text(row, "prompt")) for row in rows
-    )
-    cut = None if whole <= MAX_TEXT else max(100, MAX_TEXT // (2 * len(rows)))
-    groups = _groups(rows)
-    for group in groups:
-        group["prompt"] = group["prompt"][-cut:] if cut else group["prompt"]
-        for response in group["responses"]:
-            response["text"] = response["text"][:cut]
-    return {
-        "iteration": iteration,
-        "groups": groups,
-        "error": None,
-        "cut": cut,
-        "left_out": left_out,
-    }
+    samples["groups"] = _groups(rows)
+    if sum(len(text(row, "text")) + len(text(row, "prompt")) for row in rows) > MAX_TEXT:
+        cut = max(100, MAX_TEXT // (2 * len(rows)))
+        samples["cut"] = cut
+        for group in samples["groups"]:
+            group["prompt"] = group["prompt"][-cut:]
+            for response in group["responses"]:
+                response["text"] = response["text"][:cut]
+    return samples
 
 
 def whole_group(run_dir: Path, iteration: int, number_of_group: int) -> dict[str, Any] | None:
-    """A group with its tokens, their log-probs and its sessions; None where there is none."""
+    """Returns a group with its tokens, their log-probs and its sessions; None where there is none."""
     if iteration not in sample_iterations(run_dir):
         return None
     try:
@@ -74,12 +80,12 @@ def whole_group(run_dir: Path, iteration: int, number_of_group: int) -> dict[str
 
 
 def same_prompt(run_dir: Path, iteration: int, prompt: str) -> dict[str, Any] | None:
-    """The newest answers of a run to a prompt: {iteration, group}.
+    """Returns {iteration, group} with a run's answers to a prompt; None where none were found.
 
-    The iterations next to `iteration` are looked at first.
+    The iterations nearest to `iteration` are searched first.
     """
     deadline_s = time.monotonic() + SEARCH_S
-    for candidate in sorted(sample_iterations(run_dir), key=lambda known: abs(known - iteration)):
+    for candidate in sorted(sample_iterations(run_dir), key=lambda kept: abs(kept - iteration)):
         if time.monotonic() > deadline_s:
             break
         try:
@@ -87,22 +93,20 @@ def same_prompt(run_dir: Path, iteration: int, prompt: str) -> dict[str, Any] | 
         except DataError:
             continue
         if prompt in prompts:
-            return {
-                "iteration": candidate,
-                "group": whole_group(run_dir, candidate, prompts[prompt]),
-            }
+            group = whole_group(run_dir, candidate, prompts[prompt])
+            return {"iteration": candidate, "group": group}
     return None
 
 
 def _groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """rows: in the order of groups and responses, as anybody may have written them."""
+    """Returns the groups of rows, which are in the order of groups and responses."""
     groups: dict[int, dict[str, Any]] = {}
     for row in rows:
         place = index(row, "index")
         if place is None:
             continue
         group = groups.setdefault(place, _empty_group(place, row))
-        _grow(group["sessions"], entries(row, "turns"), len(group["responses"]))
+        _add_branch(group["sessions"], entries(row, "turns"), len(group["responses"]))
         group["responses"].append(_response(row))
     return list(groups.values())
 
@@ -122,20 +126,20 @@ def _empty_group(place: int, row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _response(row: Mapping[str, Any]) -> dict[str, Any]:
     tokens = entries(row, "tokens") or entries(row, "logprobs")
-    rewards = row.get("rewards")
-    names = rewards if isinstance(rewards, dict) else {}
+    rewards = mapping(row, "rewards")
     response: dict[str, Any] = {
         "response": index(row, "response"),
         "text": text(row, "text"),
         "finish_reason": text(row, "finish_reason"),
         "version": index(row, "version"),
         "reward": number(row, "reward"),
-        "rewards": {str(name): number(names, name) for name in names},
+        "rewards": {str(name): number(rewards, name) for name in rewards},
         "advantage": number(row, "advantage"),
         "correct": row.get("correct") is True,
         "length": index(row, "length") if "length" in row else len(tokens),
     }
-    pieces, logprobs = entries(row, "pieces"), entries(row, "logprobs")
+    pieces = entries(row, "pieces")
+    logprobs = entries(row, "logprobs")
     if pieces and len(pieces) == len(logprobs):
         response["pieces"] = [piece if isinstance(piece, str) else "" for piece in pieces]
         response["logprobs"] = _rounded(logprobs)
@@ -148,41 +152,38 @@ def _rounded(values: Sequence[Any]) -> list[float]:
     return [round(number({"value": value}, "value") or 0.0, 7) for value in values]
 
 
-def _grow(
-    sessions: list[dict[str, Any]], turns: Sequence[Mapping[str, Any]], response: int
-) -> None:
-    """Adds a branch to the trees of a group's sessions, whose turns are in the order in which they
-    are drawn.
+def _add_branch(sessions: list[dict[str, Any]], turns: Sequence[Any], response: int) -> None:
+    """Adds the turns of a response, a branch, to the trees of a group's sessions.
 
-    A turn's tokens are those of the response that trains it, from `start` to `end`; responses: the
-    branches that hold it.
+    The turns of a tree are in the order in which they are drawn. `responses` of a turn are the
+    branches that hold it. The turn's tokens are those from `start` to `end` of the response that
+    trains it.
     """
     parent: int | None = None
     start = 0
     for turn in turns:
-        if not isinstance(turn, Mapping):  # a record that this program has not written
+        if not isinstance(turn, Mapping):  # this program has not written the record
             continue
-        place, written, session = (
-            index(turn, "number"),
-            index(turn, "written"),
-            index(turn, "session"),
-        )
+        place = index(turn, "number")
+        written = index(turn, "written")
         if place is None or written is None:
             continue
+        session = index(turn, "session")
         if not sessions or sessions[-1]["session"] != session:
             sessions.append({"session": session, "turns": []})
-        known = next((other for other in sessions[-1]["turns"] if other["number"] == place), None)
-        if known is None:
-            known = {
+        tree = sessions[-1]["turns"]
+        node = next((node for node in tree if node["number"] == place), None)
+        if node is None:
+            node = {
                 "number": place,
                 "parent": parent,
                 "shown": text(turn, "shown"),
                 "reward": number(turn, "reward"),
                 "responses": [],
             }
-            sessions[-1]["turns"].append(known)
+            tree.append(node)
         if turn.get("trained") is True:
-            known |= {"response": response, "start": start, "end": start + written}
+            node |= {"response": response, "start": start, "end": start + written}
             start += written
-        known["responses"].append(response)
+        node["responses"].append(response)
         parent = place

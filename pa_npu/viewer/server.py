@@ -1,7 +1,7 @@
-"""The page of a run: served with its data on loopback, to read only, or written as one HTML file.
+"""The page of a run: served with its data on loopback, read only, or written as one HTML file.
 
-Only this machine is answered, and only under a loopback name: a page of another site that has its
-name point here is refused.
+The server answers this machine only, and only under a loopback name. So it refuses the page of
+another site whose name points to this machine.
 """
 
 from __future__ import annotations
@@ -60,19 +60,20 @@ _SIZES = {
 
 
 def answer(runs: Sequence[RunDirectory], path: str) -> Any:
-    """The data at a path, plain values; None where there is none. runs: the one that is viewed,
-    then those it is compared with.
+    """Returns the data at a path as plain values; None where there is none.
 
-    run, compare, chain, log/NAME, columns/FIRST/LAST, timeline/ITERATION, samples/ITERATION,
-    group/ITERATION/GROUP, peers/ITERATION/GROUP (other runs' answers to a group's prompt),
-    questions/VERSION/BEFORE, question/VERSION/SET/QUESTION.
+    Paths are run, compare, chain, log/NAME, columns/FIRST/LAST, timeline/ITERATION,
+    samples/ITERATION, group/ITERATION/GROUP, peers/ITERATION/GROUP (other runs' answers to a
+    group's prompt), questions/VERSION/BEFORE, question/VERSION/SET/QUESTION.
+
+    runs: the run that is viewed, then those that it is compared with.
     """
     run = runs[0]
     kind, _, rest = path.partition("/")
     if kind == "run" and not rest:
         return run.overview()
     if kind == "compare" and not rest:
-        return [other.overview() for other in runs[1:]]
+        return [peer.overview() for peer in runs[1:]]
     if kind == "chain" and not rest:
         return run.chain(runs[1:])
     if kind == "log":
@@ -103,39 +104,44 @@ def _numbers(path: str) -> list[int] | None:
 
 
 def _peers(runs: Sequence[RunDirectory], iteration: int, group: int) -> list[dict[str, Any]] | None:
-    """What the other runs answered to a group's prompt, as far as they kept it."""
-    asked = runs[0].group(iteration, group)
-    if asked is None:
+    """Returns the other runs' answers to a group's prompt, as far as they kept it."""
+    viewed = runs[0].group(iteration, group)
+    if viewed is None:
         return None
-    answers = [(other.name, other.same_prompt(iteration, asked["prompt"])) for other in runs[1:]]
-    return [{"run": name, **peer} for name, peer in answers if peer is not None]
+    peers = []
+    for run in runs[1:]:
+        answers = run.same_prompt(iteration, viewed["prompt"])
+        if answers is not None:
+            peers.append({"run": run.name, **answers})
+    return peers
 
 
 def _question(
     runs: Sequence[RunDirectory], version: int, place: int, question: int
 ) -> dict[str, Any] | None:
-    """The answers to a question, and those of the other runs' same version, or of their last one."""
-    asked = runs[0].question(version, place, question)
-    if asked is None:
+    """Returns the answers to a question, and as its `peers` those of the other runs: of the same
+    version, or of their last one.
+    """
+    viewed = runs[0].question(version, place, question)
+    if viewed is None:
         return None
     peers = []
-    for other in runs[1:]:
-        kept = question_versions(other.directory)
-        if kept:
-            known = version if version in kept else kept[-1]
-            peer = other.question(known, place, question)
-            if peer is not None and (peer["set"], peer["prompt"]) == (
-                asked["set"],
-                asked["prompt"],
-            ):
-                peers.append({"run": other.name, **peer})
-    return {**asked, "peers": peers}
+    for run in runs[1:]:
+        versions = question_versions(run.directory)
+        if not versions:
+            continue
+        answers = run.question(version if version in versions else versions[-1], place, question)
+        if answers is None or answers["set"] != viewed["set"]:
+            continue
+        if answers["prompt"] == viewed["prompt"]:
+            peers.append({"run": run.name, **answers})
+    return {**viewed, "peers": peers}
 
 
 def export(runs: Sequence[RunDirectory], file: Path) -> str:
-    """Writes the file; returns what was left out for its size, in words, or nothing.
+    """Writes the page with its data to `file`, the newest iterations before older ones.
 
-    The newest iterations come first.
+    Returns in words what was left out to limit the size of the file; empty where it has all.
     """
     data: dict[str, Any] = {name: answer(runs, name) for name in ("run", "compare", "chain")}
     for process in data["run"]["processes"]:
@@ -144,61 +150,68 @@ def export(runs: Sequence[RunDirectory], file: Path) -> str:
             data[f"log/{process['log']}"] = {"name": process["log"], "text": text}
     room = _Room(MAX_EXPORT_BYTES - len(_json(data)))
     _export_questions(runs, data, room)
-    left_out = {}
-    for kind in ("timeline", "samples"):
-        wanted = data["run"][f"{kind.removesuffix('s')}_iterations"]
-        kept = []
-        for iteration in reversed(wanted):
-            paths = [f"{kind}/{iteration}"]
-            if kind == "samples":
-                groups = [group["index"] for group in runs[0].samples(iteration)["groups"]]
-                paths += [
-                    f"{name}/{iteration}/{group}" for group in groups for name in ("group", "peers")
-                ]
-            if not room.add(data, {path: answer(runs, path) for path in paths}):
-                break
-            kept.append(iteration)
-        data["run"][f"{kind.removesuffix('s')}_iterations"] = sorted(kept)
-        if len(kept) < len(wanted):
-            left_out[kind] = len(wanted) - len(kept)
+    left_out = _export_iterations(runs, data, room, "timeline")
+    left_out += _export_iterations(runs, data, room, "samples")
     write_page(file, data)
-    return "".join(
-        f"; {kind} of the {count} oldest iterations left out" for kind, count in left_out.items()
-    )
+    return left_out
+
+
+def _export_iterations(
+    runs: Sequence[RunDirectory], data: dict[str, Any], room: _Room, kind: str
+) -> str:
+    """Adds the timelines or the samples of as many iterations as there is room for.
+
+    Returns in words how many were left out; empty where none were.
+    """
+    key = f"{kind.removesuffix('s')}_iterations"
+    iterations = data["run"][key]
+    exported = []
+    for iteration in reversed(iterations):
+        paths = [f"{kind}/{iteration}"]
+        if kind == "samples":
+            for group in runs[0].samples(iteration)["groups"]:
+                place = f"{iteration}/{group['index']}"
+                paths += [f"group/{place}", f"peers/{place}"]
+        if not room.add(data, {path: answer(runs, path) for path in paths}):
+            break
+        exported.append(iteration)
+    data["run"][key] = sorted(exported)
+    num_left_out = len(iterations) - len(exported)
+    if not num_left_out:
+        return ""
+    return f"; {kind} of the {num_left_out} oldest iterations left out"
 
 
 def _export_questions(runs: Sequence[RunDirectory], data: dict[str, Any], room: _Room) -> None:
-    """The last evaluation against the first and against the one before, with the answers to what
-    was gained and lost.
+    """Adds the comparison of the last evaluation with the first and with the one before it, and the
+    answers to the questions whose result changed.
     """
     versions = data["run"]["question_versions"]
     for before in dict.fromkeys([*versions[:1], *versions[-2:-1]]):
         last = versions[-1]
-        compared = answer(runs, f"questions/{last}/{before}")
-        if (
-            before == last
-            or compared is None
-            or not room.add(data, {f"questions/{last}/{before}": compared})
-        ):
+        if before == last:
             continue
-        for place, questions in enumerate(compared["sets"]):
-            changed = [
-                row[0] for row in questions["rows"] if row[2] is not None and row[2] != row[3]
-            ]
-            for question in changed:
+        path = f"questions/{last}/{before}"
+        comparison = answer(runs, path)
+        if comparison is None or not room.add(data, {path: comparison}):
+            continue
+        for place, questions in enumerate(comparison["sets"]):
+            for question, _, value_before, value in questions["rows"]:
+                if value_before is None or value_before == value:
+                    continue
                 paths = [f"question/{version}/{place}/{question}" for version in (last, before)]
-                if not room.add(
-                    data, {path: answer(runs, path) for path in paths if path not in data}
-                ):
+                missing = [path for path in paths if path not in data]
+                if not room.add(data, {path: answer(runs, path) for path in missing}):
                     return
 
 
 def export_table(shelf: Shelf, file: Path) -> None:
-    """Writes the table of a folder's runs."""
+    """Writes the table of a folder's runs to `file`."""
     write_page(file, {"runs": shelf.table()})
 
 
 def write_page(file: Path, data: dict[str, Any]) -> None:
+    """Writes the page with its data; raises UserError where the file cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(page(json.loads(_json(data))), encoding="utf-8")
@@ -208,19 +221,19 @@ def write_page(file: Path, data: dict[str, Any]) -> None:
         ) from None
 
 
-_NOTHING = object()
+_NOTHING = object()  # an answer that is JSON's null
 
 
 class _Room:
-    """Bytes that are left for an exported page."""
+    """The bytes that are left for an exported page."""
 
-    def __init__(self, left: int) -> None:
-        self._left = left
+    def __init__(self, left_bytes: int) -> None:
+        self._left_bytes = left_bytes
 
     def add(self, data: dict[str, Any], more: dict[str, Any]) -> bool:
-        """Adds all of it, or nothing where there is no room; then there is none for anything else."""
-        self._left -= len(_json(more))
-        if self._left < 0:
+        """Adds all of `more` to `data`, or nothing where it does not fit; then nothing fits later."""
+        self._left_bytes -= len(_json(more))
+        if self._left_bytes < 0:
             return False
         data.update(more)
         return True
@@ -231,11 +244,10 @@ def _json(value: Any) -> str:
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Serves runs, the first of them compared with the others, or a folder of runs. port 0 takes a
-    free one.
+    """Serves a run, compared with others, or a folder of runs. Port 0 stands for a free port.
 
-    Of a folder, / is the table, and /NAME/ the page of a run; ?with=OTHER (several times) compares
-    it. Raises UserError where the port is taken.
+    A folder's / is the table, and /NAME/ the page of a run, compared with others by ?with=OTHER,
+    which may be repeated. Raises UserError where the port is taken.
     """
 
     daemon_threads = True
@@ -251,7 +263,7 @@ class ViewServer(ThreadingHTTPServer):
             ) from None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A page that is closed while it is answered is not worth a word."""
+        """Reports an error, unless the page was closed while it was answered."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -260,8 +272,8 @@ class ViewServer(ThreadingHTTPServer):
         return f"http://{LOOPBACK}:{self.server_port}/"
 
     def find(self, path: str, query: str) -> tuple[Sequence[RunDirectory], str]:
-        """The runs that a path is about and the path within them; of a folder's own page there are
-        none.
+        """Returns the runs that a path is about, and the path within them; no runs for the folder's
+        page.
         """
         if self.shelf is None:
             return self.runs, path
@@ -269,13 +281,12 @@ class ViewServer(ThreadingHTTPServer):
         run = self.shelf.open(unquote(name)) if slash else None
         if run is None:
             return (), path
-        wanted = parse_qs(query).get("with", [])[:MAX_COMPARED]
-        others = [
-            other
-            for other in map(self.shelf.open, wanted)
-            if other is not None and other is not run
-        ]
-        return (run, *others), rest
+        runs = [run]
+        for peer_name in parse_qs(query).get("with", [])[:MAX_COMPARED]:
+            peer = self.shelf.open(peer_name)
+            if peer is not None and peer is not run:
+                runs.append(peer)
+        return runs, rest
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -296,23 +307,20 @@ class _Handler(BaseHTTPRequestHandler):
             data = self._data(runs, path.removeprefix("api/"), parts.query)
         except ConnectionError:
             raise  # the page was closed
-        except (
-            OSError,
-            UserError,
-            ValueError,
-        ) as error:  # a directory is gone, or its disk; or it is no address
+        except (OSError, UserError, ValueError) as error:
+            # the directory or its disk is gone, or the address is none
             return self._send(503, "text/plain", f"cannot be read ({reason(error)})\n".encode())
         if data is None:
             return self._send(404, "application/json", b"null")
         self._send(200, "application/json", b"null" if data is _NOTHING else _json(data).encode())
 
     def _data(self, runs: Sequence[RunDirectory], name: str, query: str) -> Any:
-        if not runs and self.server.shelf is not None:  # the folder's own page
+        if not runs and self.server.shelf is not None:  # the folder's page
             if name == "run":
                 return _NOTHING
             return self.server.shelf.table() if name == "runs" else None
         if name == "run" and parse_qs(query).get("stamp") == [runs[0].stamp()]:
-            return _NOTHING  # nothing is new
+            return _NOTHING  # the page has the newest data
         return answer(runs, name)
 
     def _send(self, status: int, kind: str, body: bytes) -> None:
@@ -330,21 +338,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Requests are not worth a line."""
+        """Logs nothing: requests are not worth a line."""
 
 
 def page(data: dict[str, Any] | None = None) -> str:
-    """The page as one HTML text: markup, style and script in one, nothing loaded from anywhere.
+    """Returns the page as one HTML text with its style and script, which loads nothing else.
 
-    A policy in the page itself allows exactly this style and this script, by their hashes, and no
-    address but its own server; so texts that a model wrote cannot become anything else, and an
-    exported page asks for nothing at all. data: what the server would answer, by path, for a page
-    without one (exported); None for a page that asks a server.
+    A policy in the page allows exactly this style and this script, by their hashes, and no address
+    but its server's. So texts that a model wrote stay texts, and an exported page requests nothing.
+
+    data: by path, the server's answers, for an exported page; None for a page that asks a server.
     """
     style = (PAGE / "page.css").read_text(encoding="utf-8")
-    script = '"use strict";\n' + "\n".join(
-        (PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS
-    )
+    scripts = [(PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS]
+    script = '"use strict";\n' + "\n".join(scripts)
     connect = "'self'" if data is None else "'none'"
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
@@ -362,9 +369,7 @@ def page(data: dict[str, Any] | None = None) -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON that can stand in a script element: no text in it can end the element or begin a
-    comment.
-    """
+    """Returns JSON for a script element: no text in it can end the element or begin a comment."""
     text = json.dumps(data, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

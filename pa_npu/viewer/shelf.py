@@ -1,4 +1,4 @@
-"""A folder of runs: one row per run for the table, from the ends of its files, and the runs that are opened."""
+"""A folder of runs: a row per run for the table, and the runs that the page has opened."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pa_npu.viewer.state import run_state
 
 MAX_RUNS = 500
 MAX_OPEN = 12
-"""Runs that are kept open: each holds the records that it has read."""
+"""Runs that are kept open; each holds the records that it has read."""
 _TAIL_BYTES = 256 << 10
 _STATE = ("word", "cause", "iterations", "total", "started", "ended", "last_write", "left")
-_LEARNED = ("reward_mean", "accuracy", "tpspd", "iteration_s", "response_length_mean")
+_METRICS = ("reward_mean", "accuracy", "tpspd", "iteration_s", "response_length_mean")
 
 
 class Shelf:
-    """The runs of a folder, the newest MAX_RUNS of them. Raises UserError where it holds none."""
+    """The newest MAX_RUNS runs of a folder. Raises UserError where the folder has none."""
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
@@ -46,12 +46,12 @@ class Shelf:
         return self.folder.resolve().name
 
     def names(self) -> tuple[list[str], int]:
-        """The names of the runs, those that were written to last first, and how many further ones
-        there are.
+        """Returns the names of the runs, the run that was written to last first, and how many
+        further runs there are.
         """
         dated = []
         for path in _children(self.folder):
-            # one that may not be read is none, and hides no other
+            # a directory that may not be read is skipped, and hides no other
             with contextlib.suppress(OSError):
                 if path.is_dir() and is_run_directory(path):
                     dated.append((_newest_s(path), path.name))
@@ -59,73 +59,80 @@ class Shelf:
         return [name for _, name in dated[:MAX_RUNS]], max(0, len(dated) - MAX_RUNS)
 
     def open(self, name: str) -> RunDirectory | None:
-        """One of the folder's runs; None where it has no such run."""
+        """Returns the run `name`; None where the folder has no such run."""
         with self._lock:
             run = self._open.pop(name, None)
             if run is None:
                 if name in ("", ".", "..") or "/" in name or name not in self.names()[0]:
                     return None
                 run = RunDirectory(self.folder / name)
-            self._open[name] = run  # the one that was used last is the last to go
+            self._open[name] = run  # behind all others: the run used longest ago goes first
             while len(self._open) > MAX_OPEN:
                 del self._open[next(iter(self._open))]
             return run
 
     def table(self) -> dict[str, Any]:
-        """Everything that the table of runs shows."""
+        """Returns everything that the table of runs shows."""
         names, left_out = self.names()
         rows = [self._row(name) for name in names]
         self._rows = {name: self._rows[name] for name in names}
         return {"folder": self.name, "runs": rows, "left_out": left_out}
 
     def _row(self, name: str) -> dict[str, Any]:
-        """Made again when a file has changed; a run that may be at work is looked at each time."""
+        """Returns the row of a run, read again if a file has changed or the run may be at work."""
         directory = self.folder / name
         stamp = tuple(_stamp(directory / file) for file in ("config.yaml", METRICS, EVALUATIONS))
         stamp += (_stamp(directory / TIMELINE / "launcher.jsonl"),)
-        known = self._rows.get(name)
-        if known is not None and known[0] == stamp and known[1]["state"]["word"] != "running":
-            return known[1]
+        if name in self._rows:
+            stamp_before, row = self._rows[name]
+            if stamp_before == stamp and row["state"]["word"] != "running":
+                return row
         row = run_row(directory)
         self._rows[name] = (stamp, row)
         return row
 
 
 def run_row(directory: Path) -> dict[str, Any]:
-    """What the table says of a run. Reads the ends of its files only."""
+    """Returns the table's row of a run. Reads only the ends of its files."""
     secrets = Secrets(read_yaml(directory / "config.yaml"))
     records = by_index(_last_objects(directory / METRICS), "iteration")
-    evaluations = by_index(_last_objects(directory / EVALUATIONS), "version")
-    launcher = JsonLines(directory / TIMELINE / "launcher.jsonl").read()
-    total = secrets.config.get("schedule.iterations")
-    state = run_state(launcher, records, total, _newest_s(directory), secrets)
-    kept = steady(records)
-    accuracies = [
-        value for record in evaluations if (value := _accuracy(evaluation(record))) is not None
-    ]
+    state = run_state(
+        launcher=JsonLines(directory / TIMELINE / "launcher.jsonl").read(),
+        records=records,
+        total=secrets.config.get("schedule.iterations"),
+        newest_s=_newest_s(directory),
+        secrets=secrets,
+    )
+    steady_records = steady(records)
+    accuracies = []
+    for record in by_index(_last_objects(directory / EVALUATIONS), "version"):
+        accuracy = _accuracy(evaluation(record))
+        if accuracy is not None:
+            accuracies.append(accuracy)
     return {
         "name": directory.name,
         "state": {key: state[key] for key in _STATE},
         "facts": facts(secrets.config),
-        "numbers": {name: recent(kept, name) for name in _LEARNED},
+        "numbers": {name: recent(steady_records, name) for name in _METRICS},
         "evaluation": accuracies[-1] if accuracies else None,
         "best": max(accuracies) if accuracies else None,
     }
 
 
 def _accuracy(record: Mapping[str, Any]) -> float | None:
-    """The accuracy of an evaluation, or the mean of its sets' first numbers."""
+    """Returns the accuracy of an evaluation, or the mean of its sets' first metrics."""
     if record["accuracy"] is not None:
         return float(record["accuracy"])
-    sets = (record["sets"] or {}).values()
-    values = [
-        next(iter(summary["metrics"].values()))["value"] for summary in sets if summary["metrics"]
-    ]
+    values = []
+    for summary in (record["sets"] or {}).values():
+        estimates = list(summary["metrics"].values())
+        if estimates:
+            values.append(estimates[0]["value"])
     return statistics.fmean(values) if values else None
 
 
 def _last_objects(path: Path) -> list[dict[str, Any]]:
-    """The objects of the last lines of a file."""
+    """Returns the objects of the last lines of a file."""
     try:
         with open_plain(path) as file:
             size = file.seek(0, 2)
@@ -135,7 +142,8 @@ def _last_objects(path: Path) -> list[dict[str, Any]]:
         return []
     if size > _TAIL_BYTES:
         lines = lines[1:]
-    return [record for line in lines if (record := parse_object(line)) is not None]
+    records = [parse_object(line) for line in lines]
+    return [record for record in records if record is not None]
 
 
 def _children(folder: Path) -> list[Path]:
@@ -149,13 +157,14 @@ def _children(folder: Path) -> list[Path]:
 
 
 def _newest_s(directory: Path) -> float:
-    """When a run was written to last: its records, its logs and its launcher's timeline."""
-    stamps = [_stamp(directory / METRICS), _stamp(directory / TIMELINE / "launcher.jsonl")]
-    with_logs = [*stamps, *(_stamp(path) for path in (directory / "logs").glob("*.log"))]
-    return max(when for when, _ in with_logs) / 1e9
+    """Returns when a run's records, logs or launcher's timeline were written to last."""
+    files = [directory / METRICS, directory / TIMELINE / "launcher.jsonl"]
+    files += (directory / "logs").glob("*.log")
+    return max(_stamp(file)[0] for file in files) / 1e9
 
 
 def _stamp(path: Path) -> tuple[int, int]:
+    """Returns (time of the last write in ns, size), which change when the file does."""
     try:
         status = os.stat(path)
     except OSError:

@@ -1,7 +1,7 @@
-"""Whether a run is at work, finished, failed or stopped, and by what; and where it was started again or wrote a checkpoint.
+"""The state of a run, and the marks of its curves: restarts and checkpoints.
 
-finished   its launcher says so
-failed     its launcher says so, with the process that is to blame, or was killed itself
+finished   its launcher recorded it
+failed     its launcher recorded it, with the process that is to blame, or was killed itself
 stopped    a signal ended it, such as Ctrl-C
 running    none of these, and something was written lately
 silent     none of these, and nothing was: it hangs, or it ended on a machine that cannot be asked
@@ -16,14 +16,14 @@ from typing import Any
 
 from pa_npu.telemetry.run_end import RunEnd, owner_is_gone, read_end
 from pa_npu.telemetry.secrets import Secrets
-from pa_npu.viewer.timeline import Attempt
+from pa_npu.viewer.timeline import TimelineAttempt
 from pa_npu.viewer.timeline_file import starts
-from pa_npu.viewer.values import number, text
+from pa_npu.viewer.values import number, numbers, text
 
 SILENT_S = 120.0
 MAX_MARKS = 400
 _RECENT = 8
-"""Iterations whose median says how long the next ones take."""
+"""The median of so many iterations predicts how long the next ones take."""
 _KILLED = RunEnd(
     "failed", "the launcher was killed, or ran out of memory: it is gone and could record no end"
 )
@@ -36,47 +36,47 @@ def run_state(
     newest_s: float,
     secrets: Secrets,
 ) -> dict[str, Any]:
-    """Plain values. launcher: the landmarks of its timeline. records: the last ones at least.
-    newest_s: of the last write.
+    """Returns the state as plain values.
+
+    Args:
+        launcher: the landmarks of the launcher's timeline.
+        records: the records of iterations, at least the last ones.
+        total: schedule.iterations, as the configuration has it.
+        newest_s: when the run wrote anything last.
     """
     end = read_end(launcher)
     if end is None and owner_is_gone(launcher):
         end = _KILLED
-    iterations = records[-1]["iteration"] + 1 if records else 0
-    seconds = [
-        value
-        for record in records[-_RECENT:]
-        if (value := number(record, "iteration_s")) is not None
-    ]
+    seconds = numbers(records[-_RECENT:], "iteration_s")
     typical_s = statistics.median(seconds) if seconds else None
-    word = end.outcome if end is not None else _by_writes(newest_s, typical_s)
-    total = total if isinstance(total, int) and not isinstance(total, bool) else None
-    started = [
-        at
-        for event in starts([dict(event) for event in launcher])
-        if (at := number(event, "start")) is not None
-    ]
-    left_s = None
-    if typical_s is not None and total is not None and word == "running":
-        left_s = max(0, total - iterations) * typical_s
-    return {
-        "word": word,
-        "cause": secrets.hide(end.cause) if end is not None else "",
-        "process": end.process if end is not None else "",
-        "lines": [secrets.hide(line) for line in end.lines] if end is not None else [],
-        "iterations": iterations,
-        "total": total,
+    started = numbers(starts(launcher), "start")
+    state: dict[str, Any] = {
+        "word": _word_by_writes(newest_s, typical_s),
+        "cause": "",
+        "process": "",
+        "lines": [],
+        "iterations": records[-1]["iteration"] + 1 if records else 0,
+        "total": None if isinstance(total, bool) or not isinstance(total, int) else total,
         "attempts": len(started),
         "started": started[0] if started else None,
-        "ended": _ended_s(launcher, newest_s) if end is not None else None,
+        "ended": None,
         "last_write": newest_s,
-        "left": left_s,
+        "left": None,
     }
+    if end is not None:
+        state["word"] = end.outcome
+        state["cause"] = secrets.hide(end.cause)
+        state["process"] = end.process
+        state["lines"] = [secrets.hide(line) for line in end.lines]
+        state["ended"] = _ended_s(launcher, newest_s)
+    elif state["word"] == "running" and typical_s is not None and state["total"] is not None:
+        state["left"] = max(0, state["total"] - state["iterations"]) * typical_s
+    return state
 
 
-def _by_writes(newest_s: float, typical_s: float | None) -> str:
-    """Without a recorded end only the time of the last write tells a run that works from one that
-    does not.
+def _word_by_writes(newest_s: float, typical_s: float | None) -> str:
+    """Returns "running" or "silent" for a run without a recorded end, by the time of its last
+    write.
     """
     patience_s = max(SILENT_S, 5 * (typical_s or 0.0))
     return "running" if newest_s and time.time() - newest_s < patience_s else "silent"
@@ -87,24 +87,19 @@ def _ended_s(launcher: Sequence[Mapping[str, Any]], newest_s: float) -> float:
     return ends[-1] if ends and ends[-1] else newest_s
 
 
-def marks(attempts: Sequence[Attempt], checkpoints: Sequence[int]) -> list[dict[str, Any]]:
-    """Where the run was started again, and of which versions it wrote checkpoints: {kind,
-    iteration, text}.
+def marks(attempts: Sequence[TimelineAttempt], checkpoints: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns {kind, iteration, text} for each restart and each checkpoint.
 
     A checkpoint of version v is written between iterations v - 1 and v.
     """
-    again = [attempt for attempt in attempts[1:] if attempt.first is not None]
-    entries = [
-        {
-            "kind": "resume" if attempt.resumed else "restart",
-            "iteration": attempt.first,
-            "text": f"{'resumed' if attempt.resumed else 'restarted'} at iteration {attempt.first}",
-        }
-        for attempt in again[-MAX_MARKS:]
-    ]
+    entries: list[dict[str, Any]] = []
+    restarts = [attempt for attempt in attempts[1:] if attempt.first is not None]
+    for attempt in restarts[-MAX_MARKS:]:
+        words = f"{'resumed' if attempt.resumed else 'restarted'} at iteration {attempt.first}"
+        kind = "resume" if attempt.resumed else "restart"
+        entries.append({"kind": kind, "iteration": attempt.first, "text": words})
     step = -(-len(checkpoints) // MAX_MARKS) or 1
-    chosen = [version for place, version in enumerate(reversed(checkpoints)) if place % step == 0]
-    for version in reversed(chosen):
+    for version in reversed(checkpoints[::-1][::step]):  # the newest is among them
         words = f"checkpoint of version {version}"
         entries.append({"kind": "checkpoint", "iteration": version, "text": words})
     return entries

@@ -1,7 +1,7 @@
-"""One process's timeline as it grows: what it did last, the events that a run is divided by, and any stretch of it on demand.
+"""One process's timeline as it grows: its last event, its landmarks, and the events of an interval.
 
-A long run writes millions of events. All of them are looked at once, as bytes; kept are landmarks,
-and a place in the file for every few thousand events.
+A long run writes millions of events. Each is scanned once, as bytes; landmarks are kept, and a
+place in the file for every few thousand events.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,17 @@ from pa_npu.telemetry.records import parse_object
 from pa_npu.viewer.values import number
 
 LANDMARKS = ("publish", "begin", "run", "engines", "checkpoint", "evaluate")
-"""Names of the events that are kept, beside those that say that the process was started."""
+"""Names of the events that are kept, beside the starts of the process."""
 MAX_LANDMARKS = 200_000
 MAX_EVENTS = 60_000
-"""Of a stretch that is asked for."""
+"""Of an interval that is asked for."""
 INDEX_EVERY_BYTES = 256 << 10
-_LONGEST_LINE_BYTES = 1 << 20
+_MAX_LINE_BYTES = 1 << 20
 _END = re.compile(rb'"end":\s*(-?[0-9.eE+]{1,40})')
 
 
 class TimelineFile:
-    """Thread-safe. A file that is shorter than it was is read again from its beginning."""
+    """Reads one timeline; thread-safe. A file that has become shorter is read from its beginning."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -41,38 +41,37 @@ class TimelineFile:
         self._landmarks: list[dict[str, Any]] = []
         self._last: dict[str, Any] | None = None
         self._latest_s = 0.0
-        # offset, and the latest end of any event before it
+        # (offset, latest end of the events before it)
         self._places: list[tuple[int, float]] = []
 
     def landmarks(self) -> list[dict[str, Any]]:
-        """The starts of the process and the events of LANDMARKS, in the order of the file."""
+        """Returns the starts of the process and the events of LANDMARKS, in the file's order."""
         with self._lock:
             self._scan()
             return self._landmarks
 
     def last(self) -> tuple[str | None, float | None]:
-        """The name of the last event, and when the process ended anything last."""
+        """Returns the name of the last event, and the latest end of any event."""
         with self._lock:
             self._scan()
             name = self._last.get("name") if self._last else None
             return (name if isinstance(name, str) else None), self._latest_s or None
 
     def between(self, start_s: float, end_s: float, margin_s: float) -> list[dict[str, Any]]:
-        """Events that overlap the stretch.
+        """Returns the events that overlap the interval and end at most `margin_s` after it.
 
-        They are written when they end: those that end within `margin_s` behind it are seen.
+        Later ones are not found, since an event is written when it ends.
         """
         with self._lock:
             self._scan()
             first = 0
+            final = self._offset
             for offset, latest_s in self._places:
-                if latest_s >= start_s:
+                if latest_s < start_s:
+                    first = offset
+                elif latest_s > end_s + margin_s:
+                    final = offset
                     break
-                first = offset
-            final = next(
-                (offset for offset, latest_s in self._places if latest_s > end_s + margin_s),
-                self._offset,
-            )
         return list(self._overlapping(first, final, start_s, end_s))
 
     def _overlapping(
@@ -83,13 +82,11 @@ class TimelineFile:
             event = parse_object(line)
             if event is None:
                 continue
-            event_start_s, event_end_s = number(event, "start"), number(event, "end")
-            if (
-                event_start_s is None
-                or event_end_s is None
-                or event_end_s <= start_s
-                or event_start_s >= end_s
-            ):
+            event_start_s = number(event, "start")
+            event_end_s = number(event, "end")
+            if event_start_s is None or event_end_s is None:
+                continue
+            if event_end_s <= start_s or event_start_s >= end_s:
                 continue
             yield event
             count += 1
@@ -97,7 +94,7 @@ class TimelineFile:
                 return
 
     def _scan(self) -> None:
-        """Looks at what came since the last look."""
+        """Reads the lines that were written since the last scan."""
         with contextlib.suppress(OSError):
             if os.stat(self._path).st_size < self._offset:
                 self._reset()
@@ -106,7 +103,8 @@ class TimelineFile:
             if not self._places or offset - self._places[-1][0] >= INDEX_EVERY_BYTES:
                 self._places.append((offset, self._latest_s))
             self._offset = offset + len(line)
-            if end := _END.search(line):
+            end = _END.search(line)
+            if end is not None:
                 with contextlib.suppress(ValueError):
                     self._latest_s = max(self._latest_s, min(float(end[1]), 1e12))
                 newest = line
@@ -118,29 +116,28 @@ class TimelineFile:
             self._last = parse_object(newest) or self._last
 
     def _lines(self, first: int, final: int | None) -> Iterator[tuple[int, bytes]]:
-        """Whole lines and where they begin. A line that is longer than any event is left out."""
+        """Yields (offset, line) for whole lines. A line that is longer than any event is left out."""
         with contextlib.suppress(OSError), open_plain(self._path) as file:
             file.seek(first)
             offset = first
-            while (final is None or offset < final) and (
-                line := file.readline(_LONGEST_LINE_BYTES)
-            ):
-                if not line.endswith(b"\n"):
-                    if len(line) < _LONGEST_LINE_BYTES:
-                        return
-                    offset += len(line)
-                    continue
-                yield offset, line
+            while final is None or offset < final:
+                line = file.readline(_MAX_LINE_BYTES)
+                is_whole = line.endswith(b"\n")
+                if not is_whole and len(line) < _MAX_LINE_BYTES:
+                    return  # the end of the file, or a line that is being written
+                if is_whole:
+                    yield offset, line
                 offset += len(line)
-
-
-def _is_landmark(line: bytes) -> bool:
-    """Whether it may be one, before it is parsed: most lines are not."""
-    return b'"process"' in line or any(name in line for name in _QUOTED)
 
 
 _QUOTED = tuple(f'"{name}"'.encode() for name in LANDMARKS)
 
 
-def starts(landmarks: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
+def _is_landmark(line: bytes) -> bool:
+    """Returns whether the line may be a landmark, before it is parsed: most lines are not."""
+    return b'"process"' in line or any(name in line for name in _QUOTED)
+
+
+def starts(landmarks: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the landmarks that say that the process was started."""
     return [event for event in landmarks if "process" in event]

@@ -113,9 +113,7 @@ def planned(
 def predicted_s(config: Config) -> float:
     spec = known_spec(config.model.path)
     assert spec is not None
-    return (
-        assumed_basis(config, spec, typical_speed(config.run.device)).predicted(config).iteration_s
-    )
+    return assumed_basis(config, spec, typical_speed(config.run.device)).predict(config).iteration_s
 
 
 def sizes(config: Config) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
 from pa_npu.dispatch.schedule import Schedule, same_windows
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.iteration_model.subjects import Cluster, VirtualGroup
+from pa_npu.planning.iteration_model.subjects import VirtualCluster, VirtualGroup
 from pa_npu.planning.prediction.costs import (
     EngineCost,
     GroupSeconds,
@@ -87,7 +87,7 @@ def iteration_s(config: Config, spec: ModelSpec, groups: list[tuple[int, list[in
     tokens = sum(sum(lengths) for _, lengths in groups)
     context = sum(n * (prompt + n / 2) for prompt, lengths in groups for n in lengths) / tokens
     names = [f"http://127.0.0.1:{8100 + n}" for n in range(config.rollout.engines)]
-    cluster = Cluster(
+    cluster = VirtualCluster(
         dict.fromkeys(names, ENGINE.speed(context)),
         config.rollout.max_num_seqs,
         config.mesh.data,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pa_npu.coordinator import roles
 from pa_npu.dispatch.roles import Rest
-from pa_npu.dispatch.schedule import EngineSpeed, Schedule, Turn, Windows, same_windows
+from pa_npu.dispatch.schedule import DispatchTurn, EngineSpeed, Schedule, Windows, same_windows
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.planning.iteration_model.controller import ScheduleController
@@ -51,7 +51,7 @@ def scripted(number: int, outlook: IterationOutlook, responses: int) -> Schedule
 
     indices = range(groups)
     backwards, odd_first = tuple(reversed(indices)), tuple([*indices[1::2], *indices[::2]])
-    turns = tuple(Turn(max(0, place - 1), 0.01 * (place % 3)) for place in indices)
+    turns = tuple(DispatchTurn(max(0, place - 1), 0.01 * (place % 3)) for place in indices)
     rotated = tuple((index * 3 + 2) % groups for index in indices)
     order: Sequence[tuple[int, ...]] = (
         backwards,

@@ -12,13 +12,13 @@ import numpy as np
 from pa_npu.dispatch.schedule import ORDERS, OrderName, Schedule, dispatch_order, same_windows
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.subjects import (
-    Cluster,
     EngineSpeed,
     GroupOutlook,
     IterationOutlook,
     IterationTimes,
     Prediction,
     Rules,
+    VirtualCluster,
     VirtualGroup,
 )
 from tools.optimum import optimum_s
@@ -82,8 +82,8 @@ class Case:
         return tuple(f"engine {number}" for number in range(len(self.engines)))
 
     @property
-    def cluster(self) -> Cluster:
-        return Cluster(
+    def cluster(self) -> VirtualCluster:
+        return VirtualCluster(
             dict(zip(self.names, self.engines, strict=True)), self.max_num_seqs, self.replicas
         )
 
@@ -263,7 +263,7 @@ def run_controller(
     case: Case,
     iterations: int,
     rules: Rules | None = None,
-    disturb: Callable[[int, Cluster], Cluster] = lambda number, cluster: cluster,
+    disturb: Callable[[int, VirtualCluster], VirtualCluster] = lambda number, cluster: cluster,
     streams: Callable[[int], bool] = lambda number: True,
     noise: float = 0.0,
 ) -> list[Ran]:

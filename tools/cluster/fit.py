@@ -362,7 +362,7 @@ def against_itself(
         for seen in run.iterations
         if bool(seen.record.get("periodic", run.config.schedule.stream)) == streams
     ]
-    predicted = Basis(run.config, spec, calibration, workload, typical, None).predicted(
+    predicted = Basis(run.config, spec, calibration, workload, typical, None).predict(
         run.config, streams=streams
     )
     outside_s = predicted.border_s

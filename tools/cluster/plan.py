@@ -16,10 +16,10 @@ from pa_npu.planning.memory import Memory, engine_memory, trainer_memory
 from pa_npu.planning.prediction.divisions import (
     Choices,
     best_divisions,
-    changed,
     device_bytes,
     mean_response,
     sides_s,
+    with_changes,
 )
 from pa_npu.planning.prediction.virtual_run import Basis, Predicted
 from pa_npu.planning.prediction.workload import Origin
@@ -166,10 +166,10 @@ def _colocated_s(basis: KnownBasis, config: Config, devices: int) -> float:
     unit = mesh.data * config.schedule.updates_per_iteration
     groups = config.schedule.prompts_per_iteration
     whole = max(1, round(groups / unit)) * unit
-    together = changed(config, {**changes, "schedule": {"prompts_per_iteration": whole}})
+    together = with_changes(config, {**changes, "schedule": {"prompts_per_iteration": whole}})
     if together is None:
         return math.inf
-    found = basis.predicted(together, streams=False)
+    found = basis.predict(together, streams=False)
     return found.iteration_s * groups / whole
 
 

@@ -1,1 +1,1 @@
-"""One iteration in virtual time: what a schedule would take, learned from a run's own iterations, and which to choose."""
+"""One iteration in virtual time: how long a schedule would take, and which schedule to choose."""

@@ -1,13 +1,12 @@
-"""Predicts how an iteration goes, group by group, with all engines as one pool; and finds turns by running it backwards.
+"""Predicts how an iteration goes, group by group, with all engines as one pool.
 
-    flow        groups start when they may and a place is free; each decodes as many steps as its
-                longest response has
-    predicted   the flow of a schedule, and when trainers have trained what it delivers
-    turns       the flow of reversed time: each group starts as late as it can
+    predict_flow      groups start when they may and a place is free; each decodes as many steps as
+                      its longest response has; then trainers train what is delivered
+    backwards_turns   the same in reversed time, which lets each group start as late as it can
 
-With n sequences on m engines a decode step takes  step_s + sequence_s * n / m  seconds. Of a group one response is as long as its
-longest and the others are alike. Which engine has it is left out, so that a thousand groups take
-some ten milliseconds.
+With n sequences on m engines a decode step takes  step_s + sequence_s * n / m  seconds. One
+response of a group is as long as its longest, and the others are alike. It is left open which
+engine has a group, so that the prediction of a thousand groups takes some ten milliseconds.
 
 Backwards in time trainers emit a group whenever they have "trained" it, an engine takes it at once
 and runs its decode steps; read forwards this is a schedule that ends with the iteration. Letting
@@ -24,21 +23,22 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pa_npu.dispatch.schedule import Turn, turn_s
-from pa_npu.planning.iteration_model.subjects import Cluster, VirtualGroup
+from pa_npu.dispatch.schedule import DispatchTurn, turn_s
+from pa_npu.planning.iteration_model.subjects import VirtualCluster, VirtualGroup
 
-# Engines whose speeds differ by less are equal; of others as many kinds are told apart.
 EQUAL_SPEED = 1.1
-_MOST_KINDS = 4
+"""Engines whose speeds differ by a smaller factor count as equal."""
+_MAX_KINDS = 4  # of engines of unequal speed
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Seconds from the first dispatch, of each group in the order in which they were given; one
-    begins when its engine has room.
+    """A predicted iteration. Seconds count from the first dispatch.
 
-    dispatched_s: when the last group has been given to an engine. busy_s: mean over engines of the
-    time in which they have something in flight. end_s: when the last optimizer step is done.
+    starts_s, ends_s: by group, in the order in which they were given.
+    dispatched_s: when the last group has been given to an engine.
+    busy_s: mean over engines of the time in which they have something in flight.
+    end_s: when the last optimizer step is done.
     """
 
     starts_s: tuple[float, ...]
@@ -49,74 +49,85 @@ class Flow:
 
     @property
     def generated_s(self) -> float:
-        """The last response is there."""
+        """When the last response is there."""
         return max(self.ends_s)
 
 
-def predicted(
-    cluster: Cluster,
+def predict_flow(
+    cluster: VirtualCluster,
     groups: Sequence[VirtualGroup],
     places: int,
-    turns: Sequence[Turn] = (),
+    turns: Sequence[DispatchTurn] = (),
     *,
     streams: bool = True,
 ) -> Flow:
-    """The iteration in which groups go in this order, with `places` of them in flight on all
-    engines together.
+    """Returns the iteration in which groups go in this order, with at most `places` of them in
+    flight on all engines together.
     """
     engines = len(cluster.engines)
-    starts_s, ends_s, busy_s = _flow(
-        cluster, groups, places, lambda number, ended_s: turn_s(turns, number, ended_s, engines)
-    )
-    dispatched_s = max(starts_s)
-    if not turns:  # what has a place and no room waits in the engine's queue
-        dispatched_s = sorted(ends_s)[-places - 1] if len(groups) > places else 0.0
+
+    def ready_s(number: int, completed_s: Sequence[float]) -> float:
+        return turn_s(turns, number, completed_s, engines)
+
+    starts_s, ends_s, busy_s = _flow(cluster, groups, places, ready_s)
+    if turns:
+        dispatched_s = max(starts_s)
+    elif len(groups) > places:  # a group with a place is dispatched, and may wait in the engine
+        dispatched_s = sorted(ends_s)[-places - 1]
+    else:
+        dispatched_s = 0.0
     return Flow(
-        tuple(starts_s),
-        tuple(ends_s),
-        dispatched_s,
-        busy_s,
-        _trained_s(cluster, groups, ends_s, streams),
+        starts_s=tuple(starts_s),
+        ends_s=tuple(ends_s),
+        dispatched_s=dispatched_s,
+        busy_s=busy_s,
+        end_s=_trained_s(cluster, groups, ends_s, streams),
     )
 
 
 def _trained_s(
-    cluster: Cluster, groups: Sequence[VirtualGroup], ends_s: Sequence[float], streams: bool
+    cluster: VirtualCluster, groups: Sequence[VirtualGroup], ends_s: Sequence[float], streams: bool
 ) -> float:
-    """When the last optimizer step is done. Replicas wait for each other at each."""
+    """Returns when the last optimizer step is done. Replicas wait for each other at each step."""
     arriving = [
         (end_s + cluster.delivery_s, group)
         for end_s, group in zip(ends_s, groups, strict=True)
         if group.informative
     ]
     by_index = cluster.order == "prompt"
-    arriving.sort(key=lambda each: each[1].index if by_index else each[0])
-    last_s = 0.0 if streams else max(end_s for end_s, _ in arriving)
+    if by_index:
+        arriving.sort(key=lambda arrival: arrival[1].index)
+    else:
+        arriving.sort(key=lambda arrival: arrival[0])
+    last_s = 0.0 if streams else max(at_s for at_s, _ in arriving)
     share = len(arriving) // cluster.updates
     for start in range(0, share * cluster.updates, share):
-        free = [last_s] * cluster.replicas  # a heap, but by index
         part = arriving[start : start + share]
         if not streams and not by_index:
-            part.sort(key=lambda each: -each[1].train_s)
+            part.sort(key=lambda arrival: -arrival[1].train_s)
+        free_s = [last_s] * cluster.replicas  # by replica, or else a heap
         for number, (at_s, group) in enumerate(part):
             if by_index:
                 replica = number % cluster.replicas
-                free[replica] = max(free[replica], at_s) + group.train_s
+                free_s[replica] = max(free_s[replica], at_s) + group.train_s
             else:
-                heapq.heapreplace(free, max(free[0], at_s) + group.train_s)
-        last_s = max(free) + cluster.step_s
+                heapq.heapreplace(free_s, max(free_s[0], at_s) + group.train_s)
+        last_s = max(free_s) + cluster.step_s
     return last_s
 
 
 def backwards_turns(
-    cluster: Cluster, groups: Sequence[VirtualGroup], places: int, slack: float
-) -> tuple[tuple[int, ...], tuple[Turn, ...]]:
-    """(order, turns) for expected groups.
+    cluster: VirtualCluster, groups: Sequence[VirtualGroup], places: int, slack: float
+) -> tuple[tuple[int, ...], tuple[DispatchTurn, ...]]:
+    """Returns (order, turns) for expected groups.
 
-    places: groups that may be in flight, on all engines together. slack: trainers are taken to need
-    this share of their time, so that engines stay a little ahead of them. Turns are in completions,
-    which follow the engines when these are slower or faster than was thought, and in seconds after
-    them.
+    A turn is a number of completions, which come when the engines are ready even if these are
+    slower or faster than was predicted, and seconds after the last of them.
+
+    Args:
+        places: groups that may be in flight, on all engines together.
+        slack: the share of their time that trainers are assumed to need, so that engines stay a
+            little ahead of them.
     """
     emitted = _emissions(cluster, groups, slack)
     backwards = [groups[index] for _, index in emitted]
@@ -124,35 +135,44 @@ def backwards_turns(
     last_s = max(ended_s)
     completions_s = [last_s - at_s for at_s in reversed(started_s)]  # forwards, rising
     order: list[int] = []
-    turns: list[Turn] = []
-    before = 0
+    turns: list[DispatchTurn] = []
+    num_completed = 0
     for number in sorted(range(len(emitted)), key=ended_s.__getitem__, reverse=True):
         at_s = last_s - ended_s[number]
-        while before < len(completions_s) and completions_s[before] <= at_s + 1e-9:
-            before += 1
+        while num_completed < len(completions_s) and completions_s[num_completed] <= at_s + 1e-9:
+            num_completed += 1
         order.append(emitted[number][1])
-        turns.append(Turn(before, at_s - (completions_s[before - 1] if before else 0.0)))
+        completed_s = completions_s[num_completed - 1] if num_completed else 0.0
+        turns.append(DispatchTurn(after=num_completed, delay_s=at_s - completed_s))
     return tuple(order), tuple(turns)
 
 
 def _flow(
-    cluster: Cluster,
+    cluster: VirtualCluster,
     groups: Sequence[VirtualGroup],
     places: int,
     ready_s: Callable[[int, Sequence[float]], float],
 ) -> tuple[list[float], list[float], float]:
-    """(starts, ends) of the groups, and Flow.busy_s. ready_s: when a group may start, given when
-    others ended so far.
+    """Returns (starts, ends, Flow.busy_s). `ready_s` returns when the group of a number may start,
+    given when others ended so far.
     """
-    kinds, engines = _kinds(cluster), len(cluster.engines)
+    kinds = _kinds(cluster)
+    engines = len(cluster.engines)
     room = engines * cluster.max_num_seqs
-    # per step, as if it were spread over them
-    prompt_of = [group.prompt_tokens / group.longest for group in groups]
-    now_s = clock = prompts = busy_s = 0.0
-    living = in_flight = number = 0
-    # (clock, group, less so many sequences; 0: its last one)
+    # prompt tokens of each group per decode step, as if they were spread over its steps
+    prompt_per_step = [group.prompt_tokens / group.longest for group in groups]
+    now_s = 0.0
+    clock = 0.0  # in decode steps
+    busy_s = 0.0
+    living = 0  # sequences
+    in_flight = 0  # groups
+    prompts = 0.0  # sum of prompt_per_step over the groups in flight
+    number = 0  # of the next group
+    # A heap of (clock, group, change of `living`); a change of 0 stands for the group's last
+    # sequence, with which the group ends.
     ends: list[tuple[float, int, int]] = []
-    starts_s, ends_s = [0.0] * len(groups), [0.0] * len(groups)
+    starts_s = [0.0] * len(groups)
+    ends_s = [0.0] * len(groups)
     completed_s: list[float] = []
     while len(completed_s) < len(groups):
         busy = max(1, min(engines, in_flight))
@@ -162,67 +182,75 @@ def _flow(
         )
         next_end_s = now_s + (ends[0][0] - clock) * step_s if ends else math.inf
         start_s = math.inf
-        # beyond what decodes together an engine has a queue of its own
-        if (
-            number < len(groups)
-            and in_flight < places
-            and (not ends or living + len(groups[number].lengths) <= room)
-        ):
+        # sequences beyond those that decode together would wait in the engine's queue
+        has_room = not ends or (
+            number < len(groups) and living + len(groups[number].lengths) <= room
+        )
+        if number < len(groups) and in_flight < places and has_room:
             start_s = max(now_s, ready_s(number, completed_s))
         busy_s += (min(start_s, next_end_s) - now_s) * min(1.0, in_flight / engines)
+
         if start_s <= next_end_s:
             group = groups[number]
-            clock += (start_s - now_s) / step_s if ends else 0.0
-            now_s = starts_s[number] = start_s
-            others = len(group.lengths) - 1
+            if ends:
+                clock += (start_s - now_s) / step_s
+            now_s = start_s
+            starts_s[number] = start_s
             heapq.heappush(ends, (clock + group.longest, number, 0))
-            if others:
-                heapq.heappush(
-                    ends, (clock + (sum(group.lengths) - group.longest) / others, number, -others)
-                )
-            living, in_flight, prompts = (
-                living + others + 1,
-                in_flight + 1,
-                prompts + prompt_of[number],
-            )
+            num_shorter = len(group.lengths) - 1
+            if num_shorter:
+                mean_shorter = (sum(group.lengths) - group.longest) / num_shorter
+                heapq.heappush(ends, (clock + mean_shorter, number, -num_shorter))
+            living += len(group.lengths)
+            in_flight += 1
+            prompts += prompt_per_step[number]
             number += 1
             continue
-        clock, ended, sequences = heapq.heappop(ends)
-        now_s, living = next_end_s, living + (sequences or -1)
-        if not sequences:
-            ends_s[ended] = now_s
-            completed_s.append(now_s)
-            in_flight, prompts = in_flight - 1, prompts - prompt_of[ended]
+
+        clock, ended, change = heapq.heappop(ends)
+        now_s = next_end_s
+        if change:
+            living += change
+            continue
+        living -= 1
+        ends_s[ended] = now_s
+        completed_s.append(now_s)
+        in_flight -= 1
+        prompts -= prompt_per_step[ended]
     return starts_s, ends_s, busy_s
 
 
-def _kinds(cluster: Cluster) -> list[tuple[float, float, float, int]]:
-    """Engines that are equal, or of many nearly so, counted together: (a, b, p, how many)."""
+def _kinds(cluster: VirtualCluster) -> list[tuple[float, float, float, int]]:
+    """Returns (a, b, p, number of engines) of each kind of engine.
+
+    Equal engines are one kind; unequal ones are divided into a few kinds, each with its mean speed.
+    """
     ranked = sorted((s.step_s, s.sequence_s, s.prompt_token_s) for s in cluster.engines.values())
-    size = -(-len(ranked) // _MOST_KINDS) if unequal(cluster) else len(ranked)
-    parts = [ranked[start : start + size] for start in range(0, len(ranked), size)]
-    return [
-        (*(sum(column) / len(part) for column in zip(*part, strict=True)), len(part))
-        for part in parts
-    ]
+    size = -(-len(ranked) // _MAX_KINDS) if unequal(cluster) else len(ranked)
+    kinds = []
+    for start in range(0, len(ranked), size):
+        part = ranked[start : start + size]
+        a, b, p = [sum(column) / len(part) for column in zip(*part, strict=True)]
+        kinds.append((a, b, p, len(part)))
+    return kinds
 
 
-def unequal(cluster: Cluster) -> bool:
-    """Whether a group takes longer on some engines than on others."""
+def unequal(cluster: VirtualCluster) -> bool:
+    """Returns whether a group takes longer on some engines than on others."""
     steps = [speed.step_s + speed.sequence_s for speed in cluster.engines.values()]
     return len(steps) > 1 and max(steps) >= EQUAL_SPEED * min(steps)
 
 
 def _emissions(
-    cluster: Cluster, groups: Sequence[VirtualGroup], slack: float
+    cluster: VirtualCluster, groups: Sequence[VirtualGroup], slack: float
 ) -> list[tuple[float, int]]:
-    """(time, index), rising: when reversed trainers emit which group."""
-    # replicas take their slots in turn, so the last slots come out first
+    """Returns (time, index), rising: when trainers emit which group in reversed time."""
+    # Forwards replicas take their slots in turn, so backwards the last slots come first.
     if cluster.order == "prompt":
         indices = list(reversed(range(len(groups))))
     else:
         indices = sorted(range(len(groups)), key=lambda index: (-groups[index].longest, -index))
-    # busy until then, of which the first is free first
+    # (busy until, replica), a heap unless replicas go by index
     replicas = [(0.0, replica) for replica in range(cluster.replicas)]
     emitted = []
     for index in indices:

@@ -1,13 +1,13 @@
-"""The few schedules that a border chooses among, and the choice: the one whose predicted flow ends first.
+"""Chooses an iteration's schedule: of a few, the one whose predicted flow ends first.
 
-windows       as many groups per engine as there is room for, half and a quarter of that. Groups go
+windows       as many groups per engine as there is room for, half of that, and a quarter. Groups go
               longest first where engines are the slower side, shortest first where trainers are,
-              and in order where trainers take them by index
-turns         where engines are of one speed: groups begin one after another, as late as they can
-              (flow.backwards_turns)
-slower ones   where engines are of unequal speed and lengths vary: longest first, but a slower
-              engine takes only what it is expected to end in time (Reach). No schedule ends before
-              `bound_s`, for which the end is planned
+              and in order where trainers take them by index.
+turns         for engines of equal speed: groups begin one after another, as late as they can
+              (flow.backwards_turns).
+reach         for engines of unequal speed and lengths that vary: longest first, but a slower engine
+              takes only what it is expected to end in time (Reach). The planned end is a multiple
+              of `bound_s`, before which no schedule ends.
 """
 
 from __future__ import annotations
@@ -26,45 +26,57 @@ from pa_npu.dispatch.schedule import (
     Windows,
     dispatch_order,
     same_windows,
-    with_own_windows,
+    with_fixed_windows,
 )
 from pa_npu.planning.iteration_model.flow import (
     EQUAL_SPEED,
     Flow,
     backwards_turns,
-    predicted,
+    predict_flow,
     unequal,
 )
-from pa_npu.planning.iteration_model.subjects import Cluster, IterationOutlook, Rules, VirtualGroup
+from pa_npu.planning.iteration_model.subjects import (
+    IterationOutlook,
+    Rules,
+    VirtualCluster,
+    VirtualGroup,
+)
 
-# Of the widest window, where lengths vary.
+# Windows that are compared where lengths vary, as shares of the widest one.
 _SHARES = (1.0, 0.5, 0.25)
-# Trainers are the slower side from this share of the engines' time on.
+# Trainers are the slower side if they need at least this share of the engines' time.
 _TRAINERS_BOUND = 0.9
-# Trainers are taken to need so much of their time when turns are made, but for one engine whose
-# groups are of one length: which engine has how many groups is not known beforehand, and engines
-# that stay a little ahead keep trainers busy.
+# The share of their time that trainers are assumed to need when turns are made. Which engine has
+# how many groups is not known beforehand, and engines that stay a little ahead keep trainers busy.
+# A single engine whose groups are of one length needs no such reserve.
 _SLACK = 0.95
-# For engines of unequal speed: the window, of the widest; the planned end over the bound; and by
-# how many standard deviations of groups' longest responses over what was expected slower ones are
-# taken to need longer. In virtual time, on four clusters of four and eight engines, these were
+# For engines of unequal speed: the window, as a share of the widest; the planned end over the
+# bound; and the reserve of slower engines, in standard deviations of the groups' longest responses
+# over the expected ones. In virtual time, on four clusters of four and eight engines, these were
 # within 1.4% of the best of 18 such choices on three, and within 6% on one.
-_UNEQUAL_WINDOW, _UNEQUAL_END, _UNEQUAL_DEVIATIONS = 0.75, 1.1, 2.0
-# The schedule before is kept, and the widest window taken, where another is predicted to be better
-# by less. Turns have to be so much better where lengths vary: made for what is expected, they can
-# take a third longer when a long response comes late.
-_BETTER, _TURNS_BETTER = 0.99, 0.97
-# In the first iteration engines that have room for nearly half of their share get what they have
-# room for; and windows of fewer groups than this are not halved, for half of a small window costs
-# much.
+_UNEQUAL_WINDOW = 0.75
+_UNEQUAL_END = 1.1
+_UNEQUAL_DEVIATIONS = 2.0
+# The previous schedule, or else the widest window, stays unless another is predicted to take less
+# than this share of its time.
+_BETTER = 0.99
+# The same for turns where lengths vary: made for expected lengths, turns can take a third longer
+# when a long response comes late.
+_TURNS_BETTER = 0.97
+# In the first iteration an engine gets all places that it has room for if half of its share needs
+# nearly all of them.
 _NEARLY_ALL = 0.8
-_LEAST_TO_HALVE = 4
+# A window of fewer groups is not halved in the first iteration, since half of a small window is
+# slow.
+_MIN_TO_HALVE = 4
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The schedule that is predicted to end first, and its seconds without border. places: groups
-    per engine.
+    """The schedule that is predicted to end first.
+
+    places: groups in flight per engine.
+    end_s: predicted seconds of the iteration, without border.
     """
 
     schedule: Schedule
@@ -74,7 +86,7 @@ class Choice:
 
 def choose(
     rules: Rules,
-    cluster: Cluster,
+    cluster: VirtualCluster,
     outlook: IterationOutlook,
     expected: Sequence[VirtualGroup],
     draws: Sequence[Sequence[VirtualGroup]],
@@ -82,120 +94,155 @@ def choose(
     varies: bool,
     last: Choice | None = None,
 ) -> Choice:
-    """Choose for an iteration of the groups that are expected.
+    """Chooses the schedule of an iteration.
 
     Args:
-        rules, cluster, outlook: what is given, measured and to come.
+        rules: what the configuration allows.
+        cluster: the speeds that were measured.
+        outlook: the iteration to come.
         expected: the groups to come, each as it is expected.
         draws: the groups to come as they may become, on which schedules are compared; replacements
-        behind them.
+            follow them.
         varies: whether lengths differ from each other or from what was expected.
-        last: the choice before, which is kept where nothing is better by 1%.
+        last: the previous choice, which stays unless another is better by 1%.
     """
-    found = _candidates(
-        rules, cluster, outlook, expected, _spread(expected, draws) if varies else None
-    )
+    spread = _spread(expected, draws) if varies else None
+    candidates = _candidates(rules, cluster, outlook, expected, spread)
     if last is not None:
-        # what a step takes with far fewer sequences than were seen is extrapolated: one disturbed
-        # iteration can make small windows look free, and the next border can go on from there
-        found = [each for each in found if 2 * each[1] >= last.places] or found[:1]
+        # The duration of a step with far fewer sequences than were seen is extrapolated. One
+        # disturbed iteration could make small windows look free, and the next border go on from
+        # there; so a window is at most halved.
+        near = [(schedule, places) for schedule, places in candidates if 2 * places >= last.places]
+        candidates = near or candidates[:1]
     choices = []
-    for schedule, places in found:
+    for schedule, places in candidates:
         ends_s = [
-            flow_of(cluster, groups, schedule, streams=outlook.streams).end_s for groups in draws
+            predict_schedule(cluster, groups, schedule, streams=outlook.streams).end_s
+            for groups in draws
         ]
         choices.append(Choice(schedule, places, statistics.fmean(ends_s)))
 
     def handicapped_s(choice: Choice) -> float:
         if choice is choices[0]:
             return choice.end_s * _BETTER
-        return choice.end_s / _TURNS_BETTER if varies and choice.schedule.turns else choice.end_s
+        if varies and choice.schedule.turns:
+            return choice.end_s / _TURNS_BETTER
+        return choice.end_s
 
     chosen = min(choices, key=handicapped_s)
-    if last is not None:
-        kept = next(
-            (choice for choice in choices if choice.schedule.name == last.schedule.name), chosen
-        )
-        chosen = kept if chosen.end_s > _BETTER * kept.end_s else chosen
+    if last is None:
+        return chosen
+    for choice in choices:
+        if choice.schedule.name == last.schedule.name:
+            return choice if chosen.end_s > _BETTER * choice.end_s else chosen
     return chosen
 
 
-def flow_of(
-    cluster: Cluster, groups: Sequence[VirtualGroup], schedule: Schedule, *, streams: bool
+def predict_schedule(
+    cluster: VirtualCluster, groups: Sequence[VirtualGroup], schedule: Schedule, *, streams: bool
 ) -> Flow:
-    """Predict an iteration of these groups, in order of dispatch; those beyond the schedule's order
-    follow as they are.
+    """Returns the flow of these groups, given by index; groups beyond the schedule's order follow
+    it as they are.
     """
     order = [*schedule.order, *range(len(schedule.order), len(groups))]
-    size, windows = len(groups[0].lengths), schedule.windows[0]
-    places = sum(max(1, windows.of(name) // size) for name in cluster.engines)
-    return predicted(
+    size = len(groups[0].lengths)
+    windows = schedule.windows[0]
+    places = sum(max(1, windows.on_engine(name) // size) for name in cluster.engines)
+    return predict_flow(
         cluster, [groups[index] for index in order], places, schedule.turns, streams=streams
     )
 
 
 def _candidates(
     rules: Rules,
-    cluster: Cluster,
+    cluster: VirtualCluster,
     outlook: IterationOutlook,
     expected: Sequence[VirtualGroup],
     spread: float | None,
 ) -> list[tuple[Schedule, int]]:
-    """(schedule, groups per engine), the usual one first. spread: of lengths over what is expected;
-    None where none varies.
+    """Returns (schedule, groups per engine) of each candidate, the usual one first.
+
+    spread: of lengths over the expected ones; None where lengths do not vary.
     """
     varies = spread is not None
-    longest = [group.longest for group in expected]
-    most = most_places(rules, outlook, varies=varies)
-    streams, alike = outlook.streams, not unequal(cluster)
+    equal = not unequal(cluster)
+    widest = max_places(rules, outlook, varies=varies)
+    order = _order(rules, cluster, expected, widest, outlook.streams, varies)
 
-    def made(places: int, order: OrderName) -> Schedule:
-        indices = tuple(dispatch_order(order, longest, rules.updates))
-        at = {
-            n: 1.0 / (s.step_s + s.sequence_s * places * rules.responses)
-            for n, s in cluster.engines.items()
-        }
-        windows = windows_by_speed(at, places, most, rules.responses)
-        schedule = Schedule(_name(places, order), indices, (windows,))
-        return with_own_windows(schedule, outlook.windows)
-
-    order = _order(rules, cluster, expected, most, streams, varies)
-    if not alike and spread is not None and rules.updates == 1 and order != "in-order":
-        places = (
-            math.ceil(_UNEQUAL_WINDOW * most)
-            if rules.window == "auto"
-            else rules.window // rules.responses
-        )
-        usual = made(places, "longest-first")
-        if rules.window != "auto":
-            usual = fixed_schedule(rules, outlook, rules.window, "longest-first")
-        return [(_with_reach(cluster, expected, usual, 1.0 + _UNEQUAL_DEVIATIONS * spread), places)]
+    if not equal and spread is not None and rules.updates == 1 and order != "in-order":
+        if rules.window == "auto":
+            places = math.ceil(_UNEQUAL_WINDOW * widest)
+            plain = _windowed(
+                rules, cluster, outlook, expected, places, "longest-first", max_groups=widest
+            )
+        else:
+            places = rules.window // rules.responses
+            plain = fixed_schedule(rules, outlook, rules.window, "longest-first")
+        reserve = 1.0 + _UNEQUAL_DEVIATIONS * spread
+        return [(_with_reach(cluster, expected, plain, reserve), places)]
     if rules.window != "auto":
-        return [
-            (fixed_schedule(rules, outlook, rules.window, order), rules.window // rules.responses)
-        ]
-    shares = _SHARES if varies and streams else _SHARES[:1]
-    found = [
-        (made(places, order), places)
-        for places in dict.fromkeys(math.ceil(share * most) for share in shares)
-    ]
-    if streams and alike and rules.updates == 1 and (rules.dispatch == "auto" or not varies):
-        places = most_places(rules, outlook, varies=False)
-        slack = 1.0 if len(cluster.engines) == 1 and not varies else _SLACK
-        indices, turns = backwards_turns(cluster, expected, places * len(cluster.engines), slack)
-        name = _name(places, f"one after another at {slack:.0%} of the trainers' time")
-        windows = (same_windows(outlook.engines, places * rules.responses),)
-        found.append(
-            (with_own_windows(Schedule(name, indices, windows, turns), outlook.windows), places)
-        )
-    return found
+        schedule = fixed_schedule(rules, outlook, rules.window, order)
+        return [(schedule, rules.window // rules.responses)]
+
+    candidates = []
+    shares = _SHARES if varies and outlook.streams else _SHARES[:1]
+    for places in dict.fromkeys(math.ceil(share * widest) for share in shares):
+        schedule = _windowed(rules, cluster, outlook, expected, places, order, max_groups=widest)
+        candidates.append((schedule, places))
+    may_take_turns = rules.dispatch == "auto" or not varies
+    if outlook.streams and equal and rules.updates == 1 and may_take_turns:
+        candidates.append(_in_turns(rules, cluster, outlook, expected, varies))
+    return candidates
+
+
+def _windowed(
+    rules: Rules,
+    cluster: VirtualCluster,
+    outlook: IterationOutlook,
+    expected: Sequence[VirtualGroup],
+    places: int,
+    order: OrderName,
+    *,
+    max_groups: int,
+) -> Schedule:
+    """Returns the schedule with `places` groups per engine on average, faster engines having more,
+    but none more than `max_groups`.
+    """
+    indices = dispatch_order(order, [group.longest for group in expected], rules.updates)
+    speeds = {
+        name: 1.0 / (speed.step_s + speed.sequence_s * places * rules.responses)
+        for name, speed in cluster.engines.items()
+    }
+    windows = windows_by_speed(speeds, places, max_groups, rules.responses)
+    schedule = Schedule(name=_name(places, order), order=tuple(indices), windows=(windows,))
+    return with_fixed_windows(schedule, outlook.windows)
+
+
+def _in_turns(
+    rules: Rules,
+    cluster: VirtualCluster,
+    outlook: IterationOutlook,
+    expected: Sequence[VirtualGroup],
+    varies: bool,
+) -> tuple[Schedule, int]:
+    """Returns the schedule in which groups begin one after another, and its groups per engine."""
+    places = max_places(rules, outlook, varies=False)
+    slack = 1.0 if len(cluster.engines) == 1 and not varies else _SLACK
+    indices, turns = backwards_turns(cluster, expected, places * len(cluster.engines), slack)
+    schedule = Schedule(
+        name=_name(places, f"one after another at {slack:.0%} of the trainers' time"),
+        order=indices,
+        windows=(same_windows(outlook.engines, places * rules.responses),),
+        turns=turns,
+    )
+    return with_fixed_windows(schedule, outlook.windows), places
 
 
 def _order(
     rules: Rules,
-    cluster: Cluster,
+    cluster: VirtualCluster,
     expected: Sequence[VirtualGroup],
-    most: int,
+    places: int,
     streams: bool,
     varies: bool,
 ) -> OrderName:
@@ -204,127 +251,147 @@ def _order(
     if streams and rules.order == "prompt":
         return "in-order"
     falling = sorted(expected, key=lambda group: -group.longest)
-    generate_s = predicted(cluster, falling, most * len(cluster.engines)).generated_s
+    generate_s = predict_flow(cluster, falling, places * len(cluster.engines)).generated_s
     train_s = sum(group.train_s for group in expected) / cluster.replicas
-    return (
-        "shortest-first"
-        if streams and varies and train_s > _TRAINERS_BOUND * generate_s
-        else "longest-first"
-    )
+    if streams and varies and train_s > _TRAINERS_BOUND * generate_s:
+        return "shortest-first"
+    return "longest-first"
 
 
-def _name(places: int, how: str) -> str:
-    return f"{counted(places, 'group')} per engine, {how}"
+def _name(places: int, order: str) -> str:
+    return f"{counted(places, 'group')} per engine, {order}"
 
 
-def most_places(rules: Rules, outlook: IterationOutlook, *, varies: bool) -> int:
-    """Groups per engine of the widest window. A group holds its places until its longest response
-    ends, so twice as many as decode together keep an engine full where lengths vary; what has no
-    place waits in the engine."""
+def max_places(rules: Rules, outlook: IterationOutlook, *, varies: bool) -> int:
+    """Returns the groups per engine of the widest window.
+
+    A group holds its places until its longest response ends. So where lengths vary, twice as many
+    places as decode together keep an engine full; sequences that do not decode wait in the engine.
+    """
     share = math.ceil(len(outlook.groups) / max(1, len(outlook.engines)))
-    held = rules.max_num_seqs * (2 if varies else 1) // rules.responses
-    return max(1, min(share, held))
+    sequences = 2 * rules.max_num_seqs if varies else rules.max_num_seqs
+    return max(1, min(share, sequences // rules.responses))
 
 
 def windows_by_speed(
-    speeds: Mapping[str, float], places: int, most: int, group_sequences: int, from_group: int = 0
+    speeds: Mapping[str, float],
+    places: int,
+    max_groups: int,
+    group_sequences: int,
+    from_group: int = 0,
 ) -> Windows:
-    """`places` groups per engine on average, in proportion to engines' speeds, and no more than
-    `most` on any.
+    """Returns windows of `places` groups per engine on average, in proportion to the engines'
+    speeds, and of no more than `max_groups` on any.
     """
-    mean = sum(speeds.values()) / max(1, len(speeds))
     if not speeds or max(speeds.values()) < EQUAL_SPEED * min(speeds.values()):
         return same_windows(tuple(speeds), places * group_sequences, from_group)
-    groups = {
-        name: min(most, max(1, round(places * speed / mean))) for name, speed in speeds.items()
-    }
-    sequences = {name: count * group_sequences for name, count in groups.items()}
-    return Windows(sequences, places * group_sequences, from_group)
+    mean = sum(speeds.values()) / len(speeds)
+    sequences = {}
+    for name, speed in speeds.items():
+        groups = min(max_groups, max(1, round(places * speed / mean)))
+        sequences[name] = groups * group_sequences
+    return Windows(sequences, others=places * group_sequences, from_group=from_group)
 
 
 def fixed_schedule(
     rules: Rules, outlook: IterationOutlook, window: int, order: OrderName
 ) -> Schedule:
-    """One window for all engines (rollout.window)."""
+    """Returns the schedule with one window for all engines (rollout.window)."""
     indices = dispatch_order(order, [group.longest for group in outlook.groups], rules.updates)
     schedule = Schedule(
-        f"window {window}, {order}", tuple(indices), (same_windows(outlook.engines, window),)
+        name=f"window {window}, {order}",
+        order=tuple(indices),
+        windows=(same_windows(outlook.engines, window),),
     )
-    return with_own_windows(schedule, outlook.windows)
+    return with_fixed_windows(schedule, outlook.windows)
 
 
 def first_schedule(rules: Rules, outlook: IterationOutlook) -> Schedule:
-    """For the first iteration, of which nothing was seen: two waves where the engines have room for
-    one, and at first half of that.
+    """Returns the schedule of the first iteration, before anything was measured.
 
-    What a step takes alone and what each sequence adds are told apart by two levels of sequences in
-    flight.
+    Two waves where the engines have room for half of their share, and at first half of that window:
+    two levels of sequences in flight show what a step takes alone, and what each sequence adds.
     """
-    in_order = outlook.streams and rules.order == "prompt"
-    order: OrderName = (
-        rules.dispatch if rules.dispatch != "auto" else "in-order" if in_order else "longest-first"
-    )
+    order: OrderName = "longest-first"
+    if rules.dispatch != "auto":
+        order = rules.dispatch
+    elif outlook.streams and rules.order == "prompt":
+        order = "in-order"
     if rules.window != "auto":
         return fixed_schedule(rules, outlook, rules.window, order)
+
     indices = dispatch_order(order, [group.longest for group in outlook.groups], rules.updates)
-    num_engines, most = max(1, len(outlook.engines)), most_places(rules, outlook, varies=False)
+    num_engines = max(1, len(outlook.engines))
+    widest = max_places(rules, outlook, varies=False)
     places = math.ceil(len(indices) / num_engines / 2)
-    places = max(1, most if places >= _NEARLY_ALL * most else places)
-    half = math.ceil(places / 2) if places >= _LEAST_TO_HALVE else places
+    if places >= _NEARLY_ALL * widest:
+        places = widest
+    places = max(1, places)
+    half = math.ceil(places / 2) if places >= _MIN_TO_HALVE else places
+
     room = max(1, rules.max_num_seqs // rules.responses)
     speeds = {name: outlook.speeds.get(name, 1.0) for name in outlook.engines}
+    first_groups = min(len(indices) // 2, 2 * half * num_engines)
     windows = (
         windows_by_speed(speeds, half, room, rules.responses),
-        windows_by_speed(
-            speeds, places, room, rules.responses, min(len(indices) // 2, 2 * half * num_engines)
-        ),
+        windows_by_speed(speeds, places, room, rules.responses, from_group=first_groups),
     )
-    return with_own_windows(
-        Schedule(f"{half}, then {_name(places, order)}", tuple(indices), windows), outlook.windows
-    )
+    schedule = Schedule(f"{half}, then {_name(places, order)}", tuple(indices), windows)
+    return with_fixed_windows(schedule, outlook.windows)
 
 
 def _spread(expected: Sequence[VirtualGroup], draws: Sequence[Sequence[VirtualGroup]]) -> float:
-    """The standard deviation of groups' longest responses over what is expected of them."""
-    ratios = [
-        drawn.longest / group.longest
-        for groups in draws
-        for drawn, group in zip(groups, expected, strict=False)
-    ]
+    """Returns the standard deviation of groups' longest responses over the expected ones."""
+    ratios: list[float] = []
+    for groups in draws:
+        pairs = zip(groups, expected, strict=False)
+        ratios += [drawn.longest / group.longest for drawn, group in pairs]
     return statistics.pstdev(ratios)
 
 
 def _with_reach(
-    cluster: Cluster, expected: Sequence[VirtualGroup], schedule: Schedule, longer: float
+    cluster: VirtualCluster,
+    expected: Sequence[VirtualGroup],
+    schedule: Schedule,
+    reserve: float,
 ) -> Schedule:
-    """`schedule`, whose order is longest first, with what slower engines take, each so much longer
-    than is expected.
+    """Returns `schedule`, whose order is longest first, with a reach: slower engines take only
+    groups that they end in time even if these take `reserve` times as long as expected.
     """
-    size, lengths = len(expected[0].lengths), tuple(group.longest for group in expected)
-    sequences = {
-        name: min(schedule.windows[0].of(name), cluster.max_num_seqs) for name in cluster.engines
+    size = len(expected[0].lengths)
+    lengths = tuple(group.longest for group in expected)
+    token_s: dict[str, float] = {}
+    places: dict[str, tuple[float, int]] = {}
+    for name, speed in cluster.engines.items():
+        sequences = min(schedule.windows[0].on_engine(name), cluster.max_num_seqs)
+        groups = max(1, sequences // size)
+        token_s[name] = speed.step_s + speed.sequence_s * groups * size
+        places[name] = (token_s[name], groups)
+    fastest_s = min(token_s.values())
+    slower = {
+        name: reserve * seconds
+        for name, seconds in token_s.items()
+        if seconds >= EQUAL_SPEED * fastest_s
     }
-    places = {name: max(1, count // size) for name, count in sequences.items()}
-    token_s = {n: s.step_s + s.sequence_s * places[n] * size for n, s in cluster.engines.items()}
-    slower = {n: longer * s for n, s in token_s.items() if s >= EQUAL_SPEED * min(token_s.values())}
-    end_s = _UNEQUAL_END * bound_s(
-        lengths, {name: (token_s[name], places[name]) for name in places}
+    return Schedule(
+        name=f"{schedule.name}, slower engines what they end in time",
+        order=schedule.order,
+        windows=schedule.windows,
+        reach=Reach(lengths, slower, end_s=_UNEQUAL_END * bound_s(lengths, places)),
     )
-    name = f"{schedule.name}, slower engines what they end in time"
-    return Schedule(name, schedule.order, schedule.windows, reach=Reach(lengths, slower, end_s))
 
 
 def bound_s(lengths: Sequence[float], places: Mapping[str, tuple[float, int]]) -> float:
-    """No schedule is shorter (Horvath, Lam and Sethi 1977, J. ACM 24): for every k, the k longest
-    groups over the k fastest places.
+    """Returns seconds that no schedule can undercut: for every k, the k longest groups over the k
+    fastest places (Horvath, Lam and Sethi 1977, J. ACM 24).
 
-    lengths: of groups, in tokens. places: by engine, (seconds per token, how many there are).
+    lengths: tokens of each group's longest response.
+    places: by engine, (seconds per token, number of places).
     """
-    speeds = sorted(
-        (1 / token_s for token_s, count in places.values() for _ in range(count)), reverse=True
-    )
-    longest = sorted(lengths, reverse=True)
-    work, rates = list(itertools.accumulate(longest)), list(itertools.accumulate(speeds))
-    most = min(len(work), len(rates))
-    partial = [tokens / rate for tokens, rate in zip(work[:most], rates[:most], strict=True)]
+    speeds: list[float] = []
+    for token_s, count in places.values():
+        speeds += [1 / token_s] * count
+    work = list(itertools.accumulate(sorted(lengths, reverse=True)))
+    rates = list(itertools.accumulate(sorted(speeds, reverse=True)))
+    partial = [tokens / rate for tokens, rate in zip(work, rates, strict=False)]
     return max([*partial, work[-1] / rates[-1]])

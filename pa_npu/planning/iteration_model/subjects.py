@@ -1,4 +1,4 @@
-"""The subjects of the model of an iteration: its rules, engines, trainers and groups, and how it is expected to go and went."""
+"""The data of the iteration model: rules, engines, trainers, groups, and an iteration's times."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from pa_npu.planning.amounts import work
 
 @dataclass(frozen=True)
 class Rules:
-    """The choices that the configuration leaves, and the shape of the run. responses: per prompt;
-    max_tokens: of a response.
+    """The choices that the configuration leaves open, and the shape of the run.
+
+    responses: per prompt.
+    max_tokens: the limit of a response.
     """
 
     window: Literal["auto"] | int
@@ -28,29 +30,30 @@ class Rules:
     updates: int
 
     @classmethod
-    def of(cls, config: Config) -> Rules:
-        rollout, schedule = config.rollout, config.schedule
+    def from_config(cls, config: Config) -> Rules:
+        rollout = config.rollout
+        schedule = config.schedule
         return cls(
-            rollout.window,
-            schedule.dispatch,
-            rollout.responses_per_prompt,
-            rollout.max_num_seqs,
-            rollout.max_response_tokens,
-            config.mesh.data,
-            schedule.order,
-            work(config).updates,
+            window=rollout.window,
+            dispatch=schedule.dispatch,
+            responses=rollout.responses_per_prompt,
+            max_num_seqs=rollout.max_num_seqs,
+            max_tokens=rollout.max_response_tokens,
+            replicas=config.mesh.data,
+            order=schedule.order,
+            updates=work(config).updates,
         )
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """Engines by name, and the trainers of one run.
+class VirtualCluster:
+    """The speeds of the engines, by name, and of the trainers of one run.
 
-    max_num_seqs: sequences that decode together on an engine; what it has beyond them waits in its
-    own queue.
-    order, updates, replicas: schedule.order, schedule.updates_per_iteration and data parallel size.
-    step_s: of an optimizer step, at which replicas wait for each other. delivery_s: from a group's
-    last response until trainers can take it (rewards, advantages, the way to the buffer).
+    max_num_seqs: sequences that decode together on an engine; further ones wait in its queue.
+    replicas, order, updates: data parallel size, schedule.order, schedule.updates_per_iteration.
+    step_s: duration of an optimizer step, at which replicas wait for each other.
+    delivery_s: from a group's last response until trainers can take it (rewards, advantages, the
+        way to the buffer).
     """
 
     engines: Mapping[str, EngineSpeed]
@@ -64,10 +67,11 @@ class Cluster:
 
 @dataclass(frozen=True)
 class VirtualGroup:
-    """A group of which everything is known.
+    """A group whose lengths are known, or assumed.
 
-    lengths: of its responses, in tokens. train_s: seconds that a replica takes for it.
-    expected_tokens: what the coordinator believes it will put on its engine, prompts and responses.
+    lengths: tokens of each response.
+    train_s: seconds that a replica takes for it.
+    expected_tokens: prompts and responses that the coordinator expects to put on its engine.
     informative: whether it is trained; otherwise (dynamic sampling) another takes its place.
     """
 
@@ -85,10 +89,16 @@ class VirtualGroup:
 
 @dataclass(frozen=True)
 class GroupTiming:
-    """A group that was generated: where, from when to when on one clock, from what and how long.
-    delivered_s: how long until trainers could take it. trained: not replaced by another (dynamic
-    sampling). moved: between engines, so that its seconds say nothing of one. computed: prompt and
-    lengths as trainers have them, where that is not what was written (group_lengths)."""
+    """When and where a group was generated, and its lengths.
+
+    start_s, end_s: seconds on one clock.
+    lengths: tokens of each response.
+    delivered_s: seconds from its end until trainers could take it.
+    trained: whether it was trained, not replaced by another (dynamic sampling).
+    moved: whether it moved between engines, so that its seconds do not show the speed of one.
+    computed: prompt and lengths as trainers compute them, where they differ from what was written
+        (group_lengths).
+    """
 
     index: int
     engine: str
@@ -102,27 +112,22 @@ class GroupTiming:
     computed: tuple[int, tuple[int, ...]] | None = None
 
     def work(self, cost: GroupCost) -> float:
-        """Returns what training it costs, where a turn that branches of a session share is computed
-        once.
-        """
+        """Returns what training it costs. A turn that branches of a session share is computed once."""
         return cost(*(self.computed or (self.prompt_tokens, self.lengths)))
 
 
 def expected_lengths(longest: float, mean: float, responses: int) -> tuple[float, ...]:
-    """Lengths of a group as they are expected: one response as long as its longest, the others
-    alike.
-    """
+    """Returns lengths of a group with this longest response and mean: all other responses alike."""
     if responses == 1:
         return (longest,)
-    other = (responses * min(mean, longest) - longest) / (responses - 1)
-    return (longest, *[min(longest, max(1.0, other))] * (responses - 1))
+    shorter = (responses * min(mean, longest) - longest) / (responses - 1)
+    shorter = min(longest, max(1.0, shorter))
+    return (longest, *[shorter] * (responses - 1))
 
 
 @dataclass(frozen=True)
 class GroupOutlook:
-    """A prompt to come: its tokens, and the tokens expected of a group's longest response and of
-    its mean one.
-    """
+    """A prompt to come: its tokens, and the expected tokens of the longest and of the mean response."""
 
     prompt_tokens: int
     longest: float
@@ -131,10 +136,12 @@ class GroupOutlook:
 
 @dataclass(frozen=True)
 class IterationOutlook:
-    """groups by index; engines: names of those that serve; streams: trainers get groups as they
-    complete. windows: of engines that have one of their own, in sequences; speeds: of engines that
-    are
-    expected to differ from an engine of 1 (rollout.engine_settings)."""
+    """An iteration to come: its groups by index, and the names of the engines that serve.
+
+    streams: whether trainers get groups as they complete.
+    windows: sequences in flight, for the engines whose settings fix them (rollout.engine_settings).
+    speeds: expected speeds, for the engines that are expected to differ from 1 (same key).
+    """
 
     groups: Sequence[GroupOutlook]
     engines: Sequence[str]
@@ -147,10 +154,10 @@ class IterationOutlook:
 class IterationTimes:
     """The measured times of an iteration, in seconds.
 
-    iteration_s: from the first dispatch until the next iteration's could come, evaluation left out.
-    border_s: of it, from the trainers' being ready to publish to the end of the publish. train_s,
-    step_s: means of the trainers' report; training without waiting for groups, and, of it, the
-    optimizer's steps.
+    iteration_s: from its first dispatch until the next iteration could dispatch, without evaluation.
+    border_s: the part of it from the moment trainers are ready to publish to the end of the publish.
+    train_s: mean over trainers of training, without waiting for groups.
+    step_s: the part of it that the optimizer's steps take.
     """
 
     iteration_s: float
@@ -161,12 +168,16 @@ class IterationTimes:
 
 @dataclass(frozen=True)
 class Prediction:
-    """schedule: the name of the one that was followed. predicted_s: what IterationTimes.iteration_s
-    was thought to become; None where nothing was known yet. error: predicted_s over what was
-    measured, less one. learned: numbers of the model as they are now, in seconds: decode_step_s and
-    decode_sequence_s (a decode step with n sequences takes one and n times the other),
-    prompt_token_s, means over engines; train_group_s of a group of expected lengths; empty where
-    nothing was learned."""
+    """A prediction of an iteration that has ended, and its error.
+
+    schedule: name of the schedule that was followed.
+    predicted_s: the predicted IterationTimes.iteration_s; None where nothing was known yet.
+    error: predicted_s over the measured seconds, minus 1.
+    learned: numbers of the model after the iteration, in seconds; empty where nothing was learned.
+        decode_step_s and decode_sequence_s (a decode step with n sequences takes the first plus n
+        times the second) and prompt_token_s are means over engines; train_group_s is what a group
+        of expected lengths takes.
+    """
 
     schedule: str
     predicted_s: float | None

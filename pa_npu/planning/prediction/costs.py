@@ -1,8 +1,8 @@
-"""Costs of a decode step and a prompt on an engine, of a group on a replica, and of a publish, by published figures of a device.
+"""Costs of decoding, of training and of a publish, from published figures of a device.
 
-These give the shape: what of a cost is reading weights, arithmetic, dispatch, communication, and so
-how it changes with the model, the layout and the device. A run gives the factor by which its own
-costs differ from that (tools/cluster/calibration.py).
+The figures say which part of a cost is reading weights, arithmetic, dispatch or communication, and
+so how it changes with the model, the layout and the device. The records of a run give the factor by
+which its costs differ from them (tools/cluster/calibration.py).
 """
 
 from __future__ import annotations
@@ -19,27 +19,31 @@ from pa_npu.planning.iteration_model.subjects import EngineSpeed
 from pa_npu.planning.memory import BYTES, FP32, kv_bytes_per_token, trainer_memory
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, TypicalSpeed
 
-# Of the arithmetic of decoding, what is not hidden behind reading the weights; of that of a prompt,
-# what a device reaches.
-_NOT_HIDDEN, _PROMPT_EFFICIENCY = 0.5, 0.5
-# Of a device's dispatch, what goes by the number of layers, in a model with TypicalSpeed.layers of
-# them.
+# The share of the arithmetic of decoding that is not hidden behind reading the weights.
+_NOT_HIDDEN = 0.5
+# The share of its peak that a device reaches on a prompt.
+_PROMPT_EFFICIENCY = 0.5
+# The share of a device's dispatch that grows with the number of layers, in a model that has
+# TypicalSpeed.layers of them.
 _BY_LAYERS = 0.5
 # Latency of a collective within a node.
 _COLLECTIVE_S = 15e-6
-# Optimizer: bytes that a step reads and writes per parameter (weight, gradient, two moments, master
+# Bytes that an optimizer step reads and writes per parameter (weight, gradient, two moments, master
 # copy).
 _STEP_BYTES = 40
-# Of a border, what does not go by bytes: the messages between trainers, coordinator and engines.
+# The messages of a border between trainers, coordinator and engines, whatever the model's size.
 _BORDER_MESSAGES_S = 0.05
 
 
 @dataclass(frozen=True)
 class EngineCost:
-    """Seconds: of a decode step; per sequence in it; per token of context of each of these; per
-    token of a prompt that is computed.
+    """Seconds of an engine.
 
-    prefix_block: tokens of which a prompt's responses share whole ones.
+    step_s: per decode step.
+    sequence_s: per sequence in a decode step.
+    context_s: per token of context of each of these sequences.
+    prompt_token_s: per token of a prompt that is computed.
+    prefix_block: tokens of a block of the prefix cache; responses share a prompt's whole blocks.
     """
 
     step_s: float
@@ -49,47 +53,52 @@ class EngineCost:
     prefix_block: int
 
     def speed(self, context: float) -> EngineSpeed:
-        """With so many tokens of context per sequence on average."""
+        """Returns the speed with `context` tokens of context per sequence on average."""
         return EngineSpeed(
-            self.step_s, self.sequence_s + self.context_s * context, self.prompt_token_s
+            step_s=self.step_s,
+            sequence_s=self.sequence_s + self.context_s * context,
+            prompt_token_s=self.prompt_token_s,
         )
 
 
 def computed_prompt_tokens(prompt: int, responses: int, prefix_block: int) -> int:
-    """Tokens of a group's prompt that an engine computes: whole blocks once, the rest for each
-    response.
+    """Returns the tokens of a group's prompt that an engine computes: whole blocks once, the rest
+    for each response.
     """
     shared = (prompt - 1) // prefix_block * prefix_block
     return shared + responses * (prompt - shared)
 
 
 def typical_engine(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> EngineCost:
-    """Cost of an engine on such devices, by their published figures."""
-    shards, element = config.rollout.tensor_parallel, BYTES[config.model.dtype]
+    """Returns the cost of an engine on such devices, from their published figures."""
+    shards = config.rollout.tensor_parallel
+    element = BYTES[config.model.dtype]
     weights_s = spec.num_parameters * element / shards / typical.memory_bytes
     arithmetic_s = 2.0 * spec.num_active_parameters / shards / typical.flops
     collectives_s = 2 * spec.num_layers * _COLLECTIVE_S if shards > 1 else 0.0
+    dispatch_s = typical.decode_step_s * _layers_factor(spec, typical)
     return EngineCost(
-        typical.decode_step_s * _of_layers(spec, typical) + weights_s + collectives_s,
-        typical.sequence_s + _NOT_HIDDEN * arithmetic_s,
-        kv_bytes_per_token(config, spec) / typical.memory_bytes,
-        arithmetic_s / _PROMPT_EFFICIENCY,
-        typical.prefix_block,
+        step_s=dispatch_s + weights_s + collectives_s,
+        sequence_s=typical.sequence_s + _NOT_HIDDEN * arithmetic_s,
+        context_s=kv_bytes_per_token(config, spec) / typical.memory_bytes,
+        prompt_token_s=arithmetic_s / _PROMPT_EFFICIENCY,
+        prefix_block=typical.prefix_block,
     )
 
 
-def _of_layers(spec: ModelSpec, typical: TypicalSpeed) -> float:
-    return (
-        1.0
-        if typical.layers is None
-        else 1.0 - _BY_LAYERS + _BY_LAYERS * spec.num_layers / typical.layers
-    )
+def _layers_factor(spec: ModelSpec, typical: TypicalSpeed) -> float:
+    """Returns the factor of the device's dispatch for a model with this number of layers."""
+    if typical.layers is None:
+        return 1.0
+    return 1.0 - _BY_LAYERS + _BY_LAYERS * spec.num_layers / typical.layers
 
 
 @dataclass(frozen=True)
 class TrainerCost:
-    """Seconds of one device: per microbatch, per operation; and of an optimizer step and a border
-    of the whole configuration.
+    """Seconds of trainers.
+
+    microbatch_s, operation_s: of one device, per microbatch and per floating-point operation.
+    step_s, border_s: of the whole configuration, per optimizer step and per border.
     """
 
     microbatch_s: float
@@ -99,41 +108,53 @@ class TrainerCost:
 
 
 def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> TrainerCost:
-    """Cost of trainers on such devices, by their published figures."""
-    trainer, mesh, element = config.trainer, config.mesh, BYTES[config.model.dtype]
-    sharded = trainer.backend == "fsdp"
+    """Returns the cost of trainers on such devices, from their published figures."""
+    mesh = config.mesh
+    element = BYTES[config.model.dtype]
     step_s = _COLLECTIVE_S * math.log2(2 * mesh.data)
-    for parameters, copies in (
-        ((spec.num_parameters - spec.num_expert_parameters) / mesh.replica_size, mesh.data),
-        (spec.num_expert_parameters / mesh.pipeline / mesh.expert, mesh.expert_data),
-    ):
-        shards = mesh.shards if sharded else copies if trainer.distributed_optimizer else 1
-        step_s += _STEP_BYTES * parameters / shards / typical.memory_bytes
-        if not sharded:  # which reduces with each microbatch, not with the step
-            step_s += 2.0 * (copies - 1) / copies * FP32 * parameters / typical.wire_bytes
-    # to the device and back
+    dense = (spec.num_parameters - spec.num_expert_parameters) / mesh.replica_size
+    step_s += _update_s(config, typical, dense, mesh.data)
+    experts = spec.num_expert_parameters / mesh.pipeline / mesh.expert
+    step_s += _update_s(config, typical, experts, mesh.expert_data)
+    # an offloaded optimizer moves to the device and back
     step_s += 2.0 * trainer_memory(config, spec).on_host / typical.host_bytes
-    link = Link(typical.wire_bytes, typical.node_bytes)
-    between = typical.node_bytes if mesh.shards <= config.devices_per_node else typical.wire_bytes
+
+    gather_bytes = typical.wire_bytes
+    if mesh.shards <= config.devices_per_node:
+        gather_bytes = typical.node_bytes
+    dispatch_s = typical.group_s * _layers_factor(spec, typical)
     publish_s = publish_seconds(
-        spec.num_parameters * element, LARGEST_BUCKET_BYTES, trainer.tensor_parallel, link
+        weight_bytes=spec.num_parameters * element,
+        bucket_bytes=LARGEST_BUCKET_BYTES,
+        tensor_parallel=config.trainer.tensor_parallel,
+        link=PublishLink(wire=typical.wire_bytes, gather=typical.node_bytes),
     )
     return TrainerCost(
-        typical.group_s * _of_layers(spec, typical)
-        + gather_seconds(config, spec, element, between),
-        1.0 / (typical.flops * typical.training),
-        step_s,
-        publish_s + _BORDER_MESSAGES_S,
+        microbatch_s=dispatch_s + gather_seconds(config, spec, element, gather_bytes),
+        operation_s=1.0 / (typical.flops * typical.training),
+        step_s=step_s,
+        border_s=publish_s + _BORDER_MESSAGES_S,
     )
+
+
+def _update_s(config: Config, typical: TypicalSpeed, parameters: float, copies: int) -> float:
+    """Returns the seconds of a step for `parameters` of a rank, of which there are `copies`: the
+    update, and with Megatron the reduction of gradients. FSDP reduces with each microbatch.
+    """
+    if config.trainer.backend == "fsdp":
+        return _STEP_BYTES * parameters / config.mesh.shards / typical.memory_bytes
+    shards = copies if config.trainer.distributed_optimizer else 1
+    update_s = _STEP_BYTES * parameters / shards / typical.memory_bytes
+    reduce_s = 2.0 * (copies - 1) / copies * FP32 * parameters / typical.wire_bytes
+    return update_s + reduce_s
 
 
 @dataclass(frozen=True)
-class Link:
-    """The links that carry a publish. Rates in bytes per second, latency in seconds per bucket.
+class PublishLink:
+    """The links that carry a publish. Rates are in bytes per second, latency in seconds per bucket.
 
-    wire: from a stage's leader to an engine worker, the slowest link on the way; workers pass on
-    what they get.
-    gather: between the ranks of a tensor-parallel group.
+    wire: the slowest link from a stage's leader to an engine worker; workers pass on what they get.
+    gather: the link between the ranks of a tensor-parallel group.
     """
 
     wire: float
@@ -142,9 +163,9 @@ class Link:
 
 
 def publish_seconds(
-    weight_bytes: int, bucket_bytes: int, tensor_parallel: int, link: Link
+    weight_bytes: int, bucket_bytes: int, tensor_parallel: int, link: PublishLink
 ) -> float:
-    """Seconds in which all stages' weights reach every engine worker.
+    """Returns the seconds in which all stages' weights reach every engine worker.
 
     Engines read the stages one after another, so that all bytes pass the same wire. The gather of
     bucket i + 1 runs while bucket i is on the wire; only the first one's has nothing to hide
@@ -160,20 +181,22 @@ def publish_seconds(
 
 
 def gather_seconds(config: Config, spec: ModelSpec, element: int, wire_bytes: float) -> float:
-    """Seconds per microbatch, as if computing hid none: weights gathered forward and backward,
-    gradients scattered in fp32.
+    """Returns the seconds per microbatch in which FSDP gathers weights, forward and backward, and
+    scatters gradients in fp32, as if computing hid none of it.
     """
     shards = config.mesh.shards
     if config.trainer.backend != "fsdp" or shards == 1:
         return 0.0
     scattered = 0 if config.has_adapters else FP32
-    passes = 2 + len(trainer_models(config).computed)
-    return spec.num_parameters * (passes * element + scattered) * (shards - 1) / shards / wire_bytes
+    num_gathers = 2 + len(trainer_models(config).computed)
+    moved_bytes = spec.num_parameters * (num_gathers * element + scattered)
+    return moved_bytes * (shards - 1) / shards / wire_bytes
 
 
 class Costs:
-    """Costs of any configuration, model and device: here by published and assumed figures, without
-    a run.
+    """Costs of any configuration, model and device, from published and assumed figures.
+
+    A subclass may know better, from the records of a run.
 
     delivery_s: from a group's end until trainers can take it.
     """
@@ -188,8 +211,8 @@ class Costs:
 
 
 class GroupSeconds:
-    """Seconds that a replica of a configuration takes for a group, from its prompt's and its
-    responses' lengths.
+    """Returns, when called, the seconds that a replica takes for a group with these lengths of
+    prompt and responses, in tokens.
     """
 
     def __init__(
@@ -197,32 +220,33 @@ class GroupSeconds:
     ) -> None:
         trainer = config.trainer
         self._work = GroupWork(spec, config)
-        self._pieces = config.microbatches_per_group
+        self._num_microbatches = config.microbatches_per_group
         self._microbatch_s = cost.microbatch_s * passes(config)
         self._operation_s = cost.operation_s * passes(config) / config.mesh.replica_size
-        shards, element = trainer.tensor_parallel, BYTES[config.model.dtype]
+        shards = trainer.tensor_parallel
+        element = BYTES[config.model.dtype]
         # two reductions of the hidden states forward and two backward in each layer
         reduced = 4 * spec.num_layers * 2.0 * (shards - 1) / shards * spec.hidden_size * element
-        between = (
-            typical.node_bytes
-            if config.mesh.expert <= config.devices_per_node
-            else typical.wire_bytes
-        )
-        seconds = reduced / typical.node_bytes + _dispatched_bytes(config, spec, element) / between
+        expert_bytes = typical.wire_bytes
+        if config.mesh.expert <= config.devices_per_node:
+            expert_bytes = typical.node_bytes
+        dispatched = _dispatched_bytes(config, spec, element)
+        seconds = reduced / typical.node_bytes + dispatched / expert_bytes
         self._token_s = seconds * passes(config) / trainer.pipeline_parallel
         self._shared_prompt = config.attention.shared_prompt
 
     def __call__(self, prompt: int, lengths: Sequence[int]) -> float:
-        tokens = sum(lengths) + prompt * (self._pieces if self._shared_prompt else len(lengths))
-        seconds = self._pieces * self._microbatch_s + self._token_s * tokens
+        num_prompts = self._num_microbatches if self._shared_prompt else len(lengths)
+        tokens = sum(lengths) + prompt * num_prompts
+        seconds = self._num_microbatches * self._microbatch_s + self._token_s * tokens
         return seconds + self._operation_s * self._work(prompt, lengths)
 
 
 def _dispatched_bytes(config: Config, spec: ModelSpec, element: int) -> float:
-    """Bytes per token of a microbatch that a rank sends to other ranks' experts and gets back,
+    """Returns the bytes per token of a microbatch that a rank exchanges with other ranks' experts,
     forward and backward, in all layers.
 
-    Tokens are divided over tensor-parallel ranks, and taken to be spread evenly over experts.
+    Tokens are divided over tensor-parallel ranks, and assumed to be spread evenly over experts.
     """
     ranks = config.mesh.expert
     if spec.experts is None or ranks == 1:
@@ -232,7 +256,11 @@ def _dispatched_bytes(config: Config, spec: ModelSpec, element: int) -> float:
 
 
 def passes(config: Config) -> float:
-    """Forward and backward over that of the policy alone: full recomputation is another forward,
-    and so is each frozen model.
+    """Returns the cost of all passes over that of the policy's forward and backward.
+
+    A forward is a third of these. Full recomputation adds one, and so does each frozen model.
     """
-    return 1.0 + (len(trainer_models(config).computed) + (config.trainer.recompute == "full")) / 3.0
+    num_forwards = len(trainer_models(config).computed)
+    if config.trainer.recompute == "full":
+        num_forwards += 1
+    return 1.0 + num_forwards / 3.0

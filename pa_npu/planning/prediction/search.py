@@ -1,12 +1,12 @@
-"""Sizes of a run on a given number of devices: all that fit into memory, by a quick estimate; the best of them by prediction.
+"""Searches the sizes of a run on a given number of devices for the fastest that fit into memory.
 
 fitting     every combination of sizes with which engines and trainers fit, the fastest by a quick
             estimate first
-fastest     iterations of the best few in virtual time
+fastest     the best few of these, predicted in virtual time
 
-Some thousand combinations are judged. So what trainers cost is computed once for each of their
-layouts and what engines cost once for each of theirs; only what is predicted is checked by the
-rules of the configuration.
+Some thousand combinations are judged. So the cost of trainers is computed once for each of their
+layouts, and that of engines once for each of theirs; only combinations that are predicted are
+checked by the rules of the configuration.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pa_npu.config.mesh import nodes_of
@@ -23,27 +23,33 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.planning.amounts import work
 from pa_npu.planning.memory import (
-    GIB,
     USABLE,
     engine_memory,
     kv_bytes_per_token,
-    left_share,
+    share_left,
     trainer_memory,
 )
 from pa_npu.planning.model_rules import check_division, check_engine
-from pa_npu.planning.prediction.costs import GroupSeconds, computed_prompt_tokens
-from pa_npu.planning.prediction.divisions import LEAST_SEQUENCES, MOST_SEQS, SAMPLE, changed
+from pa_npu.planning.prediction.costs import GroupSeconds
+from pa_npu.planning.prediction.divisions import (
+    MAX_SEQUENCES,
+    MIN_SEQUENCES,
+    NUM_SHAPES,
+    decode_group_s,
+    device_bytes,
+    eighths,
+    with_changes,
+)
 from pa_npu.planning.prediction.virtual_run import Basis, Predicted
-from pa_npu.planning.prediction.workload import Shape, mean_context
+from pa_npu.planning.prediction.workload import mean_context
 
-_EIGHTHS = 8
-# Of the shorter side of a split, what does not overlap with the longer one: the head and the tail
-# of an iteration.
+# The share of a split's shorter side that does not overlap with the longer one: the head and the
+# tail of an iteration.
 _NOT_OVERLAPPED = 0.2
-# Of what the longest response takes beyond a mean one, what is not hidden behind training on the
-# same devices.
+# The share of the seconds that the longest response takes beyond a mean one which is not hidden
+# behind training on the same devices.
 _TAIL_LEFT = 0.5
-# Combinations whose estimate is further behind the best of their mode are not predicted.
+# Combinations whose estimate exceeds the best of their mode by this factor are not predicted.
 _WORTH_PREDICTING = 1.25
 
 Changes = dict[str, dict[str, Any]]  # section -> key -> value
@@ -51,11 +57,12 @@ Changes = dict[str, dict[str, Any]]  # section -> key -> value
 
 @dataclass(frozen=True)
 class Sizes:
-    """Which sizes may be chosen; one value of a key is a value that is given. engines, trainers:
-    None for any.
+    """The sizes that may be chosen; a key that is given has one value.
 
-    shards: of an engine. recompute: cheapest first. sequences: the most on an engine; None for what
-    its cache holds.
+    engines, trainers: numbers of engines and of trainers' devices; None for any.
+    shards: devices of an engine.
+    recompute: the cheapest first.
+    max_sequences: on an engine; None for as many as its cache holds.
     """
 
     devices: int
@@ -68,16 +75,18 @@ class Sizes:
     recompute: Sequence[str]
     offload: Sequence[bool]
     colocate: Sequence[bool]
-    sequences: int | None = None
+    max_sequences: int | None = None
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """A combination that fits. seconds: of an iteration, estimated. changes: of the configuration
-    that was given.
+    """A combination of sizes that fits.
 
-    work_s: what full engines and trainers take that never wait for each other, which no order of
-    the same work can undercut.
+    seconds: estimate of an iteration.
+    work_s: seconds of full engines and trainers that never wait for each other, which no order of
+        the same work can undercut.
+    together: whether each device both decodes and trains.
+    changes: what the combination changes in the configuration, by section and key.
     """
 
     seconds: float
@@ -87,7 +96,7 @@ class Fitting:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Parallel sizes and numbers, whatever is recomputed or moved to the host."""
+        """Parallel sizes and numbers, without recomputation and offload."""
         trainer, rollout = self.changes["trainer"], self.changes["rollout"]
         sizes = [
             trainer[key]
@@ -97,109 +106,116 @@ class Fitting:
 
 
 def fastest(
-    basis: Basis, sizes: Sizes, most: int, *, iterations: int | None = None
+    basis: Basis, sizes: Sizes, max_predicted: int, *, iterations: int | None = None
 ) -> list[tuple[Predicted, Config]]:
-    """Predicts the `most` combinations of each mode that look best; returns them, the fastest
-    first, none where nothing fits.
+    """Predicts the `max_predicted` combinations of each mode that look best.
+
+    Returns (prediction, configuration) of each, the fastest first; nothing where nothing fits.
     """
-    found = fitting(basis, sizes)
+    combinations = fitting(basis, sizes)
     tried: list[tuple[Predicted, Config]] = []
-    for together in dict.fromkeys(each.together for each in found):
-        of_mode = [each for each in found if each.together == together]
-        for config in itertools.islice(_allowed(basis, of_mode), most):
-            tried.append((basis.predicted(config, iterations=iterations), config))
+    for together in dict.fromkeys(combination.together for combination in combinations):
+        mode = [combination for combination in combinations if combination.together == together]
+        for config in itertools.islice(_allowed(basis, mode), max_predicted):
+            tried.append((basis.predict(config, iterations=iterations), config))
     return sorted(tried, key=lambda item: item[0].iteration_s)
 
 
-def first_allowed(basis: Basis, found: Sequence[Fitting]) -> Config | None:
-    """Returns the best combination that breaks no rule."""
-    return next(_allowed(basis, found), None)
+def first_allowed(basis: Basis, combinations: Sequence[Fitting]) -> Config | None:
+    """Returns the best combination that breaks no rule; None where all do."""
+    return next(_allowed(basis, combinations), None)
 
 
-def _allowed(basis: Basis, found: Sequence[Fitting]) -> Iterator[Config]:
-    """Yields what no rule forbids, and is worth a prediction; of each layout the best way to hold
-    it in memory alone.
+def _allowed(basis: Basis, combinations: Sequence[Fitting]) -> Iterator[Config]:
+    """Yields the combinations, given the fastest first, that break no rule and are worth a
+    prediction; for each layout only the best recomputation and offload.
     """
-    best_s, seen = None, set()
-    for each in found:
-        if best_s is not None and each.seconds > _WORTH_PREDICTING * best_s:
+    best_s = None
+    layouts = set()
+    for combination in combinations:
+        if best_s is not None and combination.seconds > _WORTH_PREDICTING * best_s:
             return
-        if each.layout in seen:
+        if combination.layout in layouts:
             continue
-        config = changed(basis.base, each.changes, basis.spec)
-        if config is None or (each.together and not _within_nodes(config)):
+        config = with_changes(basis.base, combination.changes, basis.spec)
+        if config is None or (combination.together and not _within_nodes(config)):
             continue
-        best_s = best_s or each.seconds
-        seen.add(each.layout)
+        best_s = best_s or combination.seconds
+        layouts.add(combination.layout)
         yield config
 
 
 def fitting(basis: Basis, sizes: Sizes) -> list[Fitting]:
-    """Everything that fits, the fastest by the estimate first; of equals the one that recomputes
-    and moves less.
+    """Returns every combination that fits, the fastest by the estimate first; among equals the one
+    that recomputes and moves less.
     """
     search = _Search(basis, sizes)
-    found = [each for together in sizes.colocate for each in search.of_mode(together)]
-    return sorted(found, key=lambda each: each.seconds)
+    combinations: list[Fitting] = []
+    for together in sizes.colocate:
+        combinations += search.fitting_in_mode(together)
+    return sorted(combinations, key=lambda combination: combination.seconds)
 
 
-@dataclass
 class _Search:
-    basis: Basis
-    sizes: Sizes
-    shapes: list[Shape] = field(init=False)
-    _engine_s: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
-    _train_s: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    """The combinations of `sizes` that fit; keeps what was estimated for a layout."""
 
-    def __post_init__(self) -> None:
-        self.updates = work(self.basis.base).updates
-        self.shapes = self.basis.workload.draw(self.basis.base, 0, SAMPLE)
-        typical = self.basis.typical
-        self.device_bytes = None if typical.memory_gib is None else typical.memory_gib * GIB
-        lengths = [length for shape in self.shapes for length in shape.lengths]
-        group = self.basis.base.rollout.responses_per_prompt
-        self.mean_held = statistics.mean(lengths) + self.basis.workload.prompt_mean / group
+    def __init__(self, basis: Basis, sizes: Sizes) -> None:
+        self.basis = basis
+        self.sizes = sizes
+        self.updates = work(basis.base).updates
+        self.shapes = basis.workload.draw(basis.base, 0, NUM_SHAPES)
+        self.device_bytes = device_bytes(basis.typical)
 
-    def of_mode(self, together: bool) -> Iterator[Fitting]:
-        """Yields what fits with engines on the trainers' devices, or beside them."""
+        lengths: list[int] = []
+        for shape in self.shapes:
+            lengths += shape.lengths
+        mean_length = statistics.mean(lengths)
+        self.tail_steps = max(lengths) - mean_length
+        group_size = basis.base.rollout.responses_per_prompt
+        self.mean_held = mean_length + basis.workload.prompt_mean / group_size
+
+        self._engine_s: dict[tuple[int, int, int], tuple[float, float]] = {}
+        self._train_s: dict[tuple[Any, ...], float] = {}
+
+    def fitting_in_mode(self, together: bool) -> Iterator[Fitting]:
+        """Yields what fits with engines on the trainers' devices, or else beside them."""
         sizes = self.sizes
-        for trainers in self._shares(together):
+        for trainers in self._numbers_of_trainers(together):
             decoding = sizes.devices if together else sizes.devices - trainers
-            for layout in itertools.product(sizes.stages, sizes.tensor, sizes.experts):
-                for config, changes, train_s in self._trainers(trainers, *layout, together):
+            for stages, tensor, experts in itertools.product(
+                sizes.stages, sizes.tensor, sizes.experts
+            ):
+                layout = {
+                    "devices": trainers,
+                    "tensor_parallel": tensor,
+                    "pipeline_parallel": stages,
+                    "expert_parallel": experts,
+                }
+                for config, changes, train_s in self._trainers(layout, together):
                     yield from self._with_engines(config, changes, train_s, decoding, together)
 
-    def _shares(self, together: bool) -> list[int]:
-        """Numbers of trainer ranks."""
-        devices, given = self.sizes.devices, self.sizes.trainers
+    def _numbers_of_trainers(self, together: bool) -> list[int]:
+        """Returns how many trainer ranks there may be."""
+        devices = self.sizes.devices
+        trainers = self.sizes.trainers
         if together:
-            return [devices] if given in (None, devices) else []
-        if given is not None:
-            return [given] if given < devices else []
-        return sorted(
-            {max(1, min(devices - 1, round(devices * n / _EIGHTHS))) for n in range(1, _EIGHTHS)}
-            - {devices}
-        )
+            return [devices] if trainers in (None, devices) else []
+        if trainers is not None:
+            return [trainers] if trainers < devices else []
+        return [number for number in eighths(devices) if number != devices]
 
     def _trainers(
-        self, devices: int, stages: int, tensor: int, experts: int, together: bool
+        self, layout: dict[str, int], together: bool
     ) -> Iterator[tuple[Config, Changes, float]]:
-        """Yields the layout of so many ranks with every way to hold its state and activations in
-        memory.
+        """Yields (configuration, changes, seconds of training) for a layout, with every kind of
+        recomputation and offload with which it fits.
         """
-        layout = {
-            "devices": devices,
-            "tensor_parallel": tensor,
-            "pipeline_parallel": stages,
-            "expert_parallel": experts,
-        }
-        base = _with(self.basis.base, {"trainer": layout, "placement": {"colocate": together}})
+        placement = {"colocate": together}
+        base = _with_unchecked(self.basis.base, {"trainer": layout, "placement": placement})
         mesh = base.mesh
-        if (
-            mesh.size != devices
-            or mesh.expert != experts
-            or not mesh.shares(base.schedule.prompts_per_iteration)
-        ):
+        if mesh.size != layout["devices"] or mesh.expert != layout["expert_parallel"]:
+            return
+        if not mesh.shares(base.schedule.prompts_per_iteration):
             return
         if base.groups_per_replica % self.updates or not _divides(base, self.basis):
             return
@@ -208,11 +224,11 @@ class _Search:
                 "trainer": {**layout, "recompute": recompute},
                 "optimizer": {"offload": offload},
             }
-            config = _with(base, changes)
+            config = _with_unchecked(base, changes)
             memory = trainer_memory(config, self.basis.spec)
             if self.device_bytes is not None and memory.total > USABLE * self.device_bytes:
                 continue
-            key = (devices, stages, tensor, experts, recompute, offload)
+            key = (*layout.values(), recompute, offload)
             if key not in self._train_s:
                 self._train_s[key] = self._training_s(config)
             yield config, changes, self._train_s[key]
@@ -220,49 +236,52 @@ class _Search:
     def _with_engines(
         self, config: Config, changes: Changes, train_s: float, decoding: int, together: bool
     ) -> Iterator[Fitting]:
-        """Yields every size of engine that holds enough sequences."""
+        """Yields every size of engine that holds enough sequences on `decoding` devices."""
         for shards in self.sizes.shards:
             engines = decoding // shards
             if decoding % shards or engines < 1 or self.sizes.engines not in (None, engines):
                 continue
             rollout: dict[str, Any] = {"engines": engines, "tensor_parallel": shards}
-            whole = _with(config, {"rollout": rollout})
+            whole = _with_unchecked(config, {"rollout": rollout})
             if together and self.device_bytes is not None:
-                share = self._share(whole)
+                share = self._engine_share(whole, self.device_bytes)
                 if share <= 0:
                     continue
                 rollout["memory_fraction"] = share
-                whole = _with(whole, {"rollout": rollout})
-            if (most := self._most_sequences(whole, together)) is None:
+                whole = _with_unchecked(whole, {"rollout": rollout})
+            max_num_seqs = self._max_sequences(whole, together)
+            if max_num_seqs is None:
                 continue
-            rollout["max_num_seqs"] = most
-            generate_s, tail_s = self._generating_s(_with(whole, {"rollout": rollout}))
-            seconds = generate_s + _TAIL_LEFT * tail_s + train_s
-            work_s = (generate_s * decoding + train_s * config.trainer.devices) / self.sizes.devices
-            if not together:
-                generate_s += tail_s
-                seconds = max(generate_s, train_s) + _NOT_OVERLAPPED * min(generate_s, train_s)
+            rollout["max_num_seqs"] = max_num_seqs
+
+            generate_s, tail_s = self._generating_s(_with_unchecked(whole, {"rollout": rollout}))
+            device_s = generate_s * decoding + train_s * config.trainer.devices
+            if together:
+                seconds = generate_s + _TAIL_LEFT * tail_s + train_s
+            else:
+                decode_s = generate_s + tail_s
+                seconds = max(decode_s, train_s) + _NOT_OVERLAPPED * min(decode_s, train_s)
             yield Fitting(
-                seconds,
-                work_s,
-                together,
-                {**changes, "rollout": rollout, "placement": {"colocate": together}},
+                seconds=seconds,
+                work_s=device_s / self.sizes.devices,
+                together=together,
+                changes={**changes, "rollout": rollout, "placement": {"colocate": together}},
             )
 
-    def _share(self, config: Config) -> float:
-        """The share of a device that an engine has beside its trainer; 0 where what was given is
-        not left.
+    def _engine_share(self, config: Config, memory_bytes: int) -> float:
+        """Returns the share of a device that an engine has beside its trainer; 0 where the trainer
+        does not leave the share that was given.
         """
-        assert self.device_bytes is not None
-        left = left_share(config, self.basis.spec, self.device_bytes)
-        given = self.basis.base.rollout.memory_fraction
-        if given is None:
+        left = share_left(config, self.basis.spec, memory_bytes)
+        share = self.basis.base.rollout.memory_fraction
+        if share is None:
             return left
-        return given if given <= left else 0.0
+        return share if share <= left else 0.0
 
-    def _most_sequences(self, config: Config, together: bool) -> int | None:
-        """Sequences that an engine's cache holds at their mean length, as a power of two; None
-        where they are too few, or the model cannot be divided so."""
+    def _max_sequences(self, config: Config, together: bool) -> int | None:
+        """Returns the sequences that an engine's cache holds at their mean length, as a power of
+        two; None where they are too few, or the model cannot be divided so.
+        """
         try:
             check_engine(config, self.basis.spec)
         except ConfigError:
@@ -270,53 +289,35 @@ class _Search:
         if self.device_bytes is None:
             return self.basis.base.rollout.max_num_seqs
         memory = engine_memory(config, self.basis.spec, self.device_bytes, shared=together)
-        held = (
-            dict(memory.parts)["KV cache"]
-            / kv_bytes_per_token(config, self.basis.spec)
-            / self.mean_held
-        )
-        if held < LEAST_SEQUENCES:
+        tokens = dict(memory.parts)["KV cache"] / kv_bytes_per_token(config, self.basis.spec)
+        sequences = tokens / self.mean_held
+        if sequences < MIN_SEQUENCES:
             return None
-        most = min(MOST_SEQS, 2 ** int(math.log2(held)))
-        return most if self.sizes.sequences is None else min(most, self.sizes.sequences)
+        max_sequences = min(MAX_SEQUENCES, 2 ** int(math.log2(sequences)))
+        if self.sizes.max_sequences is None:
+            return max_sequences
+        return min(max_sequences, self.sizes.max_sequences)
 
     def _generating_s(self, config: Config) -> tuple[float, float]:
-        """Seconds of full engines, and of the steps that the longest response takes beyond a mean
-        one.
+        """Returns the seconds of full engines, and of the steps that the longest response takes
+        beyond a mean one.
         """
-        rollout, groups = config.rollout, config.schedule.prompts_per_iteration
+        rollout = config.rollout
         key = (rollout.engines, rollout.tensor_parallel, rollout.max_num_seqs)
         if key not in self._engine_s:
             engine = self.basis.costs.engine_for(config, self.basis.spec, self.basis.typical)
-            tokens = statistics.mean(sum(shape.lengths) for shape in self.shapes)
-            computed = statistics.mean(
-                computed_prompt_tokens(shape.prompt, len(shape.lengths), engine.prefix_block)
-                for shape in self.shapes
-            )
-            speed = engine.speed(mean_context(self.shapes))
-            together = max(
-                1.0,
-                min(rollout.max_num_seqs, groups * rollout.responses_per_prompt / rollout.engines),
-            )
-            group_s = (
-                tokens * (speed.step_s / together + speed.sequence_s)
-                + computed * speed.prompt_token_s
-            )
-            lengths = [length for shape in self.shapes for length in shape.lengths]
-            tail_s = (max(lengths) - statistics.mean(lengths)) * speed.step_s
-            self._engine_s[key] = (groups * group_s / rollout.engines, tail_s)
+            group_s = decode_group_s(config, engine, self.shapes)
+            generate_s = config.schedule.prompts_per_iteration * group_s / rollout.engines
+            tail_s = self.tail_steps * engine.speed(mean_context(self.shapes)).step_s
+            self._engine_s[key] = (generate_s, tail_s)
         return self._engine_s[key]
 
     def _training_s(self, config: Config) -> float:
         cost = self.basis.costs.trainer_for(config, self.basis.spec, self.basis.typical)
         seconds = GroupSeconds(config, self.basis.spec, cost, self.basis.typical)
         group_s = statistics.mean(seconds(*shape.trained) for shape in self.shapes)
-        steps_s = self.updates * cost.step_s
-        return (
-            config.schedule.prompts_per_iteration * group_s / config.mesh.data
-            + steps_s
-            + cost.border_s
-        )
+        groups_s = config.schedule.prompts_per_iteration * group_s / config.mesh.data
+        return groups_s + self.updates * cost.step_s + cost.border_s
 
 
 def _divides(config: Config, basis: Basis) -> bool:
@@ -328,17 +329,22 @@ def _divides(config: Config, basis: Basis) -> bool:
 
 
 def _within_nodes(config: Config) -> bool:
-    """Whether each engine on the trainers' devices has those of one node, which are given in the
-    order of ranks.
+    """Returns whether each engine on the trainers' devices, which are given in the order of ranks,
+    has devices of one node only.
     """
-    beside = (config.ranks_beside(index) for index in range(config.rollout.engines))
-    return config.placement.nnodes == 1 or all(
-        len(nodes_of(ranks, config.devices_per_node)) == 1 for ranks in beside
-    )
+    if config.placement.nnodes == 1:
+        return True
+    engine_nodes = [
+        nodes_of(config.ranks_beside(index), config.devices_per_node)
+        for index in range(config.rollout.engines)
+    ]
+    return all(len(nodes) == 1 for nodes in engine_nodes)
 
 
-def _with(config: Config, changes: Changes) -> Config:
-    """The configuration with changes that are not checked, which takes a hundredth of the time."""
+def _with_unchecked(config: Config, changes: Changes) -> Config:
+    """Returns the configuration with changes that are not checked, which takes a hundredth of the
+    time of checked ones.
+    """
     sections = {
         name: getattr(config, name).model_copy(update=values) for name, values in changes.items()
     }

@@ -1,4 +1,4 @@
-"""Prompts and response lengths like those that a run has seen, or as they are assumed where there was none."""
+"""Prompt and response lengths for predictions: those that a run has seen, or assumed ones."""
 
 from __future__ import annotations
 
@@ -7,25 +7,34 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from pa_npu.config.schema import Config
 
-# measured: of the run that was given. calibrated: follows from what was measured there, by the
-# model of an iteration.
-# estimated: published or assumed figures are in it.
 Origin = Literal["measured", "calibrated", "estimated"]
-# Spread of a logarithm of lengths, by prompt and by response, and means over the limits, where
-# nothing was seen: reasoning models are trained with limits of some three times what they usually
-# need. Short answers leave less room.
-_PROMPT_SIGMA, _RESPONSE_SIGMA, _MEAN_OF_LIMIT, _PROMPT_OF_LIMIT = 0.6, 0.4, 0.3, 0.4
-_SHORT_LIMIT, _SHORT_SIGMA, _SHORT_MEAN = 64, 0.1, 0.8
+"""Where a figure comes from. measured: from a given run. calibrated: follows from that run's
+measurements, by the model of an iteration. estimated: published or assumed figures are in it.
+"""
+# Assumed lengths: the spread of their logarithm, by prompt and by response, and the mean as a share
+# of the limit. Reasoning models are trained with limits of some three times what they usually need.
+_PROMPT_SIGMA = 0.6
+_RESPONSE_SIGMA = 0.4
+_RESPONSE_MEAN = 0.3
+_PROMPT_MEAN = 0.4
+# The same for short answers, which leave less room below their limit.
+_SHORT_LIMIT = 64  # tokens
+_SHORT_SIGMA = 0.1
+_SHORT_MEAN = 0.8
 _ASSUMED_GROUPS = 512
 _DRAWS = 24
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A group's prompt and the lengths of its responses, in tokens. computed: GroupTiming's."""
+    """A group's prompt and the lengths of its responses, in tokens.
+
+    computed: prompt and lengths as trainers compute them, where they differ (GroupTiming.computed).
+    """
 
     prompt: int
     lengths: tuple[int, ...]
@@ -43,18 +52,22 @@ class Shape:
 
 
 def mean_context(shapes: Sequence[Shape]) -> float:
-    """Tokens before the one that a sequence decodes, a mean over all that are decoded."""
-    tokens = sum(sum(shape.lengths) for shape in shapes)
-    return (
-        sum(length * (shape.prompt + 0.5 * length) for shape in shapes for length in shape.lengths)
-        / tokens
-    )
+    """Returns the mean, over all tokens that are decoded, of the tokens before them."""
+    tokens = 0
+    context = 0.0
+    for shape in shapes:
+        for length in shape.lengths:
+            tokens += length
+            context += length * (shape.prompt + 0.5 * length)
+    return context / tokens
 
 
 @dataclass(frozen=True)
 class Workload:
-    """shapes: of groups that were seen, in any order. response_scale: by which their lengths are
-    multiplied before they are cut.
+    """The lengths of groups that were seen or assumed.
+
+    shapes: in any order.
+    response_scale: factor of the responses' lengths, before the limit cuts them.
     """
 
     shapes: tuple[Shape, ...]
@@ -66,21 +79,24 @@ class Workload:
         return float(np.mean([shape.prompt for shape in self.shapes]))
 
     def response_means(self, config: Config) -> tuple[float, float]:
-        """Means of an iteration's responses and of its groups' longest, as far as the limit lets
-        them.
+        """Returns the mean of an iteration's responses and that of its groups' longest, with the
+        limit of `config`.
         """
-        scale, limit = self.response_scale, config.rollout.max_response_tokens
-        groups = [
-            [min(limit, max(1.0, scale * length)) for length in shape.lengths]
-            for shape in self.shapes
-        ]
-        return float(np.mean([n for group in groups for n in group])), float(
-            np.mean([max(group) for group in groups])
-        )
+        limit = config.rollout.max_response_tokens
+        all_lengths: list[float] = []
+        longest: list[float] = []
+        for shape in self.shapes:
+            lengths = [min(limit, max(1.0, self.response_scale * n)) for n in shape.lengths]
+            all_lengths += lengths
+            longest.append(max(lengths))
+        return float(np.mean(all_lengths)), float(np.mean(longest))
 
     def draw(self, config: Config, seed: int, groups: int | None = None) -> list[Shape]:
-        """As many groups as an iteration of config has, of its size, that are typical: of some
-        draws the one whose means are nearest to those of all groups that were seen."""
+        """Returns a typical iteration of `config`: among some draws the one whose means are nearest
+        to those of all shapes.
+
+        groups: how many to draw; None for as many as an iteration has.
+        """
         groups = groups or config.schedule.prompts_per_iteration
         rng = np.random.default_rng([29, seed])
         table = np.array(
@@ -88,62 +104,61 @@ class Workload:
         )
         usual = table.mean(axis=0)
         permuted = -(-groups // len(self.shapes))
-        draws = [
-            np.concatenate([rng.permutation(len(self.shapes)) for _ in range(permuted)])[:groups]
-            for _ in range(_DRAWS)
-        ]
-        nearest = min(
-            draws, key=lambda order: float(np.abs(table[order].mean(axis=0) / usual - 1.0).sum())
-        )
-        return [self._of_size(self.shapes[int(index)], config, rng) for index in nearest]
+        draws = []
+        for _ in range(_DRAWS):
+            permutations = [rng.permutation(len(self.shapes)) for _ in range(permuted)]
+            draws.append(np.concatenate(permutations)[:groups])
 
-    def _of_size(self, shape: Shape, config: Config, rng: np.random.Generator) -> Shape:
-        responses, limit = config.rollout.responses_per_prompt, config.rollout.max_response_tokens
-        seen = list(shape.lengths)
-        if shape.computed is None and len(seen) != responses:
-            seen = [seen[int(n)] for n in rng.integers(len(seen), size=responses)]
-        lengths = [min(limit, max(1, round(self.response_scale * length))) for length in seen]
+        def distance(order: npt.NDArray[np.int64]) -> float:
+            return float(np.abs(table[order].mean(axis=0) / usual - 1.0).sum())
+
+        nearest = min(draws, key=distance)
+        return [self._resized(self.shapes[int(index)], config, rng) for index in nearest]
+
+    def _resized(self, shape: Shape, config: Config, rng: np.random.Generator) -> Shape:
+        """Returns `shape` with the number of responses and the limits of `config`."""
+        responses = config.rollout.responses_per_prompt
+        limit = config.rollout.max_response_tokens
+        lengths = list(shape.lengths)
         computed = shape.computed
-        if computed is not None:  # sessions, which have as many branches as they were seen to have
-            computed = (
-                computed[0],
-                tuple(round(self.response_scale * behind) for behind in computed[1]),
-            )
+        if computed is not None:  # a session keeps its number of branches
+            prompt, after_prompt = computed
+            computed = (prompt, tuple(round(self.response_scale * n) for n in after_prompt))
+        elif len(lengths) != responses:
+            lengths = [lengths[int(n)] for n in rng.integers(len(lengths), size=responses)]
+        lengths = [min(limit, max(1, round(self.response_scale * n))) for n in lengths]
         return Shape(min(shape.prompt, config.data.max_prompt_tokens), tuple(lengths), computed)
 
 
 def assumed_workload(config: Config) -> Workload:
-    """Heavy-tailed about a share of the limits."""
-    prompt = max(1.0, _PROMPT_OF_LIMIT * config.data.max_prompt_tokens)
+    """Returns heavy-tailed lengths about a share of the limits."""
     limit = config.rollout.max_response_tokens
-    share = (
-        1.0
-        if config.rollout.ignore_eos
-        else _SHORT_MEAN
-        if limit <= _SHORT_LIMIT
-        else _MEAN_OF_LIMIT
-    )
-    mean = max(1.0, share * limit)
-    return Workload(drawn_shapes(config, prompt, mean), "estimated")
+    share = _RESPONSE_MEAN
+    if config.rollout.ignore_eos:
+        share = 1.0
+    elif limit <= _SHORT_LIMIT:
+        share = _SHORT_MEAN
+    prompt = max(1.0, _PROMPT_MEAN * config.data.max_prompt_tokens)
+    return Workload(drawn_shapes(config, prompt, max(1.0, share * limit)), "estimated")
 
 
 def drawn_shapes(config: Config, prompt: float, mean: float) -> tuple[Shape, ...]:
-    """Draw groups about a mean length of prompts and responses, with the spread that is assumed
-    where none was seen.
-    """
+    """Draws groups about a mean length of prompts and of responses, with the assumed spread."""
     rng = np.random.default_rng(31)
-    responses, limit = config.rollout.responses_per_prompt, config.rollout.max_response_tokens
-    of_prompt, of_response = (
-        (_SHORT_SIGMA, _SHORT_SIGMA) if limit <= _SHORT_LIMIT else (_PROMPT_SIGMA, _RESPONSE_SIGMA)
-    )
+    responses = config.rollout.responses_per_prompt
+    limit = config.rollout.max_response_tokens
+    prompt_sigma = _PROMPT_SIGMA
+    response_sigma = _RESPONSE_SIGMA
     if config.rollout.ignore_eos:
-        of_prompt = of_response = 0.0
-    median = mean * np.exp(-0.5 * (of_prompt**2 + of_response**2))
+        prompt_sigma = response_sigma = 0.0
+    elif limit <= _SHORT_LIMIT:
+        prompt_sigma = response_sigma = _SHORT_SIGMA
+    median = mean * np.exp(-0.5 * (prompt_sigma**2 + response_sigma**2))
     shapes = []
     for _ in range(_ASSUMED_GROUPS):
-        drawn = median * np.exp(
-            of_prompt * rng.standard_normal() + of_response * rng.standard_normal(responses)
-        )
+        by_prompt = prompt_sigma * rng.standard_normal()
+        by_response = response_sigma * rng.standard_normal(responses)
+        drawn = median * np.exp(by_prompt + by_response)
         lengths = np.clip(np.round(drawn), 1, limit).astype(int)
         shapes.append(Shape(max(1, round(prompt)), tuple(int(length) for length in lengths)))
     return tuple(shapes)

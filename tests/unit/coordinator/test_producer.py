@@ -180,7 +180,7 @@ def make_producer(
         return prompt + sum(responses)
 
     if isinstance(window, int):
-        window = ScheduleController(replace(Rules.of(config), window=window), work)
+        window = ScheduleController(replace(Rules.from_config(config), window=window), work)
     return producer_on_engines(
         config,
         EnginePool(engines),  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.roles import Roles
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import Assignment
-from pa_npu.dispatch.roles import Rest, Unit, decoding_units, units_of
+from pa_npu.dispatch.roles import Rest, RoleUnit, decoding_units, role_units
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.environments.protocol import EnvironmentContext
@@ -58,17 +58,21 @@ def config(**sections: dict[str, Any]) -> Config:
 
 
 def test_a_unit_is_a_replica_with_its_engines_or_what_devices_and_shards_join() -> None:
-    assert units_of(config()) == [Unit((0,), (0,)), Unit((1,), (1,)), Unit((2,), (2,))]
+    assert role_units(config()) == [
+        RoleUnit((0,), (0,)),
+        RoleUnit((1,), (1,)),
+        RoleUnit((2,), (2,)),
+    ]
     pipelined = config(
         rollout={"engines": 2, "tensor_parallel": 2}, trainer={"devices": 4, "pipeline_parallel": 2}
     )
-    assert units_of(pipelined) == [Unit((0,), (0,)), Unit((1,), (1,))], (
+    assert role_units(pipelined) == [RoleUnit((0,), (0,)), RoleUnit((1,), (1,))], (
         "engines lie along replicas, not along stages"
     )
     wide = config(rollout={"engines": 1, "tensor_parallel": 2}, trainer={"devices": 4})
-    assert units_of(wide) == [Unit((0,), (0, 1)), Unit((), (2,)), Unit((), (3,))]
+    assert role_units(wide) == [RoleUnit((0,), (0, 1)), RoleUnit((), (2,)), RoleUnit((), (3,))]
     sharded = config(trainer={"devices": 3, "backend": "fsdp"})
-    assert sharded.mesh.shards == 3 and units_of(sharded) == [Unit((0, 1, 2), (0, 1, 2))], (
+    assert sharded.mesh.shards == 3 and role_units(sharded) == [RoleUnit((0, 1, 2), (0, 1, 2))], (
         "in turns"
     )
 
@@ -198,7 +202,7 @@ async def produce(
         pool.add(engine, seat=seat, shared=True)  # type: ignore[arg-type]
         pool.serve(engine, 5)  # type: ignore[arg-type]
     controller = ScheduleController(
-        Rules.of(config), lambda prompt, responses: prompt + sum(responses)
+        Rules.from_config(config), lambda prompt, responses: prompt + sum(responses)
     )
     shelf, timeline = Shelf(engines), Timeline(None, "")
     monkeypatch.setattr(timeline, "_write", shelf.events.append)

@@ -19,19 +19,19 @@ from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.variants import Pace
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.schedule import EngineSpeed, Reach, Schedule, Turn, same_windows
+from pa_npu.dispatch.schedule import DispatchTurn, EngineSpeed, Reach, Schedule, same_windows
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.planning.iteration_model.controller import Learned, ScheduleController
 from pa_npu.planning.iteration_model.subjects import (
-    Cluster,
     GroupOutlook,
     GroupTiming,
     IterationOutlook,
     IterationTimes,
     Rules,
+    VirtualCluster,
     VirtualGroup,
 )
 from pa_npu.rewards.functions import RewardInput, RewardResult
@@ -117,7 +117,7 @@ class Shelf:
 
 class Recording(ScheduleController):
     def __init__(self, config: Config, follow: Schedule | None) -> None:
-        super().__init__(Rules.of(config), lambda prompt, lengths: prompt + sum(lengths))
+        super().__init__(Rules.from_config(config), lambda prompt, lengths: prompt + sum(lengths))
         self.timings: list[GroupTiming] = []
         self.schedules: list[Schedule] = []
         self.errors: list[float | None] = []
@@ -205,7 +205,7 @@ def model(
         VirtualGroup(i, PROMPT, tuple(map(float, row)), TRAIN_S, RESPONSES * (PROMPT + tokens))
         for i, row in enumerate(lengths)
     ]
-    return simulate(Cluster(engines, 10**6), groups, schedule)
+    return simulate(VirtualCluster(engines, 10**6), groups, schedule)
 
 
 EQUAL = [[64] * RESPONSES] * GROUPS
@@ -221,7 +221,10 @@ SCHEDULES = {
         "t",
         tuple(range(GROUPS)),
         (same_windows("ab", 128),),
-        tuple(Turn(max(0, i - 5), 0.13 * i if i < 5 else 0.05 * (i % 3)) for i in range(GROUPS)),
+        tuple(
+            DispatchTurn(max(0, i - 5), 0.13 * i if i < 5 else 0.05 * (i % 3))
+            for i in range(GROUPS)
+        ),
     ),
     "reach": Schedule(
         "r",
@@ -282,7 +285,10 @@ def test_with_prompt_order_every_schedule_trains_the_same_bytes_in_the_same_slot
 
 async def test_a_turn_that_waits_for_a_completion_is_woken_by_it_and_one_in_the_past_does_not_wait():
     schedule = Schedule(
-        "t", (0, 1, 2), (same_windows("a", 8),), (Turn(0, 0.0), Turn(1, 0.0), Turn(0, -5.0))
+        "t",
+        (0, 1, 2),
+        (same_windows("a", 8),),
+        (DispatchTurn(0, 0.0), DispatchTurn(1, 0.0), DispatchTurn(0, -5.0)),
     )
     pace = Pace(schedule, 1)
     lease: Any = SimpleNamespace(engine=SimpleNamespace(name="a"))

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pa_npu.dispatch.assignment import common_end_s, parts_of
+from pa_npu.dispatch.assignment import common_end_s, divide_group
 from pa_npu.dispatch.roles import trained_s
 
 TIMES = st.lists(st.floats(0.0, 100.0), min_size=1, max_size=6)
@@ -37,7 +37,7 @@ def test_parts_make_up_the_group_and_end_no_later_than_all_of_it_on_the_first_fr
     seconds = seconds_of(samples)
     free = dict(enumerate(free_s))
     whole_s = min(free_s) + seconds(0, len(samples))  # type: ignore[operator]
-    parts = parts_of(len(samples), seconds, free, common_end_s(free_s, sum(samples) + others_s))  # type: ignore[arg-type]
+    parts = divide_group(len(samples), seconds, free, common_end_s(free_s, sum(samples) + others_s))  # type: ignore[arg-type]
     spans = sorted(parts.values())
     assert [0, *(last for _, last in spans)] == [*(first for first, _ in spans), len(samples)], (
         "each sample once"
@@ -51,13 +51,13 @@ def test_one_group_is_divided_among_replicas_that_wait_and_left_whole_where_othe
 ):
     seconds = seconds_of([1.0] * 8, prompt_s=0.0)
     free = dict.fromkeys(range(4), 0.0)
-    alone = parts_of(8, seconds, free, common_end_s([0.0] * 4, 8.0))  # type: ignore[arg-type]
+    alone = divide_group(8, seconds, free, common_end_s([0.0] * 4, 8.0))  # type: ignore[arg-type]
     assert sorted(alone.values()) == [(0, 2), (2, 4), (4, 6), (6, 8)]
-    assert parts_of(8, seconds, free, common_end_s([0.0] * 4, 32.0)) == {0: (0, 8)}, (
+    assert divide_group(8, seconds, free, common_end_s([0.0] * 4, 32.0)) == {0: (0, 8)}, (
         "four groups, four replicas"
     )  # type: ignore[arg-type]
     dear = seconds_of([1.0] * 8, prompt_s=100.0)
-    assert len(parts_of(8, dear, free | {1: 99.0, 2: 99.0, 3: 99.0}, 0.0)) == 1, (
+    assert len(divide_group(8, dear, free | {1: 99.0, 2: 99.0, 3: 99.0}, 0.0)) == 1, (
         "a prompt costs more than is gained"
     )  # type: ignore[arg-type]
 

@@ -11,8 +11,8 @@ import pytest
 from pa_npu.dispatch.schedule import (
     ORDERS,
     Dispatching,
+    DispatchTurn,
     Schedule,
-    Turn,
     Windows,
     dispatch_order,
     engine_with_room,
@@ -38,14 +38,16 @@ def test_orders_by_length():
     assert dispatch_order("in-order", expected) == [0, 1, 2, 3, 4]
 
 
-def dispatching(turns: list[Turn], engines: int = 1) -> Dispatching:
+def dispatching(turns: list[DispatchTurn], engines: int = 1) -> Dispatching:
     return Dispatching(
         Schedule("s", tuple(range(8)), (same_windows(["a"], 64),), tuple(turns)), engines
     )
 
 
 def test_a_group_waits_for_its_completions_and_for_the_seconds_after_the_last_of_them():
-    progress = dispatching([Turn(0, 0.0), Turn(0, 2.5), Turn(1, 0.5), Turn(2, 0.0)])
+    progress = dispatching(
+        [DispatchTurn(0, 0.0), DispatchTurn(0, 2.5), DispatchTurn(1, 0.5), DispatchTurn(2, 0.0)]
+    )
     assert progress.ready_at() == 0.0
     progress.dispatched()
     assert progress.ready_at() == 2.5, "seconds from the beginning"
@@ -61,7 +63,10 @@ def test_a_group_waits_for_its_completions_and_for_the_seconds_after_the_last_of
 
 
 def test_an_engine_that_would_stand_idle_gets_a_group_whatever_its_turn():
-    progress = dispatching([Turn(0, 0.0), Turn(0, 99.0), Turn(2, 1.0), Turn(2, 1.0)], engines=2)
+    progress = dispatching(
+        [DispatchTurn(0, 0.0), DispatchTurn(0, 99.0), DispatchTurn(2, 1.0), DispatchTurn(2, 1.0)],
+        engines=2,
+    )
     progress.dispatched()
     assert progress.ready_at() == 0.0, "one group in flight, two engines"
     progress.dispatched()

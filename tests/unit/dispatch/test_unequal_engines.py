@@ -10,7 +10,7 @@ import pytest
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.rollout import EngineSettings, RolloutConfig
 from pa_npu.control.messages import EngineRunsOn, RunsOn
-from pa_npu.dispatch.schedule import Reach, Schedule, same_windows, with_own_windows
+from pa_npu.dispatch.schedule import Reach, Schedule, same_windows, with_fixed_windows
 from pa_npu.engines.member import Member
 from pa_npu.engines.pool import EnginePool
 from pa_npu.families.spec import ModelSpec
@@ -154,8 +154,7 @@ def test_the_dry_run_and_the_plan_of_a_cluster_take_them_into_account() -> None:
     )
     typical = typical_speed("npu")
     generate_s = [
-        assumed_basis(c, spec, typical).predicted(c, streams=False).generate_s
-        for c in (slow, alike)
+        assumed_basis(c, spec, typical).predict(c, streams=False).generate_s for c in (slow, alike)
     ]
     assert generate_s[0] > 1.3 * generate_s[1]
     assert planning_base(slow, "npu") == planning_base(alike, "npu")
@@ -244,10 +243,10 @@ def test_windows_of_their_own_are_in_every_schedule_that_is_tried() -> None:
     for number in range(4):
         groups, outlooks = case.work(number)
         schedule = controller.begin_iteration(IterationOutlook(outlooks, case.names, windows=own))
-        assert [windows.of(case.names[1]) for windows in schedule.windows] == [8] * len(
+        assert [windows.on_engine(case.names[1]) for windows in schedule.windows] == [8] * len(
             schedule.windows
         )
-        assert schedule.windows[-1].of(case.names[0]) > 8, "the other's is chosen"
+        assert schedule.windows[-1].on_engine(case.names[0]) > 8, "the other's is chosen"
         outcome = simulate(case.cluster, groups, schedule)
         assert (
             most_in_flight(outcome.timings, case.names[1])
@@ -264,12 +263,12 @@ def test_reach_and_turns_stay_as_they_are_beside_windows_of_their_own() -> None:
     schedule = Schedule(
         "s", (0,), (same_windows(NAMES, 16), same_windows(NAMES, 32, 4)), reach=reach
     )
-    changed = with_own_windows(schedule, {"slow": 8})
-    assert [(w.of("fast"), w.of("slow"), w.from_group) for w in changed.windows] == [
+    changed = with_fixed_windows(schedule, {"slow": 8})
+    assert [(w.on_engine("fast"), w.on_engine("slow"), w.from_group) for w in changed.windows] == [
         (16, 8, 0),
         (32, 8, 4),
     ]
-    assert (changed.reach, changed.order) == (reach, (0,)) and with_own_windows(
+    assert (changed.reach, changed.order) == (reach, (0,)) and with_fixed_windows(
         schedule, {}
     ) is schedule
 
@@ -295,14 +294,16 @@ def first(speeds: dict[str, float], room: int = 32, groups: int = 40) -> Schedul
 
 def test_the_first_schedule_has_windows_in_proportion_to_the_speeds_that_are_expected() -> None:
     equal = first({})
-    assert [[w.of(name) for name in NAMES] for w in equal.windows] == [[20, 20], [40, 40]]
+    assert [[w.on_engine(name) for name in NAMES] for w in equal.windows] == [[20, 20], [40, 40]]
     unequal = first({"slow": SLOW_BY})
-    assert [[w.of(name) for name in NAMES] for w in unequal.windows] == [[32, 8], [64, 16]]
-    assert [w.of("another") for w in unequal.windows] == [20, 40], "one that appears meanwhile"
-    assert first({"slow": SLOW_BY}, room=8).windows[-1].of("fast") == 32, (
+    assert [[w.on_engine(name) for name in NAMES] for w in unequal.windows] == [[32, 8], [64, 16]]
+    assert [w.on_engine("another") for w in unequal.windows] == [20, 40], (
+        "one that appears meanwhile"
+    )
+    assert first({"slow": SLOW_BY}, room=8).windows[-1].on_engine("fast") == 32, (
         "no more than there is room for"
     )
-    assert first({"slow": 0.05}).windows[0].of("slow") == 4, "a group at least"
+    assert first({"slow": 0.05}).windows[0].on_engine("slow") == 4, "a group at least"
     assert first(dict.fromkeys(NAMES, 3.0)).windows == equal.windows, "only what differs counts"
 
 

@@ -212,7 +212,7 @@ async def produce(config: Config, spec: ModelSpec, tokenizer: Any, buffer: Rollo
             producer = producer_on_engines(
                 *(config, pool, make_environment(config, tokenizer), rewards, buffer),
                 *(
-                    ScheduleController(Rules.of(config), work),
+                    ScheduleController(Rules.from_config(config), work),
                     Sampling(8, 1.0),
                     Timeline(None, ""),
                     work,

@@ -128,13 +128,13 @@ def test_what_is_predicted_is_one_after_the_other() -> None:
     typical = typical_speed("cpu")
     config = colocated(**keys)
     basis = assumed_basis(config, SPEC, typical)
-    found = basis.predicted(config, streams=False)
+    found = basis.predict(config, streams=False)
     whole_s = found.generate_s + found.train_s + found.border_s
     assert found.iteration_s == pytest.approx(whole_s, rel=0.02), "but for uneven replicas"
     assert predicted_line(config, SPEC).startswith(
         "predicted"
     ) and "devices idle" in predicted_line(config, SPEC)
-    apart = basis.predicted(colocated(**keys, placement={"colocate": False}))
+    apart = basis.predict(colocated(**keys, placement={"colocate": False}))
     assert apart.iteration_s < apart.generate_s + apart.train_s, "negative control"
 
 

@@ -35,7 +35,7 @@ def test_what_is_found_fits_and_is_no_slower_than_the_recipe_and_says_why() -> N
     typical = typical_speed("npu")
     by_hand = load_config([RECIPE], ["run.device=npu"])
     seconds, by_hand_s = (
-        assumed_basis(one, spec, typical).predicted(one).iteration_s for one in (found, by_hand)
+        assumed_basis(one, spec, typical).predict(one).iteration_s for one in (found, by_hand)
     )
     assert seconds < 1.02 * by_hand_s
     (line,) = said

@@ -88,7 +88,7 @@ def test_the_colocated_bound_is_generation_and_training_on_all_devices_after_eac
     )
     generate_s = (
         Basis(engines, found.spec, found.costs, found.workload, found.typical, None)
-        .predicted(engines, streams=False)
+        .predict(engines, streams=False)
         .generate_s
     )
     assert plan.colocated_s.value == pytest.approx(

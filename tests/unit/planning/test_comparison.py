@@ -10,7 +10,7 @@ from pa_npu import platform as platforms
 from pa_npu.config.load import load_config
 from pa_npu.launcher.cli import main
 from pa_npu.planning import comparison
-from pa_npu.planning.comparison import Compared, Way, compare, comparison_lines
+from pa_npu.planning.comparison import Compared, PlannedWay, compare, comparison_lines
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.prediction.virtual_run import assumed_basis
 from pa_npu.platform.typical import typical_speed
@@ -68,7 +68,7 @@ def test_no_way_is_worse_than_what_the_configuration_itself_would_take_in_it(
 ) -> None:
     config, spec = load_config([MIXTURE], SPLIT), known_spec("Qwen3-30B-A3B")
     assert spec is not None
-    own_s = assumed_basis(config, spec, typical_speed("npu")).predicted(config).iteration_s
+    own_s = assumed_basis(config, spec, typical_speed("npu")).predict(config).iteration_s
     by_name = {way.name: way.seconds for way in split.ways}
     assert split.this.seconds == pytest.approx(own_s) and by_name["split"] <= own_s
     assert by_name["with roles"] <= by_name["in turns"] * 1.001
@@ -97,7 +97,7 @@ def test_the_change_of_a_key_that_gains_most_is_named_and_gains_it() -> None:
     assert compared is not None and compared.change == {"trainer.recompute": "none"}
     basis = assumed_basis(config, spec, typical_speed("npu"))
     faster = load_config([DENSE], [*given, "trainer.recompute=none"])
-    gained = 1.0 - basis.predicted(faster).iteration_s / basis.predicted(config).iteration_s
+    gained = 1.0 - basis.predict(faster).iteration_s / basis.predict(config).iteration_s
     assert compared.gain == pytest.approx(gained, abs=0.03) and compared.gain > 0.05
     assert (
         f"would gain most       trainer.recompute=none: {compared.gain:.0%} less"
@@ -105,7 +105,7 @@ def test_the_change_of_a_key_that_gains_most_is_named_and_gains_it() -> None:
     )
 
 
-THIS = Way("this", "8 engines x 1 on 8 ranks of TP 4", 100.0, 0.02, 0.02)
+THIS = PlannedWay("this", "8 engines x 1 on 8 ranks of TP 4", 100.0, 0.02, 0.02)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_run_one_version_behind_is_as_long_as_its_longer_side() -> None:
     assert spec is not None
     config = load_config([DENSE], [*given, "schedule.max_staleness=1"])
     basis = assumed_basis(config, spec, typical_speed("npu"))
-    sides = basis.predicted(config, streams=False)
+    sides = basis.predict(config, streams=False)
     this = comparison._this(basis, config)
     assert this.seconds == pytest.approx(max(sides.generate_s, sides.train_s) + sides.border_s)
     assert min(this.engines_idle, this.trainers_idle) == pytest.approx(

@@ -12,11 +12,16 @@ import numpy as np
 import pytest
 from helpers.virtual_cluster import CPU, HEAVY, NPU, Case, Lengths
 
-from pa_npu.dispatch.schedule import Schedule, Turn, Windows, same_windows
+from pa_npu.dispatch.schedule import DispatchTurn, Schedule, Windows, same_windows
 from pa_npu.planning.iteration_model.fit import EngineFit
-from pa_npu.planning.iteration_model.flow import backwards_turns, predicted
-from pa_npu.planning.iteration_model.schedules import flow_of
-from pa_npu.planning.iteration_model.subjects import Cluster, EngineSpeed, GroupTiming, VirtualGroup
+from pa_npu.planning.iteration_model.flow import backwards_turns, predict_flow
+from pa_npu.planning.iteration_model.schedules import predict_schedule
+from pa_npu.planning.iteration_model.subjects import (
+    EngineSpeed,
+    GroupTiming,
+    VirtualCluster,
+    VirtualGroup,
+)
 from tools.optimum import optimum_s
 from tools.simulate import Outcome, simulate
 
@@ -28,13 +33,13 @@ def groups_of(
 
 
 def in_order(
-    count: int, window: int, engines: Sequence[str] = ("a",), turns: Sequence[Turn] = ()
+    count: int, window: int, engines: Sequence[str] = ("a",), turns: Sequence[DispatchTurn] = ()
 ) -> Schedule:
     return Schedule("test", tuple(range(count)), (same_windows(engines, window),), tuple(turns))
 
 
-def one_engine(speed: EngineSpeed, **values: object) -> Cluster:
-    return Cluster({"a": speed}, **{"max_num_seqs": 10**6, **values})
+def one_engine(speed: EngineSpeed, **values: object) -> VirtualCluster:
+    return VirtualCluster({"a": speed}, **{"max_num_seqs": 10**6, **values})
 
 
 # -------------------------------------------------------------------------------------------------------
@@ -57,7 +62,7 @@ def test_equal_groups_in_one_wave_overlap_nothing_and_one_by_one_all_but_the_end
     groups = groups_of([[10, 10]] * 4, train_s=10.0)
     assert simulate(one_engine(speed), groups, in_order(4, 8)).end_s == pytest.approx(10 + 40)
     assert simulate(one_engine(speed), groups, in_order(4, 2)).end_s == pytest.approx(40 + 10)
-    turns = [Turn(0, 10.0 * i) for i in range(4)]
+    turns = [DispatchTurn(0, 10.0 * i) for i in range(4)]
     staggered = simulate(one_engine(replace(speed)), groups, in_order(4, 8, turns=turns))
     assert staggered.end_s == pytest.approx(50), (
         "all four may be in flight, but each begins when its turn comes"
@@ -200,7 +205,7 @@ def test_the_model_is_the_brute_force_but_for_rounding_to_steps(seed):
         for lengths in [tuple(float(numbers.randint(60, 200)) for _ in range(size))]
     ]
     window, most = size * numbers.randint(1, 4), 10**6
-    cluster = Cluster(speeds, most)
+    cluster = VirtualCluster(speeds, most)
     model = simulate(cluster, groups, in_order(many, window, tuple(speeds)))
     exact = brute_force(groups, speeds, window, most)
     # a group that comes in the middle of an engine's step waits for its end in the brute force
@@ -231,7 +236,7 @@ def test_the_model_has_the_figures_of_an_independent_simulator():
 
 
 def forwards(
-    cluster: Cluster, groups: list[VirtualGroup], places: int, slack: float = 1.0
+    cluster: VirtualCluster, groups: list[VirtualGroup], places: int, slack: float = 1.0
 ) -> float:
     order, turns = backwards_turns(cluster, groups, places * len(cluster.engines), slack)
     size = len(groups[0].lengths)
@@ -247,7 +252,9 @@ def test_backwards_is_optimal_for_equal_lengths_on_one_engine():
     grid = [5.0 * i for i in range(16)]
     found = min(
         simulate(
-            one_engine(speed), groups, in_order(4, 4, turns=[Turn(0, t) for t in (0.0, x, y, z)])
+            one_engine(speed),
+            groups,
+            in_order(4, 4, turns=[DispatchTurn(0, t) for t in (0.0, x, y, z)]),
         ).end_s
         for x in grid
         for y in grid
@@ -283,7 +290,7 @@ def test_turns_of_prompt_order_go_out_in_prompt_order():
     known, _ = CPU.work(0)
     cluster = replace(CPU.cluster, order="prompt")
     order, turns = backwards_turns(cluster, known, 16, 1.0)
-    assert order == tuple(range(16)) and turns[0] == Turn(0, pytest.approx(0.0, abs=1e-9))
+    assert order == tuple(range(16)) and turns[0] == DispatchTurn(0, pytest.approx(0.0, abs=1e-9))
     assert (
         simulate(cluster, known, Schedule("t", order, (same_windows(CPU.names, 128),), turns)).end_s
         < 5.3
@@ -318,7 +325,7 @@ def test_the_flow_of_an_iteration_ends_with_the_iteration_that_is_simulated_engi
         schedule = case.constant(outlooks, places)
         for streams in (True, False):
             exact = simulate(case.cluster, groups, schedule, streams=streams)
-            found = flow_of(case.cluster, groups, schedule, streams=streams)
+            found = predict_schedule(case.cluster, groups, schedule, streams=streams)
             ratios += [found.end_s / exact.end_s, found.generated_s / exact.generated_s]
     assert (
         np.mean(ratios) == pytest.approx(1.0, abs=0.02)
@@ -336,9 +343,9 @@ def test_the_flow_of_turns_ends_as_they_do():
             "t", order, (same_windows(case.names, case.most_places * case.responses),), turns
         )
         exact = simulate(case.cluster, groups, schedule).end_s
-        assert flow_of(case.cluster, groups, schedule, streams=True).end_s == pytest.approx(
-            exact, rel=0.03
-        )
+        assert predict_schedule(
+            case.cluster, groups, schedule, streams=True
+        ).end_s == pytest.approx(exact, rel=0.03)
 
 
 @pytest.mark.parametrize("order", ["prompt", "completion"])
@@ -351,7 +358,7 @@ def test_the_flow_counts_replicas_steps_deliveries_and_groups_that_are_replaced(
         replace(group, informative=group.index % 3 != 2)
         for group in groups_of([[10]] * 6, train_s=25.0)
     ]
-    found = predicted(cluster, groups, 1)
+    found = predict_flow(cluster, groups, 1)
     assert (found.starts_s, found.ends_s) == ((0, 10, 20, 30, 40, 50), (10, 20, 30, 40, 50, 60))
     # groups 0 and 1, ready at 10.5 and 20.5, a step at 45.5; groups 3 and 4, ready at 40.5 and 50.5
     assert (
@@ -460,7 +467,7 @@ def test_unequal_windows_are_for_the_engines_they_name():
     """
     speeds = {"fast": EngineSpeed(1.0, 0.5), "slow": EngineSpeed(3.0, 1.5)}
     groups = groups_of([[10]] * 8)
-    cluster = Cluster(speeds, 100)
+    cluster = VirtualCluster(speeds, 100)
     by_speed = Schedule("s", tuple(range(8)), (Windows({"fast": 6, "slow": 2}, 4),))
     # the fast one decodes 6 at 1 + 6 / 2 seconds a step, the slow one 2 at 3 + 2 * 1.5
     assert simulate(cluster, groups, by_speed).generated_s == pytest.approx(60)

@@ -12,11 +12,11 @@ from pa_npu.dispatch.schedule import Reach, Schedule
 from pa_npu.planning.iteration_model.flow import unequal
 from pa_npu.planning.iteration_model.schedules import bound_s, choose
 from pa_npu.planning.iteration_model.subjects import (
-    Cluster,
     EngineSpeed,
     GroupOutlook,
     IterationOutlook,
     Rules,
+    VirtualCluster,
     VirtualGroup,
 )
 from tools.bench_balance import case_of, generate_ratio, main, virtual
@@ -25,8 +25,8 @@ from tools.simulate import simulate
 GROUPS, RESPONSES, STEP_S = 64, 8, 0.01
 
 
-def cluster(*speeds: float) -> Cluster:
-    return Cluster(
+def cluster(*speeds: float) -> VirtualCluster:
+    return VirtualCluster(
         {f"engine {n}": EngineSpeed(STEP_S / speed, 0.0) for n, speed in enumerate(speeds)}, 10**6
     )
 
@@ -69,7 +69,7 @@ def test_no_assignment_of_jobs_to_places_is_shorter_than_the_bound() -> None:
     assert met >= 5, "the bound says something"
 
 
-def chosen(engines: Cluster, groups: list[VirtualGroup], places: int) -> Schedule:
+def chosen(engines: VirtualCluster, groups: list[VirtualGroup], places: int) -> Schedule:
     """With room for so many groups per engine, in the widest window."""
     rules = Rules("auto", "auto", RESPONSES, places * RESPONSES // 2, 4096, 1, "completion", 1)
     outlook = IterationOutlook(
@@ -89,7 +89,9 @@ def test_slower_engines_that_take_what_they_end_in_time_end_generation_near_its_
     for seed in range(8):
         groups = heavy_tailed(seed)
         schedule = chosen(engines, groups, places)
-        windows = {name: schedule.windows[0].of(name) // RESPONSES for name in engines.engines}
+        windows = {
+            name: schedule.windows[0].on_engine(name) // RESPONSES for name in engines.engines
+        }
         bound = bound_s(
             [g.longest for g in groups],
             {name: (s.step_s, windows[name]) for name, s in engines.engines.items()},

@@ -33,7 +33,7 @@ def predicted(*overrides: str) -> tuple[Config, Predicted, Predicted]:
     """(configuration, synchronous, periodic)."""
     config = load_config([RECIPE], ["run.device=npu", *SPLIT, *overrides])
     basis = assumed_basis(config, spec_of(config), SPEED)
-    return config, basis.predicted(config, streams=False), basis.predicted(config)
+    return config, basis.predict(config, streams=False), basis.predict(config)
 
 
 def of_bound(synchronous: Predicted, found: Predicted) -> float:
@@ -114,8 +114,8 @@ def test_every_recipe_idles_little_though_lengths_are_not_known_before(name: str
     """Devices for both sides, by themselves; a split reaches eight tenths of its bound."""
     config = load_config([f"configs/grpo_{name}.yaml"], ["run.device=npu"])
     basis = assumed_basis(config, spec_of(config), SPEED)
-    found = basis.predicted(config)
+    found = basis.predict(config)
     if config.trainer.devices == config.num_devices:
         assert found.engines_idle < 0.2
     else:
-        assert of_bound(basis.predicted(config, streams=False), found) >= 0.8
+        assert of_bound(basis.predict(config, streams=False), found) >= 0.8

@@ -69,7 +69,7 @@ def test_other_configurations_are_predicted_within_five_percent(recorded, name):
     """
     run, spec, calibration, workload = recorded
     config = Config.model_validate(tree(Path(run.config.run.dir), **OTHERS[name]))
-    predicted = Basis(config, spec, calibration, workload, CORE, None).predicted(config)
+    predicted = Basis(config, spec, calibration, workload, CORE, None).predict(config)
     groups = config.schedule.prompts_per_iteration
     drawn = [
         [(s.prompt, list(s.lengths)) for s in virtual_run._drawn(workload, config, n, groups)]
@@ -107,7 +107,7 @@ def test_sessions_are_planned_by_the_tokens_that_trainers_compute(recorded, tmp_
     sessions = seen_workload(read_run(directory))
     assert sessions.origin == "measured" and len(sessions.shapes) == len(workload.shapes)
     whole, shared = (
-        Basis(run.config, spec, calibration, of, CORE, None).predicted(run.config)
+        Basis(run.config, spec, calibration, of, CORE, None).predict(run.config)
         for of in (workload, sessions)
     )
     assert shared.train_s < 0.7 * whole.train_s and shared.generate_s > 0.8 * whole.generate_s
@@ -120,7 +120,7 @@ def test_without_a_timeline_what_the_controller_learned_is_used(tmp_path):
     assert found.engine.step_s == pytest.approx(0.004) and found.engine_error > 0.1
     assert seen_workload(run).origin == "calibrated"
     measured = statistics.median(seen.iteration_s for seen in run.iterations)
-    assert Basis(run.config, spec, found, seen_workload(run), CORE, None).predicted(
+    assert Basis(run.config, spec, found, seen_workload(run), CORE, None).predict(
         run.config
     ).iteration_s == pytest.approx(measured, rel=0.15)
 
@@ -142,8 +142,8 @@ def test_what_the_model_leaves_out_of_the_run_itself_is_measured_and_carried_ove
 def test_costs_grow_with_the_model_and_shrink_with_the_device(recorded):
     run, spec, calibration, workload = recorded
     larger = replace(spec, hidden_size=256, ffn_size=768, num_heads=8, num_layers=8)
-    now = Basis(run.config, spec, calibration, workload, CORE, None).predicted(run.config)
-    more = Basis(run.config, larger, calibration, workload, CORE, None).predicted(run.config)
+    now = Basis(run.config, spec, calibration, workload, CORE, None).predict(run.config)
+    more = Basis(run.config, larger, calibration, workload, CORE, None).predict(run.config)
     assert more.generate_s > 1.1 * now.generate_s and more.train_s > 2.0 * now.train_s
     faster = replace(
         CORE,
@@ -153,9 +153,7 @@ def test_costs_grow_with_the_model_and_shrink_with_the_device(recorded):
         sequence_s=1e-5,
     )
     assert (
-        Basis(run.config, spec, calibration, workload, faster, None)
-        .predicted(run.config)
-        .iteration_s
+        Basis(run.config, spec, calibration, workload, faster, None).predict(run.config).iteration_s
         < now.iteration_s
     )
 
@@ -169,10 +167,10 @@ def test_the_part_of_a_cluster_that_is_simulated_takes_as_long_as_all_of_it(reco
     }
     config = Config.model_validate(tree(Path(run.config.run.dir), **changes))
     costs = published(config, spec, CORE)
-    part = Basis(config, spec, costs, workload, CORE, None).predicted(config)
+    part = Basis(config, spec, costs, workload, CORE, None).predict(config)
     monkeypatch.setattr(virtual_run, "_MOST_ENGINES", 10**6)
     monkeypatch.setattr(virtual_run, "_MOST_GROUPS", 10**6)
-    whole = Basis(config, spec, costs, workload, CORE, None).predicted(config)
+    whole = Basis(config, spec, costs, workload, CORE, None).predict(config)
     assert part.iteration_s == pytest.approx(whole.iteration_s, rel=0.06)
     assert part.tokens / part.iteration_s == pytest.approx(
         whole.tokens / whole.iteration_s, rel=0.06

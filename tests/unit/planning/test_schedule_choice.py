@@ -224,7 +224,7 @@ def test_a_fixed_window_is_kept_predicted_and_dispatched_in_the_better_order():
     case = halved(replace(LONG, train=2.0))
     ran = run_controller(case, 6, rules_of(case, window=24))
     for r in ran:
-        assert [windows.of("engine 0") for windows in r.schedule.windows] == [
+        assert [windows.on_engine("engine 0") for windows in r.schedule.windows] == [
             24
         ] and not r.schedule.turns
     assert ran[-1].prediction.predicted_s == pytest.approx(ran[-1].end_s + case.border_s, rel=0.12)

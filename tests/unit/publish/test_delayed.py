@@ -155,7 +155,7 @@ def test_the_second_buffer_is_in_the_plan_and_beside_the_engines_share() -> None
         return [
             found.line()
             for found in shortages(config, spec, 64 * GIB, True)
-            if "second buffer" in found.what
+            if "second buffer" in found.problem
         ]
 
     (line,) = lines(0.85)

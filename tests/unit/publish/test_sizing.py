@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pa_npu import platform as platforms
-from pa_npu.planning.prediction.costs import Link, publish_seconds
+from pa_npu.planning.prediction.costs import PublishLink, publish_seconds
 from pa_npu.trainer.assemble import SMALLEST_BUCKET_BYTES, auto_bucket_bytes
 from tools.bench_publish import MODELS
 
@@ -33,9 +33,9 @@ def test_free_memory_of_the_cpu_is_less_than_all_of_it() -> None:
 
 def test_expected_seconds_by_hand() -> None:
     # ten buckets of 1 GB; half of each must come from the TP peer
-    fast_gather = Link(wire=2e9, gather=5e9, latency_s=0.01)
+    fast_gather = PublishLink(wire=2e9, gather=5e9, latency_s=0.01)
     assert publish_seconds(10**10, 10**9, 2, fast_gather) == pytest.approx(0.1 + 10 * 0.51)
-    slow_gather = Link(wire=2e9, gather=0.5e9, latency_s=0.0)
+    slow_gather = PublishLink(wire=2e9, gather=0.5e9, latency_s=0.0)
     assert publish_seconds(10**10, 10**9, 2, slow_gather) == pytest.approx(1.0 + 10 * 1.0)
     assert publish_seconds(10**10, 10**9, 1, slow_gather) == pytest.approx(5.0)
 

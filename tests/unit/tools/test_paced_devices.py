@@ -13,7 +13,7 @@ import pytest
 
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.registry import backend_module
-from pa_npu.planning.iteration_model.subjects import Cluster, EngineSpeed
+from pa_npu.planning.iteration_model.subjects import EngineSpeed, VirtualCluster
 from tools.bench_schedule import RESPONSES, shortest_generation_s
 from tools.paced.device import Device
 from tools.paced.trainer import PacedBackend, PacedMicrobatches
@@ -145,10 +145,10 @@ def test_a_worker_computes_and_then_waits_for_its_device(
 
 
 def test_the_trainers_speed_follows_from_the_shortest_generation() -> None:
-    cluster = Cluster({"0": EngineSpeed(0.012, 0.0005, 0.0)}, 32)
+    cluster = VirtualCluster({"0": EngineSpeed(0.012, 0.0005, 0.0)}, 32)
     lengths = [[64] * RESPONSES] * 16
     assert shortest_generation_s(cluster, lengths, 128) == pytest.approx(
         4 * 64 * (0.012 + 32 * 0.0005)
     )
-    two = Cluster({name: EngineSpeed(0.012, 0.0005, 0.0) for name in "01"}, 32)
+    two = VirtualCluster({name: EngineSpeed(0.012, 0.0005, 0.0) for name in "01"}, 32)
     assert shortest_generation_s(two, lengths, 128) == pytest.approx(2 * 64 * (0.012 + 32 * 0.0005))

@@ -12,7 +12,7 @@ import pytest
 
 from pa_npu.telemetry.run_end import owner_mark
 from pa_npu.viewer.run import RunDirectory
-from pa_npu.viewer.timeline import Attempt
+from pa_npu.viewer.timeline import TimelineAttempt
 from pa_npu.viewer.values import share
 from tests.helpers.finished_run import BEGAN_S, SECRET, end_run, make_run, resume_run
 
@@ -118,8 +118,8 @@ def test_the_time_in_which_a_run_was_down_belongs_to_no_iteration(tmp_path: Path
         "those behind the checkpoint are of the first attempt"
     )
     assert resumed._timeline.attempts() == [
-        Attempt(BEGAN_S - 5, 0, resumed=False),
-        Attempt(BEGAN_S + 4100, 8, resumed=True),
+        TimelineAttempt(BEGAN_S - 5, 0, resumed=False),
+        TimelineAttempt(BEGAN_S + 4100, 8, resumed=True),
     ]
 
 
