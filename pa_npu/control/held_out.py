@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pa_npu.control.channel import StoreChannel
 from pa_npu.control.typed import Topic
 
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """A set of held-out rows. groups: how many of them lie under group_key. rows, tokens: of the
+    """A set of held-out rows. groups: how many there are (get_group). rows, tokens: of the
     set; tokens are those with a loss.
     """
 
@@ -44,6 +45,15 @@ HELD_OUT_LOSS = Topic(
 )
 
 
-def group_key(name: str, number: int) -> str:
-    """The key of a set's group, in the wire format of samples."""
+def put_group(channel: StoreChannel, name: str, number: int, data: bytes) -> None:
+    """Puts group `number` of set `name`, in the wire format of samples."""
+    channel.put_bytes(_group_key(name, number), data)
+
+
+def get_group(channel: StoreChannel, name: str, number: int) -> bytes:
+    """Returns what `put_group` put. Raises StoreError where there is nothing."""
+    return channel.get_bytes(_group_key(name, number))
+
+
+def _group_key(name: str, number: int) -> str:
     return f"held_out/groups/{name}/{number}"

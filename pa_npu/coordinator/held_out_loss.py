@@ -16,7 +16,7 @@ from pa_npu.control.held_out import (
     HELD_OUT_SETS,
     HeldOutSet,
     HeldOutSets,
-    group_key,
+    put_group,
 )
 from pa_npu.control.milestones import Milestones
 from pa_npu.coordinator.evaluate import Evaluations
@@ -96,7 +96,7 @@ class HeldOutLosses(Evaluations):
         groups = groups_of_rows(rows, self.config.microbatch_responses)
         for number, prompt in enumerate(groups):
             group = group_of(prompt, algorithm).group(self.config.run.seed, 0, number)
-            self.channel.put_bytes(group_key(name, number), to_bytes(group, columns))
+            put_group(self.channel, name, number, to_bytes(group, columns))
         tokens = sum(row.num_trained for row in rows)
         return HeldOutSet(name, len(groups), len(rows), tokens)
 

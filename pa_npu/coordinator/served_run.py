@@ -201,7 +201,7 @@ class ServedRun(Variant):
         )
         if max(tokens, default=0) >= len(self._chat.tokenizer):
             raise RequestRefused(
-                f"prompt: token {max(tokens)} is none of the model's", param="prompt"
+                f"prompt: token {max(tokens)} is not in the model's vocabulary", param="prompt"
             )
         number = next(self._requests)
         found = await self._sample(tokens, asked, number)

@@ -21,7 +21,7 @@ from pa_npu.control.held_out import (
     HELD_OUT_SETS,
     HeldOutLoss,
     HeldOutSet,
-    group_key,
+    get_group,
 )
 from pa_npu.control.milestones import Milestones
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
@@ -77,7 +77,7 @@ class HeldOutRows:
         own += [0] * (-(-held_out.groups // replicas) - counted)
         microbatches: list[Microbatch] = []
         for number in own:
-            data = self.channel.get_bytes(group_key(held_out.name, number))
+            data = get_group(self.channel, held_out.name, number)
             group = from_bytes(data, trained_columns(self.config))
             microbatches += build_microbatches(
                 group,

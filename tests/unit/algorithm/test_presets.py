@@ -346,7 +346,7 @@ def test_no_name_is_the_defaults_and_an_unknown_one_is_refused(tmp_path: Path) -
     file.write_text("model: {path: m}\ndata: {train: t}\nalgorithm: {name: grpo2}\n")
     with pytest.raises(
         ConfigError,
-        match=r"c.yaml:3: algorithm.name: \"grpo2\" is not allowed; use grpo \| dr-grpo",
+        match=r"c.yaml:3: algorithm.name: \"grpo2\" .*did you mean grpo\? .*grpo \| dr-grpo",
     ):
         load_config([str(file)])
 

@@ -12,13 +12,13 @@ import pytest
 import torch.distributed as dist
 
 import pa_npu
-from pa_npu.control import messages, roster
+from pa_npu.control import held_out, messages, roster
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.typed import Counter, MessageError, Topic
 from pa_npu.publish import messages as publish_messages
 from tests.helpers.reports import iteration_report
 
-ROOMS = (messages, publish_messages, roster)
+ROOMS = (messages, held_out, publish_messages, roster)
 TOPICS = {
     f"{room.__name__}.{name}": value
     for room in ROOMS
@@ -60,7 +60,7 @@ def test_every_message_comes_back_equal(name: str) -> None:
 
 def test_no_key_belongs_to_two_messages() -> None:
     """Under one prefix: the roster's keys have another than those of an attempt."""
-    for rooms in ((messages, publish_messages), (roster,)):
+    for rooms in ((messages, held_out, publish_messages), (roster,)):
         keys = [
             value.key
             for room in rooms

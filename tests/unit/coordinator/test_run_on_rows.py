@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pa_npu.control.held_out import HELD_OUT_LOSS, HELD_OUT_SETS, HeldOutLoss, group_key
+from pa_npu.control.held_out import HELD_OUT_LOSS, HELD_OUT_SETS, HeldOutLoss, get_group
 from pa_npu.control.messages import DATA_POSITION, TRAINERS_RUN_ON
 from pa_npu.publish.messages import MEMBERS
 from pa_npu.samples.wire import from_bytes
@@ -72,8 +72,7 @@ def test_it_waits_for_no_engine_and_a_resumed_one_goes_on_with_the_same_rows(
         (held_out,) = HELD_OUT_SETS.get(run.channel).sets
         assert (held_out.name, held_out.rows) == ("test", 6)
         groups = [
-            from_bytes(run.channel.get_bytes(group_key("test", number)))
-            for number in range(held_out.groups)
+            from_bytes(get_group(run.channel, "test", number)) for number in range(held_out.groups)
         ]
         assert sum(group.num_samples for group in groups) == 6
         assert sum(group.num_trained for group in groups) == held_out.tokens
