@@ -90,5 +90,6 @@ TRANSFORMERS = EngineKind(
     check=check,
     describe=describe,
     served_model=served_model,
+    merges_adapters=True,
     records_routes=True,
 )

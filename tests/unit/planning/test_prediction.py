@@ -168,8 +168,8 @@ def test_the_part_of_a_cluster_that_is_simulated_takes_as_long_as_all_of_it(reco
     config = Config.model_validate(tree(Path(run.config.run.dir), **changes))
     costs = published(config, spec, CORE)
     part = Basis(config, spec, costs, workload, CORE, None).predict(config)
-    monkeypatch.setattr(virtual_run, "_MOST_ENGINES", 10**6)
-    monkeypatch.setattr(virtual_run, "_MOST_GROUPS", 10**6)
+    monkeypatch.setattr(virtual_run, "_MAX_ENGINES", 10**6)
+    monkeypatch.setattr(virtual_run, "_MAX_GROUPS", 10**6)
     whole = Basis(config, spec, costs, workload, CORE, None).predict(config)
     assert part.iteration_s == pytest.approx(whole.iteration_s, rel=0.06)
     assert part.tokens / part.iteration_s == pytest.approx(
