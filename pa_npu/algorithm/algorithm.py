@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.algorithm.normaliser import Counts
+from pa_npu.algorithm.normaliser import Counts, broken_normalisers, normaliser
 from pa_npu.config.rules.unread import Condition
 from pa_npu.config.schema import Config
 
@@ -285,17 +285,18 @@ class Algorithm(ABC):
         from what was dispatched."""
         return None
 
-    @abstractmethod
     def normaliser(self, counts: Counts) -> float:
-        """Returns N, which every component's sum is divided by, of what `counts` says."""
+        """Returns N, which every component's sum is divided by: that of algorithm.aggregation."""
+        return normaliser(self.keys.aggregation, counts, self.config.rollout.max_response_tokens)
 
-    @abstractmethod
     def broken_normalisers(
         self, normalisers: Sequence[float], dispatched: Counts, num_groups: int
     ) -> str | None:
-        """Says why these are not the normalisers of an iteration's updates, as a phrase; None where
-        they are (I7).
+        """Says why these are not the normalisers of an iteration's updates, as a phrase; None if
+        they are (I7). An algorithm with a normaliser of its own checks it in its own way.
         """
+        expected = self.normaliser(dispatched)
+        return broken_normalisers(normalisers, expected, dispatched, self.keys.aggregation)
 
     # Its keys
 

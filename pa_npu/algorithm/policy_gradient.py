@@ -14,9 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from pa_npu.algorithm.algorithm import OLD_POLICY, Component, NeededModel
 from pa_npu.algorithm.normaliser import (
-    Counts,
-    broken_normalisers,
-    normaliser,
     token_weights,
 )
 from pa_npu.algorithm.reward_credit import RewardCredit
@@ -97,17 +94,6 @@ class PolicyGradient(RewardCredit):
         from pa_npu.algorithm.gradient_formulas import expected_policy_gradient
 
         return expected_policy_gradient(batch, self.keys)
-
-    # The normaliser
-
-    def normaliser(self, counts: Counts) -> float:
-        return normaliser(self.keys.aggregation, counts, self.config.rollout.max_response_tokens)
-
-    def broken_normalisers(
-        self, normalisers: Sequence[float], dispatched: Counts, num_groups: int
-    ) -> str | None:
-        expected = self.normaliser(dispatched)
-        return broken_normalisers(normalisers, expected, dispatched, self.keys.aggregation)
 
     # Its keys
 

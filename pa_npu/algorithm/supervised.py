@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pa_npu.algorithm.algorithm import Algorithm, Component, ScoredSamples, TokenValues
-from pa_npu.algorithm.normaliser import (
-    Counts,
-    broken_normalisers,
-    normaliser,
-    token_weights,
-)
+from pa_npu.algorithm.normaliser import token_weights
 from pa_npu.config.rules.unread import Condition, never_read
 
 if TYPE_CHECKING:
@@ -77,17 +72,6 @@ class Supervised(Algorithm):
         weights = batch.weights.double().numpy()
         limit = _ROUNDING * np.abs(weights) + 1e-12
         return ExpectedGradient(-weights, limit, np.ones(len(weights), np.bool_))
-
-    # The normaliser
-
-    def normaliser(self, counts: Counts) -> float:
-        return normaliser(self.keys.aggregation, counts, self.config.rollout.max_response_tokens)
-
-    def broken_normalisers(
-        self, normalisers: Sequence[float], dispatched: Counts, num_groups: int
-    ) -> str | None:
-        expected = self.normaliser(dispatched)
-        return broken_normalisers(normalisers, expected, dispatched, self.keys.aggregation)
 
     # Its keys
 

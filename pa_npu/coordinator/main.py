@@ -11,10 +11,9 @@ checkpoint. SIGTERM ends it when the last iteration's record is written (run_unt
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
@@ -49,15 +48,14 @@ from pa_npu.coordinator.evaluate import (
 )
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.loop import Coordinator, IterationEnd
-from pa_npu.coordinator.publication import EngineGuest, publication_kind
+from pa_npu.coordinator.publication import EngineGuest, Publication, publication_kind
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.coordinator.roles import Roles, RolesDelivery
 from pa_npu.coordinator.run_on_rows import run_on_rows
 from pa_npu.coordinator.served_run import ServedRun
-from pa_npu.coordinator.start import first_version, store_address
+from pa_npu.coordinator.start import first_version, lead, make_records, store_address
 from pa_npu.coordinator.token_budget import BudgetedUpdates
 from pa_npu.coordinator.updates import EveryGroup, InformativeGroups, Updates
-from pa_npu.coordinator.variants import Variant
 from pa_npu.data.prompts import Prompt, load_prompts, load_training
 from pa_npu.data.stream import TrainingStream
 from pa_npu.dispatch.assignment import GroupWork
@@ -131,15 +129,13 @@ async def run(config: Config) -> None:
             RewardPool(config.reward, config.run.dir, config.rollout.max_response_tokens)
         )
         timeline = stack.enter_context(Timeline.for_run(config.run.dir, "coordinator"))
-        records = stack.enter_context(
-            RunRecords(config, first, lambda token: str(tokenizer.decode([token])))
-        )
+        records = stack.enter_context(make_records(config, first, tokenizer))
         store_thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="store"))
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
         freshness = Freshness.from_config(config)
-        publication_class = publication_kind(config.publish)
-        buffer = open_buffer(config, buffer_channel, ahead=publication_class.CONCURRENT_ITERATIONS)
+        ahead_of_trainers = publication_kind(config.publish).CONCURRENT_ITERATIONS
+        buffer = open_buffer(config, buffer_channel, ahead=ahead_of_trainers)
         work = GroupWork(spec, config)
         controller = ScheduleController(Rules.from_config(config), work)
         service = make_service(config, pool, sampling, tokenizer)
@@ -147,14 +143,9 @@ async def run(config: Config) -> None:
             where = (config.placement.address, config.agent.port or 0, Path(config.run.dir))
             await stack.enter_async_context(gateway.serving(*where))
         await stack.enter_async_context(opened(environment, limit_s))
-        features: list[Variant] = []
-        streamed: Callable[..., Delivery] = Delivery
-        if service is not None:
-            features.append(service)
-        if (roles := make_roles(config, pool, timeline, controller)) is not None:
+        roles = make_roles(config, pool, timeline, controller)
+        if roles is not None:
             stack.callback(roles.close)
-            features.append(roles)
-            streamed = partial(RolesDelivery, roles=roles)
         producer = producer_on_engines(
             config=config,
             pool=pool,
@@ -166,8 +157,8 @@ async def run(config: Config) -> None:
             timeline=timeline,
             work=work,
             store_thread=store_thread,
-            variants=features,
-            streamed=streamed,
+            variants=[feature for feature in (service, roles) if feature is not None],
+            streamed=Delivery if roles is None else partial(RolesDelivery, roles=roles),
         )
         await fleet.wait_all_ready()
         if config.engines_sleep:
@@ -176,42 +167,21 @@ async def run(config: Config) -> None:
         runs_on = RunsOn(trainers, fleet.run_on())
         records.write_runs_on(runs_on)
         chain = stack.enter_context(RunChain(config, channel, first, runs_on))
-        probes = ProbePlan.from_sections(
-            publish=config.publish,
-            rollout=config.rollout,
-            schedule=config.schedule,
-            algorithm=config.algorithm,
-        )
-        publish = CoordinatorPublish(
-            rollout=config.rollout,
-            timeout_s=config.publish.timeout_s,
-            seed=config.run.seed,
-            senders=config.mesh.senders(),
-            fleet=fleet,
-            pool=pool,
-            channel=channel,
-            connection=connection,
-            sampling=sampling,
-            probes=probes,
-        )
         milestones = Milestones.from_sections(
             schedule=config.schedule, checkpoint=config.checkpoint, has_held_out=bool(held_out)
         )
         evaluations = Evaluations()
         if held_out:
-            tested = await open_evaluated(stack, config, environment, tokenizer)
+            evaluator = Evaluator(
+                config=config,
+                sets=held_out,
+                pool=pool,
+                environment=await open_evaluated(stack, config, environment, tokenizer),
+                rewards=rewards,
+                sampling=sampling,
+            )
             evaluations = make_evaluations(
-                Evaluator(
-                    config=config,
-                    sets=held_out,
-                    pool=pool,
-                    environment=tested,
-                    rewards=rewards,
-                    sampling=sampling,
-                ),
-                records=records,
-                timeline=timeline,
-                milestones=milestones,
+                evaluator, records=records, timeline=timeline, milestones=milestones
             )
         updates = make_updates(
             config,
@@ -231,43 +201,33 @@ async def run(config: Config) -> None:
             train=train,
             next=first,
         )
-        guests: list[EngineGuest] = [evaluations]
-        if service is not None:
-            guests.append(service)
-        publication = publication_class(
+        publication = make_publication(
+            config,
             channel=channel,
             fleet=fleet,
             pool=pool,
-            publish=publish,
+            connection=connection,
+            sampling=sampling,
             timeline=timeline,
-            guests=guests,
+            guests=[evaluations] if service is None else [evaluations, service],
             written=ahead.written,
-            probes=probes,
             milestones=milestones,
             first=first,
-            startup_timeout_s=config.run.startup_timeout_s,
-            wait_timeout_s=config.deadlines.wait_timeout_s,
-            border_timeout_s=config.deadlines.border_timeout_s,
-        )
-        coordinator = Coordinator(
-            first=first,
-            last=config.schedule.iterations,
-            publication=publication,
-            ahead=ahead,
-            evaluations=evaluations,
-            iteration_end=IterationEnd(
-                config=config,
-                channel=channel,
-                controller=controller,
-                records=records,
-                chain=chain,
-            ),
         )
         ahead.take_up(buffer)
-        gc.collect()
-        # what is here stays to the run's end, and every full collection would look at it again
-        gc.freeze()
-        await coordinator.run()
+        iteration_end = IterationEnd(
+            config=config, channel=channel, controller=controller, records=records, chain=chain
+        )
+        await lead(
+            Coordinator(
+                first=first,
+                last=config.schedule.iterations,
+                publication=publication,
+                ahead=ahead,
+                evaluations=evaluations,
+                iteration_end=iteration_end,
+            )
+        )
 
 
 async def open_engines(
@@ -374,6 +334,57 @@ def make_evaluations(
     in_background = evaluator.config.evaluate.overlap
     kind = BackgroundEvaluations if in_background else ForegroundEvaluations
     return kind(evaluator, records, timeline, milestones)
+
+
+def make_publication(
+    config: Config,
+    *,
+    channel: StoreChannel,
+    fleet: Fleet,
+    pool: EnginePool,
+    connection: Connection,
+    sampling: Sampling,
+    timeline: Timeline,
+    guests: Sequence[EngineGuest],
+    written: Callable[[int], Awaitable[None]],
+    milestones: Milestones,
+    first: int,
+) -> Publication:
+    """Makes the run's publication: how a version comes to the engines (publish.mode, divergence)."""
+    probes = ProbePlan.from_sections(
+        publish=config.publish,
+        rollout=config.rollout,
+        schedule=config.schedule,
+        algorithm=config.algorithm,
+    )
+    publish = CoordinatorPublish(
+        rollout=config.rollout,
+        timeout_s=config.publish.timeout_s,
+        seed=config.run.seed,
+        senders=config.mesh.senders(),
+        fleet=fleet,
+        pool=pool,
+        channel=channel,
+        connection=connection,
+        sampling=sampling,
+        probes=probes,
+    )
+    kind = publication_kind(config.publish)
+    return kind(
+        channel=channel,
+        fleet=fleet,
+        pool=pool,
+        publish=publish,
+        timeline=timeline,
+        guests=guests,
+        written=written,
+        probes=probes,
+        milestones=milestones,
+        first=first,
+        startup_timeout_s=config.run.startup_timeout_s,
+        wait_timeout_s=config.deadlines.wait_timeout_s,
+        border_timeout_s=config.deadlines.border_timeout_s,
+    )
 
 
 def make_roles(

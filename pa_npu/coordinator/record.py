@@ -198,33 +198,17 @@ def iteration_record(
     start: Interval,
     end: BorderOutcome,
 ) -> dict[str, Any]:
-    """The record of one iteration, from one completed publish to the next.
+    """Returns the record of one iteration, from one completed publish to the next.
 
     border: the publish that ends it, as trainers saw it. prediction: of the schedule controller,
     without the evaluation.
     """
-    numbers, publish, evaluation, use_after = (
-        production.numbers,
-        end.held,
-        start.evaluation,
-        end.use,
-    )
-    iteration_s = publish.done_s - start.border.held.done_s
+    numbers = production.numbers
+    evaluation = start.evaluation
+    iteration_s = end.held.done_s - start.border.held.done_s
     devices = config.trainer.devices + start.border.engines * config.rollout.tensor_parallel
     tokens = {**numbers, "tokens_computed": report.training.tokens_computed}
-    # an engine may be new
-    use_before = {name: EngineUse() for name in use_after} | start.border.use
-    busy_s = [use.busy_s - use_before[name].busy_s for name, use in use_after.items()]
     wait_s = report.training.wait_s + border.border_wait_s
-    shared = {}
-    if use_after and all(use.shared for use in use_after.values()):
-        decode_s = sum(busy_s) * config.rollout.tensor_parallel / devices
-        shared = {"device_idle": idle.device_idle(wait_s, decode_s, iteration_s)}
-    engine = (
-        {"host": publish.memory.host_bytes, "device": publish.memory.device_bytes}
-        if publish.memory
-        else {}
-    )
     record = {
         **report.record(),
         **border.record(),
@@ -242,31 +226,63 @@ def iteration_record(
     if not config.has_engines:
         eval_loss = evaluation["loss"] if evaluation else None
         return record | {"eval_loss": eval_loss, "tokens_per_s": record["tpspd"] * devices}
-    engines: dict[str, Any] = {}
-    for name, use in use_after.items():
-        engines[name] = {
-            "requests": use.requests - use_before[name].requests,
-            "tokens": use.tokens - use_before[name].tokens,
-        }
-        if use.settings.device is not None:
-            engines[name]["device"] = use.settings.device
-    memory = {
-        f"memory_engine_{kind}_bytes": value for kind, value in engine.items() if value is not None
-    }
     return {
         **record,
-        "publish_s": end.publish_s,
-        "border_load_s": publish.loaded_s - publish.ready_s,
-        "border_compare_s": publish.compared_s - publish.loaded_s,
-        "engine_still_s": publish.still_s,
-        "border_probe_s": publish.done_s - publish.compared_s,
+        **_border_numbers(end),
         "periodic": config.streams(production.iteration),
         "schedule": prediction.schedule,
         "predicted_s": prediction.predicted_s,
         "prediction_error": prediction.error,
         "learned": dict(prediction.learned),
-        "engine_idle": idle.engine_idle(sum(busy_s) / max(1, len(busy_s)), iteration_s),
-        **shared,
-        **memory,
-        "engines": engines,
+        **_engine_numbers(config, start.border.use, end.use, wait_s, iteration_s, devices),
     }
+
+
+def _border_numbers(end: BorderOutcome) -> dict[str, Any]:
+    """Returns the times of the border that ended an iteration, and the engines' memory peaks."""
+    publish = end.held
+    numbers: dict[str, Any] = {
+        "publish_s": end.publish_s,
+        "border_load_s": publish.loaded_s - publish.ready_s,
+        "border_compare_s": publish.compared_s - publish.loaded_s,
+        "engine_still_s": publish.still_s,
+        "border_probe_s": publish.done_s - publish.compared_s,
+    }
+    if publish.memory:
+        peaks = {"host": publish.memory.host_bytes, "device": publish.memory.device_bytes}
+        for kind, peak in peaks.items():
+            if peak is not None:
+                numbers[f"memory_engine_{kind}_bytes"] = peak
+    return numbers
+
+
+def _engine_numbers(
+    config: Config,
+    use_before: Mapping[str, EngineUse],
+    use_after: Mapping[str, EngineUse],
+    wait_s: float,
+    iteration_s: float,
+    devices: int,
+) -> dict[str, Any]:
+    """Returns what each engine did between two borders, and how long engines were idle.
+
+    wait_s: how long the trainers waited.
+    """
+    busy_s = 0.0
+    engines: dict[str, Any] = {}
+    for name, use in use_after.items():
+        before = use_before.get(name, EngineUse())  # an engine may be new
+        busy_s += use.busy_s - before.busy_s
+        engines[name] = {
+            "requests": use.requests - before.requests,
+            "tokens": use.tokens - before.tokens,
+        }
+        if use.settings.device is not None:
+            engines[name]["device"] = use.settings.device
+    mean_busy_s = busy_s / max(1, len(engines))
+    numbers: dict[str, Any] = {"engine_idle": idle.engine_idle(mean_busy_s, iteration_s)}
+    if use_after and all(use.shared for use in use_after.values()):
+        decode_s = busy_s * config.rollout.tensor_parallel / devices
+        numbers["device_idle"] = idle.device_idle(wait_s, decode_s, iteration_s)
+    numbers["engines"] = engines
+    return numbers

@@ -6,7 +6,6 @@ controller, publish or probe.
 
 from __future__ import annotations
 
-import gc
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -27,9 +26,8 @@ from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.loop import Coordinator, IterationEnd
 from pa_npu.coordinator.no_publication import NoPublication
 from pa_npu.coordinator.producer import Producer
-from pa_npu.coordinator.record import RunRecords
 from pa_npu.coordinator.row_groups import RowGroups
-from pa_npu.coordinator.start import first_version, store_address
+from pa_npu.coordinator.start import first_version, lead, make_records, store_address
 from pa_npu.coordinator.updates import EveryGroup, Updates
 from pa_npu.data.row_sets import RowSet, load_held_out_rows, load_training_rows
 from pa_npu.data.row_stream import RowGroupStream
@@ -56,9 +54,7 @@ async def run_on_rows(config: Config) -> None:
         held_out = load_held_out_rows(config, tokenizer)
         channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
         timeline = stack.enter_context(Timeline.for_run(config.run.dir, "coordinator"))
-        records = stack.enter_context(
-            RunRecords(config, first, lambda token: str(tokenizer.decode([token])))
-        )
+        records = stack.enter_context(make_records(config, first, tokenizer))
         store_thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="store"))
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
@@ -96,29 +92,29 @@ async def run_on_rows(config: Config) -> None:
             train=train,
             next=first,
         )
-        coordinator = Coordinator(
+        publication = NoPublication(
+            channel=channel,
             first=first,
-            last=schedule.iterations,
-            publication=NoPublication(
-                channel=channel,
-                first=first,
-                startup_timeout_s=limit_s,
-                wait_timeout_s=config.deadlines.wait_timeout_s,
-            ),
-            ahead=ahead,
-            evaluations=evaluations,
-            iteration_end=IterationEnd(
-                config=config,
-                channel=channel,
-                controller=NothingScheduled(),
-                records=records,
-                chain=chain,
-            ),
+            startup_timeout_s=limit_s,
+            wait_timeout_s=config.deadlines.wait_timeout_s,
         )
-        gc.collect()
-        # what is here stays to the run's end, and every full collection would look at it again
-        gc.freeze()
-        await coordinator.run()
+        iteration_end = IterationEnd(
+            config=config,
+            channel=channel,
+            controller=NothingScheduled(),
+            records=records,
+            chain=chain,
+        )
+        await lead(
+            Coordinator(
+                first=first,
+                last=schedule.iterations,
+                publication=publication,
+                ahead=ahead,
+                evaluations=evaluations,
+                iteration_end=iteration_end,
+            )
+        )
 
 
 class NothingScheduled:

@@ -90,26 +90,20 @@ def assemble_rank(
     channel = StoreChannel(store, attempt_prefix())
     if rank == 0:
         TRAINERS_RUN_ON.put(channel, trainers_run_on(config, spec, platform, backend))
-    weights, late_weights = None, None
-    if config.has_engines:
-        num_bytes = bucket_bytes(platform, backend)
-        # on all ranks: both make groups
-        weights = backend.published_weights(num_bytes)
-        late_weights = backend.published_weights(num_bytes, trainer_models(config).published_source)
+    sender = make_sender(config, platform, store, backend) if config.has_engines else None
     kept = None
     if config.telemetry.samples and backend.place.is_last_stage and backend.place.is_tensor_leader:
         kept = TrainerLogprobs(config.run.dir, rank, kept_groups(config.telemetry.samples))
     learner = Learner(config, backend, platform, timeline, kept=kept)
-    publisher, late = None, None
-    if weights is not None and late_weights is not None:
-        publisher = make_publisher(config, platform, store, backend, weights)
-        late_publisher = make_publisher(config, platform, store, backend, late_weights, late=True)
-        late = LateEngines(
-            late_publisher, channel, learner.gate, platform, backend.place, config.publish.timeout_s
+    publisher, late_engines = None, None
+    if sender is not None:
+        publisher = sender.publisher
+        late_engines = LateEngines(
+            sender.late, channel, learner.gate, platform, backend.place, config.publish.timeout_s
         )
         if publisher.is_leader:
             stage = backend.place.stage
-            LATE_MANIFEST.put(channel, late_publisher.manifest(), stage=stage)
+            LATE_MANIFEST.put(channel, sender.late.manifest(), stage=stage)
             MANIFEST.put(channel, publisher.manifest(), stage=stage)
     probes = ProbePlan.from_sections(
         publish=config.publish,
@@ -155,9 +149,34 @@ def assemble_rank(
         rollouts=rollout_source(config, channel, learner, timeline),
         checks=IterationChecks(config, channel, agreement, backend.place.replica),
         publisher=publisher,
-        late_engines=late,
+        late_engines=late_engines,
         kept=kept,
         held_out=held_out,
+    )
+
+
+@dataclass(frozen=True)
+class WeightSender:
+    """Sends a stage's weights: `publisher` at borders, `late` to engines that come late."""
+
+    publisher: Publisher
+    late: Publisher
+
+
+def make_sender(
+    config: Config, platform: Platform, store: dist.TCPStore, backend: TrainBackend
+) -> WeightSender | None:
+    """Makes what sends this rank's weights; None on a rank whose weights are copies. Collective:
+    the weights' sources make groups on all ranks.
+    """
+    num_bytes = bucket_bytes(platform, backend)
+    weights = backend.published_weights(num_bytes)
+    late_weights = backend.published_weights(num_bytes, trainer_models(config).published_source)
+    if weights is None or late_weights is None:
+        return None
+    return WeightSender(
+        publisher=make_publisher(config, platform, store, backend, weights),
+        late=make_publisher(config, platform, store, backend, late_weights, late=True),
     )
 
 
