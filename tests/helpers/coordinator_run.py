@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS, RESPONSES, REPLICAS = 12, 4, 2
-WAIT_S = 60.0
+WAIT_S = 150.0
 FAST = Speed(step_s=0.0005, stride=4)
 
 
