@@ -150,6 +150,12 @@ class Mesh:
         takers = min(self.data, number)
         return slice(replica % takers, None, takers)
 
+    def numbers_of(self, replica: int, groups: int) -> range:
+        """Returns the numbers of the groups that a replica has when replicas take turns: those that
+        `slot_of` gives it, which are none if there are too few.
+        """
+        return range(replica, groups, self.data)
+
     def per_replica(self, groups: int) -> int:
         """Returns how many of `groups` each replica reads."""
         return groups // self.data

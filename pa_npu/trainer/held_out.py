@@ -71,12 +71,14 @@ class HeldOutRows:
         return [self._share(held_out) for held_out in sets]
 
     def _share(self, held_out: HeldOutSet) -> _Share:
-        place, replicas = self.learner.backend.place, self.config.mesh.data
-        own = list(range(place.replica, held_out.groups, replicas))
-        counted = len(own)
-        own += [0] * (-(-held_out.groups // replicas) - counted)
+        mesh, replica = self.config.mesh, self.learner.backend.place.replica
+        numbers = list(mesh.numbers_of(replica, held_out.groups))
+        counted = len(numbers)
+        # All replicas compute equally many, since a pass is collective: the first one has the most.
+        max_groups = len(mesh.numbers_of(0, held_out.groups))
+        numbers += [0] * (max_groups - counted)
         microbatches: list[Microbatch] = []
-        for number in own:
+        for number in numbers:
             data = get_group(self.channel, held_out.name, number)
             group = from_bytes(data, trained_columns(self.config))
             microbatches += build_microbatches(

@@ -36,6 +36,10 @@ AS_WRITTEN = {
 """Run by tests/integration/test_documented_commands.py; a word of what each prints."""
 
 PLANNED = {
+    "pa-npu run --config configs/sft_tiny.yaml": {},
+    "pa-npu run --config configs/grpo_tiny.yaml model.path=runs/sft_tiny/hf": {
+        "runs/sft_tiny/hf": ".cache/tiny/model"
+    },
     "pa-npu run --config configs/grpo_tiny.yaml run.dir=runs/mine model.path=DIR data.train=train.jsonl 'reward.functions=[{name: "
     '"my_rewards:brevity"}]\'': {"DIR": ".cache/tiny/model"},
     "pa-npu run --config configs/grpo_tiny.yaml run.dir=runs/mine model.path=/models/Qwen2.5-0.5B-Instruct model.dtype=bf16 "

@@ -100,6 +100,9 @@ def test_each_stage_has_one_publisher_and_each_replica_one_reader(sizes: tuple[i
 def test_replicas_take_turns_with_groups_and_each_group_has_one_slot() -> None:
     mesh = Mesh(data=3)
     slots = [mesh.slot_of(number) for number in range(12)]
+    for replica in range(mesh.data):
+        own = [number for number, slot in enumerate(slots) if slot[0] == replica]
+        assert list(mesh.numbers_of(replica, 12)) == own
     assert sorted(slots) == [
         (replica, slot) for replica in range(3) for slot in range(mesh.per_replica(12))
     ]
