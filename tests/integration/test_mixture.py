@@ -93,7 +93,7 @@ async def test_vllms_routes_are_transformers_choices_whatever_was_cached_preempt
             (moved,) = await client.generate(
                 prompts[1], 1, 100, left, deadline_s=400.0, written=begun
             )
-            said, _ = await client._request("GET", "/metrics", None, 60.0, most_bytes=2**24)
+            said, _ = await client._request("GET", "/metrics", None, 60.0, max_bytes=2**24)
     finally:
         engine.kill()
     preemptions = re.findall(
