@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +14,13 @@ from pa_npu.attention import PrefixLayout
 from pa_npu.backends.registry import backend_module
 from pa_npu.planning.iteration_model.subjects import EngineSpeed, VirtualCluster
 from tools.bench_schedule import RESPONSES, shortest_generation_s
+from tools.paced import device as paced_device
 from tools.paced.device import Device
 from tools.paced.trainer import PacedBackend, PacedMicrobatches
 
 
 class Clock:
-    """time.monotonic and time.sleep."""
+    """What time.monotonic tells and time.sleep moves."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -32,9 +32,10 @@ class Clock:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock of the paced devices alone: threads that other tests left behind keep the real one."""
     clock = Clock()
-    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
-    monkeypatch.setattr(time, "sleep", clock.sleep)
+    stand_in = SimpleNamespace(monotonic=lambda: clock.now, sleep=clock.sleep)
+    monkeypatch.setattr(paced_device, "time", stand_in)
     return clock
 
 
