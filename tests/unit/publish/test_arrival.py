@@ -33,8 +33,8 @@ from pa_npu.telemetry.timeline import Timeline
 from pa_npu.weight_transfer.digest import digest_of
 from pa_npu.weight_transfer.receiver import Message, Receiver
 from pa_npu.weight_transfer.transport import WeightSyncError
+from tests.helpers.publish_world import World
 from tests.helpers.weights import make_checkpoint, run_threads
-from tests.unit.publish.test_weights import World
 
 
 def connection_of(stages: list[StageManifest]) -> Connection:

@@ -20,8 +20,8 @@ from pa_npu.publish.live_memory import LiveMemoryCheck
 from pa_npu.publish.publisher import Publisher
 from pa_npu.weight_transfer.computation import Computation
 from pa_npu.weight_transfer.contents import added
+from tests.helpers.publish_world import World, received
 from tests.helpers.weights import FAMILIES, make_checkpoint, run_threads
-from tests.unit.publish.test_weights import World, received
 
 OLD = "model.layers.2.mlp.down_proj.weight"
 DTYPES = [torch.float32, torch.bfloat16]
