@@ -28,6 +28,7 @@ setup_environment() {
     # two scripts may be started at once
     command -v flock >/dev/null && flock 9
     [ -x "$PYTHON" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && exit 0
+    echo "installing into $VENV, once: about 1 GB to download and 3 GB on disk, mostly 2 to 5 minutes"
     _make_venv
     "_install_$role" "$@"
     quietly "pa_npu itself" _install --no-build-isolation --editable "$ROOT"
@@ -126,12 +127,20 @@ _make_venv() {
   if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
     local base
     base=$(_find_python) || exit $?
-    echo "making $VENV with $("$base" --version) ($base)"
+    local start=$SECONDS
+    printf 'making %s with %s (%s), which takes up to half a minute ... ' "$VENV" "$("$base" --version)" "$base"
     "$base" -m venv --clear "$VENV" || fail "$base cannot make a virtual environment in $VENV"
+    echo "$((SECONDS - start)) s"
   fi
   _use_pip_settings
-  # several times faster than pip; without it pip does the same
-  "$PYTHON" -m uv --version >/dev/null 2>&1 || "$PYTHON" -m pip install uv >"$VENV/install.log" 2>&1 || echo "no uv; installing with pip"
+  "$PYTHON" -m uv --version >/dev/null 2>&1 && return
+  printf 'installing uv, which installs several times faster than pip ... '
+  local start=$SECONDS
+  if "$PYTHON" -m pip install uv >"$VENV/install.log" 2>&1; then
+    echo "$((SECONDS - start)) s"
+  else
+    echo "not to be had; installing with pip, which takes minutes longer"
+  fi
 }
 
 _install_cpu() {

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.engines.live_weights import LiveReport
 from pa_npu.errors import PaNpuError
 from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.samples.columns import Values
 from pa_npu.samples.routes import Routes
+
+if TYPE_CHECKING:  # imports torch, for which a command's help need not wait
+    from pa_npu.engines.live_weights import LiveReport
 
 NO_TOKENS: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 """An empty sequence of tokens."""

@@ -237,6 +237,10 @@ def read_results(file: Path | str) -> list[Judged]:
     try:
         return [Judged(**row) for row in read_table(Path(file))]
     except (DataError, TypeError) as error:
+        if not Path(file).exists():
+            raise DataError(
+                f"{file}: does not exist; name RUN/evaluations/version_N.parquet"
+            ) from None
         raise DataError(
             f"{file}: holds no results of an evaluation ({reason(error)}); name "
             "RUN/evaluations/version_N.parquet"

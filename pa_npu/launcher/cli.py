@@ -43,7 +43,7 @@ _CONFIGURED = ("run", "plan", "doctor", "engines")
 # Where their functions are, if not in subcommands.py.
 _MODULES = {
     "diff": "diff",
-    "join": "join",
+    "join": "join_command",
     "selftest": "selftest.command",
     "verify": "verify",
     "view": "view",

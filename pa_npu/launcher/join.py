@@ -14,7 +14,6 @@ ended      0: it has left, or the run has ended; 1: the server died, or the coor
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -32,7 +31,6 @@ import yaml
 from pa_npu import platform as platforms
 from pa_npu.config.load import load_tree
 from pa_npu.config.schema import Config
-from pa_npu.config.texts import host_problem, path_problem, shown
 from pa_npu.control.channel import BoundedCalls, NoAnswer, StoreChannel, StoreError, connect
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster, Unsigned, claimed_config
@@ -48,7 +46,6 @@ from pa_npu.launcher.process.process_tree import Process, ProcessTree
 from pa_npu.launcher.process.processes import engine_answers
 from pa_npu.launcher.process.supervisor import StopSignals, stop_signals
 from pa_npu.launcher.run_checks import check_model_files, device_notes
-from pa_npu.launcher.subcommands import refuse
 from pa_npu.platform.base import Platform
 from pa_npu.telemetry.secrets import HIDDEN
 
@@ -60,51 +57,31 @@ _TICK_S = 0.2
 _PROBE_EVERY_S = 0.5
 _GRACE_S = 5.0
 _LOG_LINES = 20
-_MOST_DIGITS = 6  # of a device's index
 _LOGS = "pa_npu-engines"  # here, if the run directory is not
 _KEY_REMEDY = f"export {KEY_VARIABLE} with what the api_key in the directory of {{}} holds"
 
 
-def join_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "join",
-        type=_address,
-        metavar="HOST:PORT",
-        help="the store of the run, which its launcher prints",
-    )
-    parser.add_argument(
-        "--host",
-        type=_host,
-        help="address to listen on, which coordinator and trainers reach; default: the one that "
-        "reaches the store",
-    )
-    parser.add_argument(
-        "--devices",
-        type=_indices,
-        metavar="4,5",
-        help="devices to use, rollout.tensor_parallel of them; on cpu the cores to pin to "
-        "(default: none)",
-    )
-    parser.add_argument(
-        "--python",
-        type=_path,
-        metavar="INTERPRETER",
-        help="that has the engine; default: rollout.python of the run",
-    )
+def join(
+    address: tuple[str, int],
+    host: str | None,
+    devices: tuple[int, ...] | None,
+    python: str | None,
+) -> int:
+    """Checks, starts an engine, joins, stays and leaves; returns the exit code.
 
-
-def join(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Check, start, join, stay, leave; returns the exit code.
+    Args:
+        address: host and port of the run's store.
+        host: address to listen on; None for the one that reaches the store.
+        devices: indices of devices, on cpu of cores; None for no choice.
+        python: interpreter that has the engine; None for the run's.
 
     Raises UserError before anything starts.
     """
-    refuse(rest)
-    address = options.join
     run_name = f"the run at {address[0]}:{address[1]}"
     asked = BoundedCalls("store calls", _STORE_TIMEOUT_S)
     roster, config, key = find_run(address, run_name, asked)
-    host = options.host or local_address(*address)
-    site = check_site(config, host, options.devices, options.python, run_name)
+    host = host or local_address(*address)
+    site = check_site(config, host, devices, python, run_name)
     name = f"joined-{host.replace(':', '_')}-{site.port}"
     command = engine_command(
         site.config, site.spec, site.platform, site.placement, 0, site.port, key
@@ -121,45 +98,6 @@ def join(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return JoinedEngine(
             site.config, roster, process, url, run_name, console, signals, asked
         ).serve()
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, separator, port = text.rpartition(":")
-    if not separator or not host or not port:
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)} is not HOST:PORT; the run's launcher prints it"
-        )
-    if not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
-        raise argparse.ArgumentTypeError(f"{shown(port)} is no port; give a number from 1 to 65535")
-    return _host(host.strip("[]")), int(port)
-
-
-def _host(text: str) -> str:
-    problem = host_problem(text) if text else "is empty"
-    if problem:
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)} {problem}; give the address or the name of a machine"
-        )
-    return text
-
-
-def _path(text: str) -> str:
-    path = os.path.expanduser(text)
-    problem = path_problem(path) if path else "is empty"
-    if problem:
-        raise argparse.ArgumentTypeError(
-            f"{shown(path)} {problem}; give the path of an interpreter"
-        )
-    return path
-
-
-def _indices(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) <= _MOST_DIGITS for part in parts):
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)} is not a list of device indices such as 4,5"
-        )
-    return tuple(map(int, parts))
 
 
 def find_run(

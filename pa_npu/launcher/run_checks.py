@@ -24,7 +24,8 @@ from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.algorithm.trial import check_algorithm
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
-from pa_npu.config.words import counted
+from pa_npu.config.texts import shown
+from pa_npu.config.words import counted, nearest_name
 from pa_npu.coordinator.environment_trial import check_environment
 from pa_npu.engines.registry import check_engine_keys, distributions, engine_kind
 from pa_npu.errors import ConfigError, DataError, UserError
@@ -54,7 +55,7 @@ from pa_npu.launcher.placement import (
 from pa_npu.launcher.run_directory import check_checkpoint, check_run_directory, resolve_resume
 from pa_npu.launcher.trainer_versions import trainer_problems
 from pa_npu.planning.automatic import with_places, with_share
-from pa_npu.planning.known_models import known_spec
+from pa_npu.planning.known_models import KNOWN, known_spec
 from pa_npu.planning.memory import adapter_parameters, without_adapters
 from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.shortages import shortages
@@ -164,9 +165,7 @@ def check_surroundings(
     elif config.placement.cluster == "local":
         findings.placement = local(lambda: place(config, _num_devices(platform), available_cores()))
         findings.placements = [findings.placement] if findings.placement else []
-    findings.spec = local(lambda: check_model_files(config), config.model.path)
-    if findings.spec is None:
-        findings.spec = _planned_model(config, findings)
+    findings.spec = _planned_model(config, findings) if forgive else check_model_files(config)
     if config.has_adapters:
         local(lambda: check_adapters(config), config.model.adapter)
     check_memory(config, findings)
@@ -378,14 +377,28 @@ def _find_memory(findings: Findings, config: Config, device_memory_gib: float | 
         findings.device_bytes = int(device_memory_gib * 2**30)
 
 
-def _planned_model(config: Config, findings: Findings) -> ModelSpec | None:
-    """A model that is not here, by its name; its rules hold all the same."""
-    spec = known_spec(config.model.path)
-    if spec is not None:
-        check_model(config, spec)
-        findings.notes.append(
-            f"model.path: planned with the published shape of {Path(config.model.path).name}"
+def _planned_model(config: Config, findings: Findings) -> ModelSpec:
+    """Returns the shape to plan with: of the model's files, or the published one of its name where
+    there are no files.
+
+    Raises UserError where neither is known, because nothing could be said of memory or time.
+    """
+    path = config.model.path
+    if Path(path).exists():
+        return check_model_files(config)
+    spec = known_spec(path)
+    if spec is None:
+        nearest = nearest_name(Path(path).name, KNOWN)
+        remedy = f", such as {nearest}" if nearest else ", such as Qwen2.5-7B or Qwen3-8B"
+        raise ConfigError(
+            f"model.path: {shown(path)} does not exist, and no public model of this name is known "
+            f"to plan with; give the directory of an HF model, or a known name{remedy}"
         )
+    check_model(config, spec)
+    findings.notes.append(
+        f"model.path: {shown(path)} is not here; planned with the published shape of "
+        f"{Path(path).name}"
+    )
     return spec
 
 

@@ -1,6 +1,8 @@
 """Compares a configuration with other ways to use the same devices, and names the best change.
 
-The ways are: in turns, split, with roles that follow the work, and one version behind.
+The ways are: in turns, split, with roles that follow the work, and one version behind. A split
+configuration is also compared with its own sizes without overlap, which is what a run measures with
+schedule.compare_iterations.
 
     compare(config, spec)       predictions of this configuration and of the best sizes of each way,
                                 on the same number of devices
@@ -34,6 +36,7 @@ IDLE = 0.3
 _SAME = 0.001  # share by which two predictions of equal ways may differ
 _MIN_GAIN = 0.02  # smallest gain of one key's change that is named
 _BEHIND = "one version behind"
+_SYNCHRONOUS = "synchronous"
 _NUM_PREDICTED = 2  # combinations of sizes that are predicted for each way
 _FREE = (
     "rollout.engines",
@@ -81,6 +84,7 @@ class Compared:
     change: keys and values; None where no change gains.
     gain: the share of an iteration that `change` saves.
     together: whether each device both decodes and trains.
+    assumptions: the lines that say on which figures the predictions rest.
     work_s: seconds that engines and trainers take on devices that do both and never wait, with the
         best sizes; None where none fit.
     """
@@ -92,6 +96,12 @@ class Compared:
     iterations: int
     together: bool
     work_s: float | None = None
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def synchronous(self) -> PlannedWay | None:
+        """The same sizes without overlap; None where this configuration has none anyway."""
+        return next((way for way in self.ways if way.name == _SYNCHRONOUS), None)
 
     @property
     def turns(self) -> PlannedWay | None:
@@ -133,7 +143,24 @@ def compare(
         iterations=config.schedule.iterations,
         together=config.placement.colocate,
         work_s=_work_s(basis, config),
+        assumptions=tuple(_assumptions(basis, config)),
     )
+
+
+def _assumptions(basis: Basis, config: Config) -> Iterator[str]:
+    """Yields what the predictions take for granted of devices and responses."""
+    typical = basis.typical
+    mean, _ = basis.workload.response_means(config)
+    yield (
+        f"assumed               {typical.name} ({typical.source}); responses of {mean:.0f} tokens "
+        f"on average, of at most {config.rollout.max_response_tokens}; a run measures its own"
+    )
+    if config.run.device == "cpu":
+        yield (
+            "note: this is a plan for cores, on which changing between decoding and training costs "
+            "nothing; on NPUs and GPUs it costs memory and time, so that another way may be the "
+            "fastest: plan these with --device npu or cuda"
+        )
 
 
 def _work_s(basis: Basis, config: Config) -> float | None:
@@ -154,6 +181,9 @@ def _ways(basis: Basis, config: Config) -> Iterator[PlannedWay | None]:
     way in which nothing fits.
     """
     devices = config.num_devices
+    is_periodic = config.schedule.stream and not config.schedule.max_staleness
+    if is_periodic and not config.placement.colocate:  # where colocated, it is in turns
+        yield _way(basis.predict(config, streams=False), config, _SYNCHRONOUS)
     exact = with_changes(
         config,
         {
@@ -321,11 +351,16 @@ def comparison_lines(compared: Compared) -> list[str]:
             f"no order below        {three_digits(bound_s)} s, which full engines and trainers take; turns "
             f"are {turns.seconds / bound_s - 1.0:.0%} above it, and no overlap can gain more"
         )
+    if compared.synchronous is not None:
+        lines.append(
+            f"overlap               {compared.synchronous.seconds / this.seconds:.2f}x as fast as "
+            "the same sizes synchronous"
+        )
     if turns is not None:
         gain = turns.seconds / this.seconds - 1.0
-        lines.append(f"gain over turns       {_gain_words(gain)}")
+        lines.append(f"gain over turns       {_gain_words(gain, compared.together)}")
     lines.append(f"would gain most       {_best_change_words(compared)}")
-    return [*lines, *_warnings(compared)]
+    return [*lines, *_warnings(compared), *compared.assumptions]
 
 
 def _best_change_words(compared: Compared) -> str:
@@ -339,7 +374,12 @@ def _best_change_words(compared: Compared) -> str:
     return f"{keys}: {compared.gain:.0%} less"
 
 
-def _gain_words(gain: float) -> str:
+def _gain_words(gain: float, together: bool) -> str:
+    if gain < -_SAME and not together:
+        return (
+            "none: all devices decoding, then all training (placement.colocate=true), is predicted "
+            f"to take {-gain:.0%} less than this split"
+        )
     if gain < -_SAME:
         return f"none: turns with other sizes are predicted to take {-gain:.0%} less"
     if gain < _SAME:

@@ -32,6 +32,7 @@ from pa_npu.errors import DataError
 from pa_npu.telemetry.records import RecordFile, drop_records
 
 CHAIN = "chain.jsonl"
+_FILES_OF_A_RUN = ("config.yaml", "metrics.jsonl", "logs")
 
 NUMBERS = {
     "tokens": "<u4",
@@ -247,10 +248,27 @@ def read_chain(run_dir: Path | str) -> Iterator[ChainLink]:
                         "line of a chain"
                     )
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({reason(error)}); give the directory of a run, which writes "
-            "it with its first iteration"
-        ) from None
+        raise DataError(_no_chain(Path(run_dir), error)) from None
+
+
+def _no_chain(run_dir: Path, error: OSError) -> str:
+    """Says why the chain of a run cannot be read: mostly because the directory is none of a run."""
+    remedy = "give the directory of a run, as in runs/grpo_tiny"
+    if not run_dir.exists():
+        return f"{run_dir}: does not exist; {remedy}"
+    if not run_dir.is_dir():
+        return f"{run_dir}: is not a directory; {remedy}"
+    if (run_dir / CHAIN).exists():
+        return f"{run_dir / CHAIN}: cannot be read ({reason(error)}); make it a readable file"
+    if any((run_dir / name).exists() for name in _FILES_OF_A_RUN):
+        return (
+            f"{run_dir}: this run has no {CHAIN} yet, which is written with the first iteration; "
+            "wait for it, or give another run"
+        )
+    runs = sorted(file.parent.name for file in run_dir.glob(f"*/{CHAIN}"))
+    if runs:
+        return f"{run_dir}: is a folder of runs, not a run; give one of them, as in {run_dir / runs[-1]}"
+    return f"{run_dir}: is no run directory, since it holds none of {', '.join(_FILES_OF_A_RUN)}; {remedy}"
 
 
 def fault(before: ChainLink | None, link: ChainLink) -> str:

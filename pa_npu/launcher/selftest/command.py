@@ -16,7 +16,6 @@ from pa_npu import platform as platforms
 from pa_npu.engines.registry import distributions
 from pa_npu.errors import FAILED, UserError
 from pa_npu.launcher.arguments import existing_path, new_path
-from pa_npu.launcher.doctor import device_line
 from pa_npu.launcher.selftest.parts import ACCEPTANCE, PARTS, Bench, Part, Result, run_part
 from pa_npu.launcher.trainer_versions import installed_versions
 from pa_npu.platform import KINDS
@@ -40,7 +39,11 @@ def selftest_options(parser: argparse.ArgumentParser) -> None:
         "[--acceptance MODEL DATA [--config FILE]] [key=value ...]"
     )
     parser.epilog = "parts: " + "; ".join(f"{part.name}: {part.shows}" for part in PARTS)
-    parser.add_argument("--device", choices=KINDS, default="npu", help="what to test; default: npu")
+    parser.add_argument(
+        "--device",
+        choices=KINDS,
+        help=f"what to test; default: the first of {', '.join(KINDS)} that is here",
+    )
     parser.add_argument(
         "--out",
         type=lambda text: Path(new_path(text)),
@@ -91,17 +94,14 @@ def selftest(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise UserError(
             f"--iterations: {options.iterations} is below 1; give how many the runs have"
         )
-    if reason := platforms.missing(options.device):
-        raise UserError(
-            f"--device: {options.device} cannot be tested: {reason}, or name another kind of device"
-        )
+    device = _chosen_device(options.device)
     folder = (options.out or Path(time.strftime("selftest_%Y%m%d_%H%M%S"))).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"--out: {folder} is there already and not empty; name a new folder")
     (folder / "logs").mkdir(parents=True)
     model, data = options.acceptance or (None, None)
     bench = Bench(
-        folder, options.device, tuple(rest), model, data, options.iterations, tuple(options.config)
+        folder, device, tuple(rest), model, data, options.iterations, tuple(options.config)
     )
     parts = tuple(part for part in parts if not options.only or part.name in options.only)
     results = []
@@ -128,6 +128,35 @@ def selftest(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return FAILED if failed else 0
 
 
+def _chosen_device(named: str | None) -> str:
+    """Returns the kind that is named, or the first kind that is here, which it prints with the
+    reason why the kinds before it are not tested.
+
+    Raises UserError where the named kind is not here.
+    """
+    if named is not None:
+        if reason := platforms.missing(named):
+            raise UserError(
+                f"--device: {named} cannot be tested: {reason}, or name another kind of device"
+            )
+        return named
+    absent = []
+    for kind in KINDS:
+        reason = platforms.missing(kind)
+        if reason is None:
+            break
+        absent.append(f"{kind} cannot be tested: {reason}")
+    print("; ".join([f"testing {kind}", *absent]), flush=True)
+    return kind
+
+
+def _hardware(device: str) -> str:
+    # imports torch, for which help need not wait
+    from pa_npu.launcher.doctor import device_line
+
+    return device_line(device)
+
+
 def write_report(bench: Bench, parts: Sequence[Part], results: Sequence[Result]) -> None:
     """Write what is known so far, after each part, so that an interrupted self-test leaves what it
     found.
@@ -137,7 +166,7 @@ def write_report(bench: Bench, parts: Sequence[Part], results: Sequence[Result])
         f"# Self-test of pa_npu {__version__} on {bench.device}",
         "",
         f"Python {sys.version.split()[0]}, {machine.platform()}; {bench.device}: "
-        f"{device_line(bench.device)}",
+        f"{_hardware(bench.device)}",
         "",
         *(
             f"{whose}: {', '.join(f'{name} {version}' for name, version in found.items())}  "
@@ -173,7 +202,7 @@ def write_report(bench: Bench, parts: Sequence[Part], results: Sequence[Result])
     known = {
         "version": __version__,
         "device": bench.device,
-        "hardware": device_line(bench.device),
+        "hardware": _hardware(bench.device),
         "installed": _software(bench),
         "parts": [result.as_json() for result in results],
     }

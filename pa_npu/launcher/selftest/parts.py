@@ -12,9 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pa_npu.launcher.process.commands import Command
-from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
-
 
 @dataclass(frozen=True)
 class Bench:
@@ -141,9 +138,13 @@ ACCEPTANCE = (
 
 
 def run_part(part: Part, bench: Bench) -> Result:
-    """Run it in a process with a log of its own, ended with everything that it started at its
-    deadline.
+    """Runs a part in a process with a log of its own, which ends at the part's deadline with
+    everything that it started.
     """
+    # imports torch, for which help need not wait
+    from pa_npu.launcher.process.commands import Command
+    from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
+
     answer = bench.folder / f"{part.name}.json"
     answer.unlink(missing_ok=True)
     asked = json.dumps({**asdict(bench), "folder": str(bench.folder)})

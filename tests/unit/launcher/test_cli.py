@@ -164,6 +164,71 @@ def test_plan_is_a_dry_run(
     assert yaml.safe_load(full)["rollout"]["responses_per_prompt"] > 0, "a file that --config takes"
 
 
+def test_a_plan_without_a_model_is_refused_unless_its_shape_is_known(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path, remedy in (
+        ("nowhere/model", "a known name, such as Qwen2.5-7B or Qwen3-8B"),
+        ("models/Qwen2.5-8B", "a known name, such as Qwen2.5-7B"),
+        ("models/mine.gguf", "the directory of an HF model"),
+    ):
+        assert main(["plan", f"model.path={path}", "data.train=t.jsonl", "run.device=cpu"]) == 2
+        streams = capsys.readouterr()
+        assert not streams.out and streams.err.count("\n") == 1, streams
+        assert f"error: model.path: '{path}' does not exist" in streams.err, streams
+        assert remedy in streams.err, streams
+
+    known = ["plan", "model.path=models/qwen3-0.6B", "data.train=t.jsonl", "run.device=cpu"]
+    assert main(known) == 0
+    planned = capsys.readouterr().out
+    assert "'models/qwen3-0.6B' is not here; planned with the published shape" in planned
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_help_of_a_sub_command_does_not_wait_for_torch(name: str) -> None:
+    script = (
+        "import contextlib, sys\n"
+        "from pa_npu.launcher.cli import main\n"
+        "with contextlib.suppress(SystemExit):\n"
+        f"    main([{name!r}, '--help'])\n"
+        "sys.exit(','.join({'torch', 'transformers', 'megatron'} & set(sys.modules)) or 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0, f"imported: {ended.stderr}"
+    assert f"usage: pa-npu {name}" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nothere", "nothere: does not exist; give the directory of a run"),
+        ("file", "file: is not a directory; give the directory of a run"),
+        ("empty", "empty: is no run directory, since it holds none of config.yaml"),
+        ("begun", "begun: this run has no chain.jsonl yet, which is written with the first"),
+        ("runs", "runs: is a folder of runs, not a run; give one of them, as in runs/b"),
+    ],
+)
+def test_what_is_no_run_is_named_as_that_and_not_by_a_file_inside(
+    name: str,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for directory in ("empty", "begun", "runs/a", "runs/b"):
+        (tmp_path / directory).mkdir(parents=True)
+    (tmp_path / "file").touch()
+    (tmp_path / "begun" / "config.yaml").touch()
+    for run in ("runs/a", "runs/b"):
+        (tmp_path / run / "chain.jsonl").touch()
+    for arguments in (["verify", name], ["diff", name, name], ["verify", name, "--replay", "0:1"]):
+        assert main(arguments) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {said}") and error.count("\n") == 1, error
+
+
 def test_help_is_short_and_that_of_a_section_has_its_keys_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

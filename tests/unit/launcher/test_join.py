@@ -29,7 +29,7 @@ from pa_npu.control.channel import BoundedCalls, StoreChannel, StoreError, conne
 from pa_npu.control.roster import PREFIX, Roster
 from pa_npu.errors import UserError
 from pa_npu.families.spec import ModelSpec
-from pa_npu.launcher import join
+from pa_npu.launcher import join, join_command
 from pa_npu.launcher.cli import main as launcher
 from pa_npu.launcher.join import JoinedEngine, check_site, with_environment
 from pa_npu.launcher.process.supervisor import StopSignals
@@ -169,7 +169,7 @@ def test_any_arguments_are_refused_or_passed_on_as_what_the_system_takes(
     try:
         with contextlib.redirect_stderr(io.StringIO()) as said:
             parser = argparse.ArgumentParser()
-            join.join_options(parser)
+            join_command.join_options(parser)
             options = parser.parse_args([*arguments, "--", address])
     except SystemExit as ended:
         assert (

@@ -184,6 +184,25 @@ def test_a_limit_is_a_floor_or_a_ceiling() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("absent", "said"),
+    [
+        (("npu", "cuda"), "testing cpu; npu cannot be tested: none; cuda cannot be tested: none\n"),
+        (("npu",), "testing cuda; npu cannot be tested: none\n"),
+        ((), "testing npu\n"),
+    ],
+)
+def test_without_a_named_kind_the_first_that_is_here_is_tested_and_said(
+    absent: tuple[str, ...],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("pa_npu.platform.missing", lambda kind: "none" if kind in absent else None)
+    assert main(["selftest", "--out", "."]) == 2  # refused before anything is tested
+    assert capsys.readouterr().out == said
+
+
 def test_a_kind_of_device_that_is_not_here_is_one_line_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,7 @@ def test_a_plan_says_what_the_same_devices_take_in_turns_split_with_roles_and_on
     split: Compared,
 ) -> None:
     assert [way.name for way in split.ways] == [
+        "synchronous",
         "in turns",
         "split",
         "with roles",
@@ -59,7 +60,7 @@ def test_a_plan_says_what_the_same_devices_take_in_turns_split_with_roles_and_on
         f"an iteration          {split.this.seconds:.3g} s: 1 engine x 4 beside 12 ranks of TP 4 "
         "PP 3 EP 4"
     )
-    for way, line in zip(split.ways, lines[1:5], strict=True):
+    for way, line in zip(split.ways, lines[1:6], strict=True):
         assert line.split("s (")[0].split() == [*way.name.split(), f"{way.seconds:.3g}"], line
 
 
@@ -143,6 +144,39 @@ def test_no_way_takes_less_than_full_engines_and_trainers_and_the_plan_says_how_
         f"no order below        {compared.work_s:.3g} s, which full engines and trainers take; "
         f"turns are {above:.0%} above it, and no overlap can gain more"
     ) in comparison_lines(compared)
+
+
+def test_a_split_is_also_compared_with_its_own_sizes_without_overlap(split: Compared) -> None:
+    """Turns of all devices may be faster, which is no verdict on the overlap that a run measures."""
+    synchronous = split.synchronous
+    assert synchronous is not None and synchronous.sizes == split.this.sizes
+    assert synchronous.seconds > split.this.seconds
+    lines = comparison_lines(split)
+    ratio = synchronous.seconds / split.this.seconds
+    assert f"overlap               {ratio:.2f}x as fast as the same sizes synchronous" in lines
+    (turns,) = [line for line in lines if line.startswith("gain over turns")]
+    assert "placement.colocate=true" in turns and "less than this split" in turns
+
+    spec = known_spec("Qwen3-8B")
+    assert spec is not None
+    colocated = compare(load_config([DENSE], ["run.device=npu"]), spec)
+    assert colocated is not None and colocated.synchronous is None, "there it is in turns"
+
+
+@pytest.mark.parametrize(("device", "is_noted"), [("cpu", True), ("npu", False)])
+def test_a_plan_says_what_it_assumes_and_that_a_plan_for_cores_is_none_for_devices(
+    device: str, is_noted: bool
+) -> None:
+    given = [f"run.device={device}", "placement.colocate=false", "trainer.devices=4"]
+    given += ["rollout.engines=4"]
+    config, spec = load_config([DENSE], given), known_spec("Qwen3-0.6B")
+    assert spec is not None
+    compared = compare(config, spec)
+    assert compared is not None
+    lines = comparison_lines(compared)
+    typical = typical_speed(device)
+    assert any(line.startswith(f"assumed               {typical.name} (") for line in lines)
+    assert any(line.startswith("note: this is a plan for cores") for line in lines) is is_noted
 
 
 def test_several_keys_are_named_where_no_single_one_gains_as_much() -> None:
