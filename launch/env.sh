@@ -28,11 +28,11 @@ setup_environment() {
     # two scripts may be started at once
     command -v flock >/dev/null && flock 9
     [ -x "$PYTHON" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && exit 0
-    echo "installing into $VENV, once: about 1 GB to download and 3 GB on disk, mostly 2 to 5 minutes"
+    echo "installing into $VENV, once: 3 GB of disk, and some minutes"
     _make_venv
     "_install_$role" "$@"
-    quietly "pa_npu itself" _install --no-build-isolation --editable "$ROOT"
-    quietly "bytecode, so that nothing is compiled while you wait for the first engine" _compile
+    quietly "pa_npu itself, some seconds" _install --no-build-isolation --editable "$ROOT"
+    quietly "bytecode, so that nothing is compiled while you wait for the first engine: a minute or more" _compile
     printf '%s' "$wanted" >"$stamp"
   ) 9>"$VENV.lock" || exit $?
 }
@@ -128,7 +128,7 @@ _make_venv() {
     local base
     base=$(_find_python) || exit $?
     local start=$SECONDS
-    printf 'making %s with %s (%s), which takes up to half a minute ... ' "$VENV" "$("$base" --version)" "$base"
+    printf 'making %s with %s (%s), which takes 10 seconds, on a busy machine two minutes ... ' "$VENV" "$("$base" --version)" "$base"
     "$base" -m venv --clear "$VENV" || fail "$base cannot make a virtual environment in $VENV"
     echo "$((SECONDS - start)) s"
   fi
@@ -146,10 +146,10 @@ _make_venv() {
 _install_cpu() {
   local lock=$ROOT/requirements/cpu.txt
   "$PYTHON" -c 'import sys; sys.exit(sys.version_info >= (3, 11))' && lock=$ROOT/requirements/cpu-py310.txt
-  quietly "torch $TORCH_VERSION (CPU build)" _install_torch_cpu
+  quietly "torch $TORCH_VERSION (CPU build), a download of 200 MB" _install_torch_cpu
   local file files=(-r "$lock")
   for file in "$@"; do files+=(-r "$ROOT/requirements/$file.txt"); done
-  quietly "pinned packages" _install "${files[@]}"
+  quietly "pinned packages, a minute or so with downloads" _install "${files[@]}"
 }
 
 _install_torch_cpu() {

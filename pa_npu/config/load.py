@@ -264,11 +264,21 @@ def _first_line(error: ValidationError, places: Places) -> str:
     # it
     below = [number for number, path in enumerate(paths) if path[: len(paths[0])] == paths[0]]
     first = max(below, key=lambda number: len(paths[number]))
-    more = len(set(paths) - {paths[0], paths[first]})
+    # another member of a union complains about the value as a whole, which is the same mistake
+    more = len({path for path in paths if paths[first][: len(path)] != path})
     line = _one_line(details[first], places)
     if more:
         line += f" (and {counted(more, 'more error')})"
     return line
+
+
+_BOUNDS = {
+    "greater_than": ">",
+    "greater_than_equal": ">=",
+    "less_than": "<",
+    "less_than_equal": "<=",
+}
+"""Signs of the bounds of a number, by pydantic's type of the error."""
 
 
 def _one_line(detail: ErrorDetails, places: Places) -> str:
@@ -287,14 +297,15 @@ def _one_line(detail: ErrorDetails, places: Places) -> str:
         return (
             f"{where}{leaf}: required, but not given; write it in the YAML file or as {leaf}=VALUE"
         )
-    if (
-        kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
-        and name in types
-    ):
+    if kind in _BOUNDS and name in types:
         return f"{where}{name}: {shown} is out of range; use {types[name]}"
     if kind in ("model_type", "model_attributes_type"):
         keys = type_text(find_annotation(path))
         return f"{where}{name}: {shown} is not a section; write its keys below it: {keys}"
+    if kind in _BOUNDS:  # inside a list or a table, whose entries are no keys of their own
+        sign = _BOUNDS[kind]
+        (bound,) = (value for value in detail["ctx"].values())
+        return f"{where}{name}: {shown} is out of range; use a number {sign} {bound:g}"
     annotation = find_annotation(path)
     allowed = types.get(name) or (type_text(annotation) if annotation is not None else None)
     if allowed is None:

@@ -33,12 +33,14 @@ from pa_npu.evaluation.results import (
 )
 from pa_npu.families.model_directory import check_tokenizer, load_tokenizer
 from pa_npu.families.spec import ModelSpec
+from pa_npu.launcher.checks.data import check_held_out, check_rewards
+from pa_npu.launcher.checks.engines import check_engines
+from pa_npu.launcher.checks.machine import resolve_device
 from pa_npu.launcher.cluster.cluster import local_cluster
 from pa_npu.launcher.engine_key import engine_key
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
 from pa_npu.launcher.process.processes import engine_answers
 from pa_npu.launcher.quiet import quiet_libraries
-from pa_npu.launcher.run_checks import check_engines, check_held_out, check_rewards, resolve_device
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.telemetry.records import say
 

@@ -38,6 +38,8 @@ from pa_npu.engines.http_server import KEY_FILE, KEY_VARIABLE
 from pa_npu.engines.registry import engine_kind
 from pa_npu.errors import FAILED, ConfigError, DataError, DeadlineExceeded, UserError
 from pa_npu.families.spec import ModelSpec
+from pa_npu.launcher.checks.machine import device_notes
+from pa_npu.launcher.checks.model import check_model_files
 from pa_npu.launcher.engine_key import checked_key, read_key
 from pa_npu.launcher.placement import Placement, available_cores, free_ports, port_problem
 from pa_npu.launcher.process.commands import engine_command, engine_url
@@ -45,7 +47,6 @@ from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import Process, ProcessTree
 from pa_npu.launcher.process.processes import engine_answers
 from pa_npu.launcher.process.supervisor import StopSignals, stop_signals
-from pa_npu.launcher.run_checks import check_model_files, device_notes
 from pa_npu.platform.base import Platform
 from pa_npu.telemetry.secrets import HIDDEN
 

@@ -36,6 +36,8 @@ from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.errors import BAD_INPUT, ConfigError, DataError
+from pa_npu.launcher.checks.engines import check_engines
+from pa_npu.launcher.checks.machine import resolve_device
 from pa_npu.launcher.cluster.cluster import Cluster, local_cluster
 from pa_npu.launcher.cluster.ray_cluster import ray_cluster
 from pa_npu.launcher.cluster.ray_connection import RayConnection, connected
@@ -52,12 +54,7 @@ from pa_npu.launcher.process.supervisor import (
     Supervisor,
     stop_signals,
 )
-from pa_npu.launcher.run_checks import (
-    check_engines,
-    check_surroundings,
-    resolve_device,
-    settle_places,
-)
+from pa_npu.launcher.run_checks import check_surroundings, settle_places
 from pa_npu.launcher.run_directory import (
     begin_attempt,
     checkpoints_directory,

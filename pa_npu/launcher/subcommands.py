@@ -309,10 +309,9 @@ def report(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError
-    return value
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no count; give a number from 0 on")
+    return int(text)
 
 
 def configuration_options(parser: argparse.ArgumentParser) -> None:

@@ -155,7 +155,7 @@ def _ranks(config: Config) -> str:
     mesh = config.mesh
     if trainer.backend == "fsdp":
         copies = f" x {mesh.data // mesh.shards} copies" if mesh.shards < mesh.data else ""
-        return f"{mesh.shards} shards of every weight{copies}, each rank a replica"
+        return f"{counted(mesh.shards, 'shard')} of every weight{copies}, each rank a replica"
     text = f"TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {mesh.data}"
     if trainer.expert_parallel > 1:
         text += f", EP {trainer.expert_parallel}"

@@ -29,11 +29,16 @@ from pa_npu.checkpoints.provenance import model_fingerprint
 from pa_npu.config.load import load_tree
 from pa_npu.config.schema import Config
 from pa_npu.errors import BAD_INPUT, PaNpuError, UserError
+from pa_npu.launcher.checks.machine import (
+    check_ports,
+    check_share,
+    device_notes,
+    resolve_device,
+)
 from pa_npu.launcher.engine_key import run_key
 from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.process.commands import Command, NodeCommands, Role, Store
 from pa_npu.launcher.process.process_tree import GRACE_S, Process, ProcessTree
-from pa_npu.launcher.run_checks import check_ports, check_share, device_notes, resolve_device
 from pa_npu.launcher.trainer_versions import installed_versions, trainer_problems
 from pa_npu.platform.base import Platform
 

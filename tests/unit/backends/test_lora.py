@@ -24,7 +24,8 @@ from pa_npu.checkpoints.directories import directory_name
 from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.errors import DataError
 from pa_npu.families.spec import ModelSpec
-from pa_npu.launcher.run_checks import Findings, settle_places
+from pa_npu.launcher.checks.findings import Findings
+from pa_npu.launcher.run_checks import settle_places
 from pa_npu.planning.memory import adapter_parameters, trainer_memory, without_adapters
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Learner

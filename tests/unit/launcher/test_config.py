@@ -426,3 +426,21 @@ def test_hostile_yaml_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
     file = tmp_path / "hostile.yaml"
     file.write_text(text)
     message([str(file)])
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("reward.functions=[{name: math, weight: 1e39}]", "weight: 1e+39"),
+        ("reward.functions=[{name: overlong, buffer_tokens: 0}]", "buffer_tokens: 0"),
+        ("rollout.engine_settings=[{engines: [0], window: 0}]", "window: 0"),
+        ("evaluate.sets={a: {path: x, max_rows: 0}}", "max_rows: 0"),
+    ],
+)
+def test_a_number_out_of_range_inside_a_list_or_table_is_one_error_with_its_bound(
+    override: str, line: str
+) -> None:
+    bound = "<= 1e+15" if "1e39" in override else ">= 1"
+    with pytest.raises(ConfigError) as caught:
+        load_config([], ["model.path=m", "data.train=t", override])
+    assert str(caught.value).endswith(f"{line} is out of range; use a number {bound}"), caught.value

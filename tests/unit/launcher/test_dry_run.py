@@ -10,8 +10,8 @@ from pa_npu import platform as platforms
 from pa_npu.config.load import load_config
 from pa_npu.engines import registry
 from pa_npu.launcher import trainer_versions
+from pa_npu.launcher.checks.machine import core_notes
 from pa_npu.launcher.cli import main
-from pa_npu.launcher.run_checks import core_notes
 
 pytestmark = pytest.mark.usefixtures("nothing_starts", "supported_versions")
 

@@ -13,11 +13,11 @@ from packaging.version import Version
 
 from pa_npu.config.schema import Config
 from pa_npu.errors import UserError
-from pa_npu.launcher import run_checks
+from pa_npu.launcher.checks import machine
+from pa_npu.launcher.checks.machine import device_notes
 from pa_npu.launcher.cluster import host
 from pa_npu.launcher.cluster.host import NodeReport, inspect_node, leave_token, node_problem
 from pa_npu.launcher.placement import Placement
-from pa_npu.launcher.run_checks import device_notes
 from pa_npu.launcher.trainer_versions import installed_versions, nearest_stack, trainer_problems
 from pa_npu.platform.vendor_tools import parse_npu_smi, parse_nvidia_smi
 
@@ -155,7 +155,7 @@ def test_only_devices_of_the_run_are_reported_by_their_physical_number(
         name, visible_devices_env = "cuda", "CUDA_VISIBLE_DEVICES"
 
     monkeypatch.setattr(
-        run_checks, "busy_devices", lambda kind: {0: "other", 6: "python (pid 1, 9 MiB)"}
+        machine, "busy_devices", lambda kind: {0: "other", 6: "python (pid 1, 9 MiB)"}
     )
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     placement = Placement(((0,),), (2,), ((),), ((),))

@@ -12,8 +12,8 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.families.shape import Rope
 from pa_npu.families.spec import ModelSpec
+from pa_npu.launcher.checks.machine import check_ports
 from pa_npu.launcher.placement import engine_ports, place, port_problem, visible_devices
-from pa_npu.launcher.run_checks import check_ports
 from pa_npu.launcher.run_directory import check_run_directory, own_run_directory
 from pa_npu.planning.amounts import work
 from pa_npu.planning.memory import engine_memory, trainer_memory

@@ -15,7 +15,7 @@ from pa_npu.config.schema import Config
 from pa_npu.config.sections.operation import TelemetryConfig
 from pa_npu.coordinator.record import tracked_config
 from pa_npu.errors import ConfigError
-from pa_npu.launcher.run_checks import check_trackers
+from pa_npu.launcher.checks.engines import check_trackers
 from pa_npu.telemetry import records
 from pa_npu.telemetry import trackers as feed
 from pa_npu.telemetry.records import MetricsWriter, lost_records
@@ -325,7 +325,7 @@ def test_a_tracker_that_is_not_installed_is_refused_in_one_line_and_secrets_stay
         ({"swanlab": "0.3.1"}, "as 0.3.1, not as swanlab>=0.10"),
     ):
         monkeypatch.setattr(
-            "pa_npu.launcher.run_checks.distributions", lambda python, names, found=found: found
+            "pa_npu.launcher.checks.engines.distributions", lambda python, names, found=found: found
         )
         with pytest.raises(
             ConfigError, match=r"^telemetry\.trackers: swanlab .*pip install 'pa_npu\[swanlab\]'"

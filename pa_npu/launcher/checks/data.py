@@ -1,0 +1,182 @@
+"""Checks of datasets, held-out sets and rewards: all are read and tried as the coordinator will use them."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pa_npu.config.schema import Config
+from pa_npu.config.words import counted
+from pa_npu.errors import DataError
+from pa_npu.families.model_directory import check_tokenizer, end_tokens_line
+from pa_npu.launcher.checks.findings import Findings, LocalChecks
+
+if TYPE_CHECKING:
+    from pa_npu.data.prompts import Prompt, PromptSet
+    from pa_npu.data.row_sets import RowSet
+
+_ABSENT = "not here"
+
+
+def check_prompts(
+    config: Config, findings: Findings, tokenizer: Any, local: LocalChecks
+) -> Prompt | None:
+    """Checks all datasets and held-out sets of prompts with the tokenizer, and counts them.
+
+    Returns a prompt to try rewards and tools on; None where no set is here.
+    """
+    from pa_npu.data.prompts import first_prompt_lines
+
+    if findings.spec is not None:
+        check_tokenizer(findings.spec, tokenizer)
+        if not config.rollout.ignore_eos:
+            findings.counts.append(end_tokens_line(findings.spec, tokenizer))
+
+    datasets = config.data.datasets
+    training = local.run(
+        partial(check_training, tokenizer, config), *(dataset.path for dataset in datasets)
+    )
+    for number, dataset in enumerate(datasets):
+        summary = training[number].summary if training else _ABSENT
+        line = f"{config.data.key_of(number)}: {summary}"
+        if len(datasets) > 1:
+            line += f"; {dataset.called}, {config.data.shares[number]:.1%} of the prompts"
+        findings.counts.append(line)
+
+    sample: Prompt | None = None
+    for name, dataset in config.evaluation_sets.items():
+        held_out = local.run(partial(check_held_out, name, tokenizer, config), dataset.path)
+        summary = held_out.summary if held_out else _ABSENT
+        findings.counts.append(f"{config.key_of_set(name)}: {summary}")
+        if sample is None and held_out:
+            sample = held_out.prompts[0]
+    if training:
+        sample = training[0].prompts[0]
+        findings.counts += first_prompt_lines(sample, tokenizer)
+    return sample
+
+
+def check_rows(config: Config, findings: Findings, tokenizer: Any, local: LocalChecks) -> None:
+    """Checks all datasets and held-out sets whose rows are trained as they are, counts them, and
+    shows what of the first row is trained.
+    """
+    from pa_npu.data.row_sets import first_row_lines, load_held_out_rows
+
+    if findings.spec is not None:
+        check_tokenizer(findings.spec, tokenizer)
+
+    datasets = config.data.datasets
+    training = local.run(
+        partial(check_training_rows, tokenizer, config), *(dataset.path for dataset in datasets)
+    )
+    for number in range(len(datasets)):
+        summary = training[number].summary if training else _ABSENT
+        findings.counts.append(f"{config.data.key_of(number)}: {summary}")
+
+    evaluation_sets = config.evaluation_sets
+    held_out = local.run(
+        partial(load_held_out_rows, config, tokenizer),
+        *(dataset.path for dataset in evaluation_sets.values()),
+    )
+    for name in evaluation_sets:
+        summary = held_out[name].summary if held_out else _ABSENT
+        findings.counts.append(f"{config.key_of_set(name)}: {summary}")
+    if training:
+        findings.num_rows = sum(len(rows.rows) for rows in training)
+        findings.counts += first_row_lines(training[0].rows[0], tokenizer)
+
+
+def with_epochs(config: Config, findings: Findings) -> Config:
+    """Returns the configuration with the iterations that schedule.epochs makes, once rows are
+    counted.
+    """
+    schedule = config.schedule
+    if schedule.epochs is None or findings.num_rows is None:
+        return config
+    rows_per_iteration = schedule.prompts_per_iteration * config.rollout.responses_per_prompt
+    iterations = max(1, math.ceil(schedule.epochs * findings.num_rows / rows_per_iteration))
+    changed = schedule.model_copy(update={"iterations": iterations})
+    return config.model_copy(update={"schedule": changed})
+
+
+def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
+    """Reads data.train as the coordinator will."""
+    from pa_npu.data.prompts import load_training
+    from pa_npu.rewards.check import check_row_tests
+
+    loaded = load_training(config.data, tokenizer, config.needs_answers)
+    per_iteration = config.schedule.prompts_per_iteration
+    first_id = 0
+    for number, (prompts, share) in enumerate(zip(loaded, config.data.shares, strict=True)):
+        key = config.data.key_of(number)
+        check_row_tests(config, prompts, key, first_id)
+        first_id += prompts.num_read
+        num_needed = math.ceil(share * per_iteration)
+        if len(prompts.prompts) < num_needed:
+            part = "" if share == 1 else f", of which its weight makes {num_needed} its own"
+            raise DataError(
+                f"{key}: {prompts.path} has {counted(len(prompts.prompts), 'prompt')} for "
+                f"schedule.prompts_per_iteration = {per_iteration}{part}, so that an iteration "
+                "would hold some twice; lower it or give more prompts"
+            )
+    return loaded
+
+
+def check_training_rows(tokenizer: Any, config: Config) -> list[RowSet]:
+    """Reads data.train as a coordinator without engines will."""
+    from pa_npu.data.row_sets import load_training_rows
+
+    loaded = load_training_rows(config, tokenizer)
+    rows_per_iteration = config.schedule.prompts_per_iteration * config.rollout.responses_per_prompt
+    for number, (rows, share) in enumerate(zip(loaded, config.data.shares, strict=True)):
+        num_needed = math.ceil(share * rows_per_iteration)
+        if len(rows.rows) < num_needed:
+            raise DataError(
+                f"{config.data.key_of(number)}: {rows.path} has {counted(len(rows.rows), 'row')} "
+                f"for the {num_needed} of an iteration "
+                "(schedule.prompts_per_iteration x rollout.responses_per_prompt), so that it would "
+                "hold some twice; lower one of these or give more rows"
+            )
+    return loaded
+
+
+def check_held_out(name: str, tokenizer: Any, config: Config) -> PromptSet:
+    """Reads a held-out set as the coordinator will."""
+    from pa_npu.data.prompts import load_prompts
+    from pa_npu.rewards.check import check_row_tests
+
+    key = config.key_of_set(name)
+    prompts = load_prompts(
+        config.evaluation_sets[name],
+        tokenizer,
+        config.data,
+        key,
+        needs_answer=config.needs_answers,
+    )
+    check_row_tests(config, prompts, key)
+    return prompts
+
+
+def check_rewards(config: Config, sample: Prompt | None, ask_judge: bool = True) -> list[str]:
+    """Checks that every reward function can be built, by a trial in a worker as the run will use
+    it: user code may do anything.
+
+    Args:
+        sample: a prompt of the dataset, for which the functions are called once.
+        ask_judge: whether the judge (reward.judge) is asked too, over the network.
+
+    Returns the lines that the run begins with.
+    """
+    from pa_npu.rewards.check import check_reward_functions, sample_group
+
+    group = None
+    if sample is not None:
+        size = config.rollout.responses_per_prompt
+        group = sample_group(sample.text, sample.answer, sample.row, size)
+    # a judge's scores are kept in run.dir, which a run that is refused has not
+    with tempfile.TemporaryDirectory(prefix="pa_npu-check-") as directory:
+        run = config.run.model_copy(update={"dir": directory})
+        tried = config.model_copy(update={"run": run})
+        return check_reward_functions(tried, group, ask_judge)

@@ -1,0 +1,81 @@
+"""Checks of the model: its files, its adapters, and whether it fits into the devices' memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pa_npu.config.schema import Config
+from pa_npu.config.texts import shown
+from pa_npu.config.words import nearest_name
+from pa_npu.errors import ConfigError
+from pa_npu.families.model_directory import check_end_tokens, check_plain_files, check_weights
+from pa_npu.families.peft_directory import AdapterShape
+from pa_npu.families.spec import ModelSpec
+from pa_npu.launcher.checks.findings import Findings
+from pa_npu.planning.known_models import KNOWN, known_spec
+from pa_npu.planning.memory import adapter_parameters
+from pa_npu.planning.model_rules import check_model
+from pa_npu.planning.shortages import shortages
+
+
+def check_model_files(config: Config) -> ModelSpec:
+    """Checks that the model can be read, is supported, divides as configured, and that its files
+    agree. Returns its shape.
+    """
+    spec = ModelSpec.from_config(config)
+    check_model(config, spec)
+    check_plain_files(spec.path)
+    check_weights(spec)
+    check_end_tokens(spec)
+    return spec
+
+
+def planned_model(config: Config, findings: Findings) -> ModelSpec:
+    """Returns the shape to plan with: of the model's files, or the published one of its name where
+    there are no files.
+
+    Raises UserError where neither is known, because nothing could be said of memory or time.
+    """
+    path = config.model.path
+    if Path(path).exists():
+        return check_model_files(config)
+    spec = known_spec(path)
+    if spec is None:
+        nearest = nearest_name(Path(path).name, KNOWN)
+        example = nearest or "Qwen2.5-7B or Qwen3-8B"
+        raise ConfigError(
+            f"model.path: {shown(path)} does not exist, and no public model of this name is known "
+            "to plan with; give the directory of an HF model, or a known name, such as "
+            f"{example}"
+        )
+    check_model(config, spec)
+    findings.notes.append(
+        f"model.path: {shown(path)} is not here; planned with the published shape of "
+        f"{Path(path).name}"
+    )
+    return spec
+
+
+def check_memory(config: Config, findings: Findings) -> None:
+    """Raises ConfigError where the run certainly does not fit into its devices; adds a note where
+    it probably does not.
+    """
+    if findings.spec is None or findings.device_bytes is None:
+        return
+    for shortage in shortages(config, findings.spec, findings.device_bytes, findings.own_memory):
+        if shortage.fatal:
+            raise ConfigError(shortage.line())
+        findings.notes.append(shortage.line())
+
+
+def adapter_lines(config: Config, spec: ModelSpec) -> list[str]:
+    """Says how much of the model adapters train; nothing where all weights are trained."""
+    if not config.has_adapters:
+        return []
+    rank = AdapterShape.from_config(config).rank
+    num_trained = adapter_parameters(config, spec)
+    share = num_trained / spec.num_parameters
+    return [
+        f"adapters (LoRA): rank {rank}, {num_trained:,} trained parameters beside "
+        f"{spec.num_parameters:,} ({share:.2%})"
+    ]
