@@ -157,9 +157,9 @@ def _assumptions(basis: Basis, config: Config) -> Iterator[str]:
     )
     if config.run.device == "cpu":
         yield (
-            "note: this is a plan for cores, on which changing between decoding and training costs "
-            "nothing; on NPUs and GPUs it costs memory and time, so that another way may be the "
-            "fastest: plan these with --device npu or cuda"
+            "for cores alone       on cores changing between decoding and training costs nothing; "
+            "on NPUs and GPUs it costs memory and time, so that another way may be the fastest: "
+            "plan these with --device npu or cuda"
         )
 
 

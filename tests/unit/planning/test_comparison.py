@@ -163,9 +163,9 @@ def test_a_split_is_also_compared_with_its_own_sizes_without_overlap(split: Comp
     assert colocated is not None and colocated.synchronous is None, "there it is in turns"
 
 
-@pytest.mark.parametrize(("device", "is_noted"), [("cpu", True), ("npu", False)])
+@pytest.mark.parametrize(("device", "is_said"), [("cpu", True), ("npu", False)])
 def test_a_plan_says_what_it_assumes_and_that_a_plan_for_cores_is_none_for_devices(
-    device: str, is_noted: bool
+    device: str, is_said: bool
 ) -> None:
     given = [f"run.device={device}", "placement.colocate=false", "trainer.devices=4"]
     given += ["rollout.engines=4"]
@@ -176,7 +176,7 @@ def test_a_plan_says_what_it_assumes_and_that_a_plan_for_cores_is_none_for_devic
     lines = comparison_lines(compared)
     typical = typical_speed(device)
     assert any(line.startswith(f"assumed               {typical.name} (") for line in lines)
-    assert any(line.startswith("note: this is a plan for cores") for line in lines) is is_noted
+    assert any(line.startswith("for cores alone ") for line in lines) is is_said
 
 
 def test_several_keys_are_named_where_no_single_one_gains_as_much() -> None:
