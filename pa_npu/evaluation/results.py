@@ -40,9 +40,16 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Judged:
-    """One response of an evaluation. name: of the set; question: its row there. kind: greedy or
-    sample; number: among the samples. final: the answer that it ends with, None where it gives
-    none. tokens: its length. finished: by itself, not cut at the limit."""
+    """One response of an evaluation.
+
+    name: of the set.
+    question: its row in the set.
+    kind: greedy or sample.
+    number: its place among the samples of the question.
+    final: the answer that it ends with; None where it gives none.
+    tokens: its length.
+    finished: whether it ended by itself, before the limit.
+    """
 
     name: str
     question: int
@@ -60,9 +67,10 @@ class Judged:
 
 @dataclass(frozen=True)
 class SetSummary:
-    """One set in numbers. metrics: greedy, avg@n, pass@k, maj@k, by name.
+    """One set in numbers.
 
-    Lengths are tokens of all its responses.
+    metrics: greedy, avg@n, pass@k and maj@k, by name.
+    length_mean, length_median, length_95: tokens of all responses.
     """
 
     questions: int
@@ -75,10 +83,9 @@ class SetSummary:
 
 
 def values_by_question(responses: Iterable[Judged]) -> dict[str, dict[int, float]]:
-    """The numbers of one set's questions by metric: greedy, avg@n, pass@k and maj@k for the powers
-    of two up to n, and n.
+    """Returns the numbers of one set's questions by metric: greedy, avg@n, pass@k and maj@k.
 
-    n: the samples that every question has.
+    n is the number of samples that every question has. k is each power of two below n, and n.
     """
     greedy: dict[int, float] = {}
     samples: dict[int, list[Judged]] = {}
@@ -87,44 +94,59 @@ def values_by_question(responses: Iterable[Judged]) -> dict[str, dict[int, float
             greedy[response.question] = float(response.correct)
         else:
             samples.setdefault(response.question, []).append(response)
-    found = {GREEDY: greedy} if greedy else {}
+    metrics: dict[str, dict[int, float]] = {}
+    if greedy:
+        metrics[GREEDY] = greedy
     if not samples:
-        return found
-    count = min(len(own) for own in samples.values())
-    powers = [2**exponent for exponent in range(1, count.bit_length()) if 2**exponent < count]
-    found[f"avg@{count}"] = {
-        q: statistics.fmean(r.correct for r in own[:count]) for q, own in samples.items()
+        return metrics
+
+    count = min(len(of_question) for of_question in samples.values())
+    compared = {question: of_question[:count] for question, of_question in samples.items()}
+    correct = {
+        question: [response.correct for response in of_question]
+        for question, of_question in compared.items()
     }
-    for k in [*powers, count] if count > 1 else []:
-        found[f"pass@{k}"] = {
-            q: pass_at_k(count, sum(r.correct for r in own[:count]), k)
-            for q, own in samples.items()
-        }
-    for k in [k for k in (*powers, count) if k > 2]:
-        found[f"maj@{k}"] = {
-            q: majority_at_k([r.final for r in own[:count]], [r.correct for r in own[:count]], k)
-            for q, own in samples.items()
-        }
-    return found
+    final = {
+        question: [response.final for response in of_question]
+        for question, of_question in compared.items()
+    }
+    sizes = [2**exponent for exponent in range(1, count.bit_length()) if 2**exponent < count]
+    sizes.append(count)
+
+    metrics[f"avg@{count}"] = {
+        question: statistics.fmean(verdicts) for question, verdicts in correct.items()
+    }
+    for k in sizes:
+        if k > 1:
+            metrics[f"pass@{k}"] = {
+                question: pass_at_k(count, sum(verdicts), k)
+                for question, verdicts in correct.items()
+            }
+    for k in sizes:
+        if k > 2:
+            metrics[f"maj@{k}"] = {
+                question: majority_at_k(final[question], verdicts, k)
+                for question, verdicts in correct.items()
+            }
+    return metrics
 
 
 def summarise(responses: Sequence[Judged]) -> dict[str, SetSummary]:
-    """By set, in the order in which they first appear."""
+    """Returns the summaries by set, in the order in which the sets first appear."""
     summaries = {}
-    for name in dict.fromkeys(response.name for response in responses):
-        own = [response for response in responses if response.name == name]
-        lengths = sorted(response.tokens for response in own)
+    for name, of_set in _by_set(responses).items():
+        lengths = sorted(response.tokens for response in of_set)
         summaries[name] = SetSummary(
-            questions=len({response.question for response in own}),
-            responses=len(own),
+            questions=len({response.question for response in of_set}),
+            responses=len(of_set),
             metrics={
                 metric: estimate([values[question] for question in sorted(values)])
-                for metric, values in values_by_question(own).items()
+                for metric, values in values_by_question(of_set).items()
             },
             length_mean=statistics.fmean(lengths),
             length_median=statistics.median(lengths),
             length_95=lengths[min(len(lengths) - 1, int(0.95 * len(lengths)))],
-            truncated_ratio=1 - statistics.fmean(response.finished for response in own),
+            truncated_ratio=1 - statistics.fmean(response.finished for response in of_set),
         )
     return summaries
 
@@ -134,84 +156,101 @@ Values = dict[str, dict[str, dict[int, float]]]
 
 
 def set_values(responses: Sequence[Judged]) -> Values:
+    """Returns the numbers of all sets' questions."""
+    return {name: values_by_question(of_set) for name, of_set in _by_set(responses).items()}
+
+
+def _by_set(responses: Sequence[Judged]) -> dict[str, list[Judged]]:
     by_set: dict[str, list[Judged]] = {}
     for response in responses:
         by_set.setdefault(response.name, []).append(response)
-    return {name: values_by_question(own) for name, own in by_set.items()}
+    return by_set
 
 
 def compare(before: Sequence[Judged], after: Sequence[Judged]) -> dict[str, dict[str, Estimate]]:
-    """after - before by set and metric, over the questions that both have; sets and metrics that
-    both have.
+    """Returns after - before by set and metric, over the questions that both have, for the sets
+    and metrics that both have.
     """
     return differences(set_values(before), set_values(after))
 
 
 def differences(before: Values, after: Values) -> dict[str, dict[str, Estimate]]:
-    """As `compare`."""
-    found: dict[str, dict[str, Estimate]] = {}
-    for name, old in before.items():
-        new = after.get(name, {})
-        for metric in [metric for metric in old if metric in new]:
-            common = sorted(old[metric].keys() & new[metric].keys())
+    """Returns what `compare` does, from the numbers of questions."""
+    by_set: dict[str, dict[str, Estimate]] = {}
+    for name, old_metrics in before.items():
+        new_metrics = after.get(name, {})
+        for metric, old in old_metrics.items():
+            new = new_metrics.get(metric, {})
+            common = sorted(old.keys() & new.keys())
             if common:
-                found.setdefault(name, {})[metric] = paired_difference(
-                    [old[metric][q] for q in common], [new[metric][q] for q in common]
+                by_set.setdefault(name, {})[metric] = paired_difference(
+                    [old[question] for question in common],
+                    [new[question] for question in common],
                 )
-    return found
+    return by_set
 
 
 class Progress:
-    """Each evaluation of a run against the first and against the one before, question by question."""
+    """Compares each evaluation of a run with the first and with the one before, question by
+    question.
+    """
 
     def __init__(self, run_dir: Path | str) -> None:
-        """With what the run directory keeps of earlier attempts; what cannot be read is left out."""
+        """Reads the results that earlier attempts left in the run directory; a file that cannot be
+        read is left out.
+        """
         self._first: tuple[int, Values] | None = None
         self._before: tuple[int, Values] | None = None
         kept = kept_versions(run_dir)
         for version in dict.fromkeys([*kept[:1], *kept[-1:]]):
             try:
-                self._take(version, set_values(read_results(results_file(run_dir, version))))
+                responses = read_results(results_file(run_dir, version))
             except DataError:
                 continue
+            self._add(version, set_values(responses))
 
-    def _take(self, version: int, found: Values) -> None:
-        self._before = (version, found)
-        self._first = self._first or self._before
+    def _add(self, version: int, values: Values) -> None:
+        self._before = (version, values)
+        if self._first is None:
+            self._first = self._before
 
     def differences(self, version: int, responses: Sequence[Judged]) -> dict[str, Any]:
-        """For evaluations.jsonl: {first, before: {version, sets: by set and metric}}; empty for the
-        first evaluation.
+        """Returns the entries of evaluations.jsonl, {first, before: {version, sets: by set and
+        metric}}; empty for the first evaluation. Keeps the results for the next one.
         """
-        found, said = set_values(responses), {}
-        for name, known in (("first", self._first), ("before", self._before)):
-            if known is not None:
-                sets = differences(known[1], found)
-                plain = {
-                    set_: {metric: asdict(e) for metric, e in metrics.items()}
-                    for set_, metrics in sets.items()
-                }
-                said[name] = {"version": known[0], "sets": plain}
-        self._take(version, found)
-        return said
+        values = set_values(responses)
+        entries = {}
+        for name, earlier in (("first", self._first), ("before", self._before)):
+            if earlier is None:
+                continue
+            earlier_version, earlier_values = earlier
+            sets = {}
+            for set_name, metrics in differences(earlier_values, values).items():
+                sets[set_name] = {metric: asdict(mean) for metric, mean in metrics.items()}
+            entries[name] = {"version": earlier_version, "sets": sets}
+        self._add(version, values)
+        return entries
 
 
 def results_file(directory: Path | str, version: int) -> Path:
+    """Returns the file of a version's results in a run directory."""
     return Path(directory) / DIRECTORY / f"version_{version:06d}.parquet"
 
 
 def kept_versions(run_dir: Path | str) -> list[int]:
-    """Versions of which a run keeps results per question."""
-    names = [path.name for path in (Path(run_dir) / DIRECTORY).glob("version_*.parquet")]
-    return sorted(
-        int(found[1])
-        for name in names
-        if (found := re.fullmatch(r"version_(\d{6,10})\.parquet", name))
-    )
+    """Returns the versions of which a run keeps results per question."""
+    versions = []
+    for path in (Path(run_dir) / DIRECTORY).glob("version_*.parquet"):
+        match = re.fullmatch(r"version_(\d{6,10})\.parquet", path.name)
+        if match is not None:
+            versions.append(int(match[1]))
+    return sorted(versions)
 
 
 def write_results(file: Path, responses: Sequence[Judged]) -> None:
-    """All of the file or nothing; what cannot be written is counted, and raises nothing."""
+    """Writes the whole file or nothing. A file that cannot be written is counted, and raises
+    nothing.
+    """
     import pyarrow as pa
 
     kinds = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
@@ -233,7 +272,7 @@ def write_results(file: Path, responses: Sequence[Judged]) -> None:
 
 
 def read_results(file: Path | str) -> list[Judged]:
-    """Read what write_results wrote. Raises DataError where it cannot be read."""
+    """Reads what write_results wrote. Raises DataError where it cannot be read."""
     try:
         return [Judged(**row) for row in read_table(Path(file))]
     except (DataError, TypeError) as error:
@@ -248,7 +287,7 @@ def read_results(file: Path | str) -> list[Judged]:
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that at least one of k responses drawn without replacement from the num_samples is
+    """Returns the chance that at least one of k responses drawn without replacement from the num_samples is
     correct.
 
     The unbiased estimator of Chen et al. 2021 (arXiv 2107.03374, eq. 1): 1 - C(n - c, k) / C(n, k).
@@ -265,12 +304,14 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k: int) -> float:
-    """How often the most frequent answer of k responses is correct: mean over the blocks of k
-    consecutive responses.
+    """Returns how often the most frequent answer of k responses is correct: the mean over the
+    blocks of k consecutive responses.
 
-    answers: what each response ends with, in a form in which equal answers are equal; None where it
-    gives none, which has no vote. Correct answers are one answer, however they are written. Where
-    several are the most frequent, each counts its share.
+    Correct answers are one answer, however they are written. Where several are the most frequent,
+    each counts its share.
+
+    answers: what each response ends with, in a form in which equal answers are equal; None for a
+        response without an answer, which has no vote.
     """
     if not 1 <= k <= len(answers) or len(answers) != len(correct):
         raise ValueError(f"maj@{k} of {len(answers)} answers and {len(correct)} verdicts")
@@ -279,26 +320,28 @@ def majority_at_k(answers: Sequence[Hashable | None], correct: Sequence[bool], k
 
 
 def _vote(block: Sequence[tuple[Hashable | None, bool]]) -> float:
-    votes = Counter(
-        (True, None) if right else (False, answer)
-        for answer, right in block
-        if right or answer is not None
-    )
+    votes: Counter[tuple[bool, Hashable | None]] = Counter()
+    for answer, is_correct in block:
+        if is_correct:
+            votes[True, None] += 1
+        elif answer is not None:
+            votes[False, answer] += 1
     if not votes:
         return 0.0
-    most = max(votes.values())
-    winners = [key for key, count in votes.items() if count == most]
-    return sum(right for right, _ in winners) / len(winners)
+    max_votes = max(votes.values())
+    winners = [key for key, count in votes.items() if count == max_votes]
+    return sum(is_correct for is_correct, _ in winners) / len(winners)
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """The mean of numbers between 0 and 1, one per question. Raises ValueError for none."""
+    """Returns the mean of numbers between 0 and 1, one per question. Raises ValueError for none."""
     if not values:
         raise ValueError("a mean over no questions")
-    count, mean = len(values), math.fsum(values) / len(values)
-    variance = (
-        math.fsum((value - mean) ** 2 for value in values) / (count - 1) if count > 1 else 0.0
-    )
+    count = len(values)
+    mean = math.fsum(values) / count
+    variance = 0.0
+    if count > 1:
+        variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
     # a 0/1 number has mean (1 - mean) as its variance; what varies less is worth more draws
     draws = count * mean * (1 - mean) / variance if variance > 0 else count
     low, high = wilson(mean, max(draws, 1.0))
@@ -306,7 +349,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def wilson(share: float, draws: float) -> tuple[float, float]:
-    """Wilson's score interval of a share that was found in so many draws."""
+    """Returns Wilson's score interval of a share that was observed in so many draws."""
     square = Z * Z / draws
     middle = (share + square / 2) / (1 + square)
     half = Z / (1 + square) * math.sqrt(share * (1 - share) / draws + square / (4 * draws))
@@ -314,7 +357,7 @@ def wilson(share: float, draws: float) -> tuple[float, float]:
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> Estimate:
-    """The mean of after - before over the same questions, in the same order.
+    """Returns the mean of after - before over the same questions, in the same order.
 
     What is hard for both cancels out, so that the interval is much shorter than from two separate
     ones. Where no question differs at all, the interval is that of the rule of three.
@@ -322,9 +365,10 @@ def paired_difference(before: Sequence[float], after: Sequence[float]) -> Estima
     differences = [new - old for old, new in zip(before, after, strict=True)]
     if not differences:
         raise ValueError("a difference over no questions")
-    count, mean = len(differences), math.fsum(differences) / len(differences)
-    variance = (
-        math.fsum((value - mean) ** 2 for value in differences) / (count - 1) if count > 1 else 1.0
-    )
+    count = len(differences)
+    mean = math.fsum(differences) / count
+    variance = 1.0
+    if count > 1:
+        variance = math.fsum((value - mean) ** 2 for value in differences) / (count - 1)
     half = Z * math.sqrt(variance / count) if variance > 0 else 3.0 / count
     return Estimate(mean, max(-1.0, mean - half), min(1.0, mean + half), count)

@@ -25,8 +25,10 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Dependency:
-    """A distribution this package uses. needed: without it nothing runs; otherwise `use` says what
-    does not.
+    """A distribution that this package uses.
+
+    use: what it is for, and so what does not work without it.
+    needed: whether nothing runs without it.
     """
 
     name: str
@@ -52,9 +54,10 @@ _DEPENDENCIES = (
 
 
 def doctor(config: Config | None, device: str | None = None) -> int:
-    """Print the findings, of a configuration too if one is given; 0 when a run can start, else 1.
+    """Prints the findings; returns 0 if a run can start, else 1.
 
-    device: that runs are to use, of which a configuration has its own.
+    config: is checked too.
+    device: the kind that runs are to use, where there is no configuration that names one.
     """
     print(f"pa_npu {__version__}, Python {sys.version.split()[0]} ({sys.executable})")
     print("\ndevices")
@@ -64,11 +67,13 @@ def doctor(config: Config | None, device: str | None = None) -> int:
     for name, value in _machine():
         print(f"  {name:<14} {value}")
     print("\npackages")
-    found = (
-        distributions(None, tuple(dependency.name for dependency in _DEPENDENCIES))
-        | installed_versions()
-    )
-    problems = [problem for one in _DEPENDENCIES if (problem := _report(one, found.get(one.name)))]
+    versions = distributions(None, tuple(dependency.name for dependency in _DEPENDENCIES))
+    versions |= installed_versions()
+    problems = []
+    for dependency in _DEPENDENCIES:
+        problem = _report(dependency, versions.get(dependency.name))
+        if problem:
+            problems.append(problem)
     backend = config.rollout.backend if config else DEFAULT_BACKEND
     if config is None or config.has_engines:
         engine, engine_problem = engine_kind(backend).describe(config)
@@ -118,15 +123,15 @@ def device_line(kind: str) -> str:
 
 def _machine() -> list[tuple[str, str]]:
     cores = available_cores()
-    found = [("cores", f"{len(cores)} usable of {os.cpu_count()}")]
+    lines = [("cores", f"{len(cores)} usable of {os.cpu_count()}")]
     for name, path in (("disk here", "."), ("/dev/shm", "/dev/shm"), ("/tmp", "/tmp")):
         if Path(path).exists():
-            found.append((name, f"{shutil.disk_usage(path).free / _GIB:.1f} GiB free"))
-    return found
+            lines.append((name, f"{shutil.disk_usage(path).free / _GIB:.1f} GiB free"))
+    return lines
 
 
 def _report(dependency: Dependency, version: str | None) -> str | None:
-    """Print one line; the remedy when something needed is missing."""
+    """Prints one line; returns the remedy where something needed is missing."""
     print(f"  {dependency.name:<14} {version or f'not installed: {dependency.use}'}")
     if version or not dependency.needed:
         return None
@@ -134,8 +139,8 @@ def _report(dependency: Dependency, version: str | None) -> str | None:
 
 
 def _ascendc() -> str:
-    """Which implementation of the merge operator NPU tensors would get, and what its build lacks
-    here.
+    """Says which implementation of the merge operator NPU tensors would get, and what its build
+    lacks here.
     """
     from pa_npu.attention.lse_merge import available
 
@@ -154,7 +159,7 @@ def _ascendc() -> str:
 
 
 def _configuration(config: Config) -> list[str]:
-    """The checks a run begins with."""
+    """Runs the checks that a run begins with, and prints what they found; returns problems."""
     try:
         findings = prepare(config)[1]
     except UserError as error:

@@ -48,16 +48,20 @@ _POLL_S = 0.5
 _VERSION = 0  # of a model that nobody trains
 
 
-def evaluate(config: Config, checkpoint: str | None = None, other: str | None = None) -> int:
-    """checkpoint: exported to model.path first. other: results of an evaluation to compare with.
+def evaluate(
+    config: Config, checkpoint: str | None = None, compared_file: str | None = None
+) -> int:
+    """Asks every question of every set, prints the table and writes the results; returns the exit
+    code.
 
-    Returns the exit code.
+    checkpoint: is exported to model.path first.
+    compared_file: results of an evaluation to compare with.
     """
     if not config.has_engines:
         raise ConfigError(
             "rollout.engines: 0, but an evaluation asks engines; give a configuration with engines"
         )
-    before = read_results(other) if other else None
+    before = read_results(compared_file) if compared_file else None
     directory = Path(config.run.dir)
     if checkpoint:
         with quiet_libraries():
@@ -71,25 +75,27 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
     sets = {
         name: check_held_out(name, tokenizer, config).prompts for name in config.evaluation_sets
     }
-    check_rewards(config, next(iter(sets.values()))[0])
-    check_environment(config, next(iter(sets.values()))[0])
+    sample = next(iter(sets.values()))[0]
+    check_rewards(config, sample)
+    check_environment(config, sample)
     key = engine_key(config)
     with _engines(config, platform, key, directory) as urls:
-        found = asyncio.run(_evaluate(config, spec, urls, key, tokenizer, sets))
+        evaluation = asyncio.run(_evaluate(config, spec, urls, key, tokenizer, sets))
     file = results_file(directory, _VERSION)
-    write_results(file, found.responses)
-    for line in (*summary_lines(found.responses), f"{found.seconds:.1f} s"):
+    write_results(file, evaluation.responses)
+    for line in summary_lines(evaluation.responses):
         say(line)
-    if other is not None and before is not None:
-        for line in difference_lines(before, found.responses, other):
+    say(f"{evaluation.seconds:.1f} s")
+    if compared_file is not None and before is not None:
+        for line in difference_lines(before, evaluation.responses, compared_file):
             say(line)
     say(f"results by question: {file}")
     return 0
 
 
 def _asked_as_trained(config: Config) -> Config:
-    """The configuration with the prompt format of the run that trained the model, where it does not
-    set its own.
+    """Returns the configuration with the prompt format of the run that trained the model, where it
+    does not set its own.
     """
     prompts = read_prompt_format(Path(config.model.path))
     data, changed = prompts.given_to(config.data)
@@ -99,43 +105,52 @@ def _asked_as_trained(config: Config) -> Config:
     return config.model_copy(update={"data": data})
 
 
-def show(results: str, other: str | None = None) -> int:
-    """Prints an earlier evaluation and its difference to another; no engine is asked.
-
-    Returns the exit code.
+def show(results: str, compared_file: str | None = None) -> int:
+    """Prints an earlier evaluation and its difference to that of `compared_file`, without asking an
+    engine; returns the exit code.
     """
     responses = read_results(results)
-    said = summary_lines(responses)
-    if other is not None:
-        said += difference_lines(read_results(other), responses, other)
-    for line in said:
+    lines = summary_lines(responses)
+    if compared_file is not None:
+        lines += difference_lines(read_results(compared_file), responses, compared_file)
+    for line in lines:
         say(line)
     return 0
 
 
-def difference_lines(before: Sequence[Judged], after: Sequence[Judged], other: str) -> list[str]:
-    """One line for each set and number that both have: the paired difference with its interval."""
-    return [
-        f"{name} {metric}: {_signed(difference)} against {other}, "
-        f"{counted(difference.questions, 'question')} in both"
-        for name, metrics in compare(before, after).items()
-        for metric, difference in metrics.items()
-    ]
+def difference_lines(
+    before: Sequence[Judged], after: Sequence[Judged], compared_file: str
+) -> list[str]:
+    """Returns the paired differences with their intervals, one line for each set and metric that
+    both evaluations have.
+    """
+    lines = []
+    for name, metrics in compare(before, after).items():
+        for metric, difference in metrics.items():
+            lines.append(
+                f"{name} {metric}: {_signed(difference)} against {compared_file}, "
+                f"{counted(difference.questions, 'question')} in both"
+            )
+    return lines
 
 
 def summary_lines(responses: Sequence[Judged]) -> list[str]:
-    """The table: one line for each set and number, and what its answers are like."""
-    said = []
+    """Returns the table: one line for each set and metric, and one about the lengths of a set's
+    answers.
+    """
+    lines = []
     for name, summary in summarise(responses).items():
         for metric, value in summary.metrics.items():
-            said.append(f"{name} {metric}: {value.value:.3f} ({value.low:.3f} to {value.high:.3f})")
-        said.append(
+            lines.append(
+                f"{name} {metric}: {value.value:.3f} ({value.low:.3f} to {value.high:.3f})"
+            )
+        lines.append(
             f"{name}: {counted(summary.questions, 'question')}, "
             f"{counted(summary.responses, 'answer')} of {summary.length_mean:.0f} tokens on "
             f"average (median {summary.length_median:.0f}, 95% up to {summary.length_95:.0f}), "
             f"{summary.truncated_ratio:.1%} cut"
         )
-    return said
+    return lines
 
 
 def _signed(difference: Estimate) -> str:
@@ -144,8 +159,8 @@ def _signed(difference: Estimate) -> str:
 
 @contextmanager
 def _engines(config: Config, platform: Any, key: str, directory: Path) -> Iterator[Sequence[str]]:
-    """URLs of engines that answer: those of rollout.attach, or started for this and stopped after
-    it.
+    """Yields the URLs of engines that answer: those of rollout.attach, or engines that are started
+    here and stopped at the end.
     """
     if config.rollout.attach:
         yield config.rollout.attach
@@ -157,10 +172,7 @@ def _engines(config: Config, platform: Any, key: str, directory: Path) -> Iterat
             tree.launch(engine)
         urls = [cluster.engine_url(engine) for engine in cluster.engines()]
         deadline = time.monotonic() + config.run.startup_timeout_s
-        say(
-            f"starting {len(urls)} engine{'s' if len(urls) > 1 else ''}; their logs are in "
-            f"{directory / 'logs'}"
-        )
+        say(f"starting {counted(len(urls), 'engine')}; logs are in {directory / 'logs'}")
         while not all(map(engine_answers, urls)):
             if ended := tree.ended():
                 raise PaNpuError(
@@ -176,7 +188,7 @@ def _engines(config: Config, platform: Any, key: str, directory: Path) -> Iterat
 
 
 class Untrained:
-    """An engine whose weights came from its model directory: what it writes is of version 0."""
+    """An engine whose weights came from its model directory: its tokens are of version 0."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
@@ -186,10 +198,9 @@ class Untrained:
         return getattr(self._engine, name)
 
     async def generate(self, *arguments: Any, **options: Any) -> list[Generation]:
-        return [
-            replace(one, version=_VERSION)
-            for one in await self._engine.generate(*arguments, **options)
-        ]
+        """Generates with the engine, and sets the version of each generation."""
+        generations = await self._engine.generate(*arguments, **options)
+        return [replace(generation, version=_VERSION) for generation in generations]
 
 
 async def _evaluate(

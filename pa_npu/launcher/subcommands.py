@@ -26,7 +26,7 @@ from pa_npu.launcher.arguments import existing_path, new_path
 from pa_npu.planning import automatic
 from pa_npu.telemetry.report import WARMUP_ITERATIONS
 
-_MOST_MEMORY_GIB = 1_000_000
+_MAX_MEMORY_GIB = 1_000_000
 # What stands for a key in `evaluate`.
 _OWN_NAMES = {
     "checkpoint.load": "--checkpoint",
@@ -70,7 +70,7 @@ def run_help(section: str) -> str | None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """A run from its configuration, or with --dry-run only its plan."""
+    """Runs a configuration, or with --dry-run only plans it."""
     from pa_npu.launcher.run_directory import check_run_directory, done_line, resolve_resume
 
     if options.dry_run:
@@ -107,8 +107,8 @@ def plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Print what follows from a configuration, and with --full the resolved tree, of which the rest
-    are then comments.
+    """Prints what follows from a configuration. With --full the resolved configuration is printed
+    too, as YAML in which the other lines are comments.
 
     What this machine merely lacks becomes a note, so that a cluster's run can be planned.
     """
@@ -223,7 +223,7 @@ def _evaluated(options: argparse.Namespace, rest: Sequence[str]) -> Config:
             raise UserError(
                 f"command line: --data {text}: is not NAME=FILE, as in gsm8k=data/gsm8k/test.jsonl"
             )
-        if name in (other for other, _ in sets):
+        if name in (name_before for name_before, _ in sets):
             raise UserError(
                 f"command line: --data {text}: a set is called {name} already; give each a name of "
                 "its own"
@@ -394,9 +394,9 @@ def checked_memory_gib(text: str | None) -> float | None:
         size = float(text)
     except ValueError:
         size = 0.0
-    if not 0 < size <= _MOST_MEMORY_GIB:  # NaN is neither
+    if not 0 < size <= _MAX_MEMORY_GIB:  # NaN is neither
         raise UserError(
             f"command line: --device-memory-gib {text[:40]!r} is no size of a memory; give a "
-            f"number above 0 and up to {_MOST_MEMORY_GIB}"
+            f"number above 0 and up to {_MAX_MEMORY_GIB}"
         )
     return size

@@ -30,16 +30,16 @@ class Requirement:
     optional: bool = False
 
     def problem(self, installed: Mapping[str, str]) -> str | None:
-        """One line when what is installed is not what is supported."""
-        found = installed.get(self.name)
-        if found is None:
+        """Returns one line where the installed version is not supported, else None."""
+        version = installed.get(self.name)
+        if version is None:
             if self.optional:
                 return None
             return f"{self.name} is not installed; {self.releases} is supported ({self.why})"
-        if SpecifierSet(self.releases).contains(_version(found), prereleases=True):
+        if SpecifierSet(self.releases).contains(_version(version), prereleases=True):
             return None
         return (
-            f"{self.name} {found} is not of the supported {self.releases} ({self.why}); install "
+            f"{self.name} {version} is not of the supported {self.releases} ({self.why}); install "
             "one of these"
         )
 
@@ -120,17 +120,19 @@ STACKS: dict[str, tuple[Stack, ...]] = {
 
 
 def nearest_stack(kind: str, installed: Mapping[str, str] | None = None) -> Stack:
-    """The stack for `kind` from which this interpreter deviates least; `installed` for tests."""
-    found = installed_versions() if installed is None else installed
-    return min(STACKS[kind], key=lambda stack: len(stack.problems(found)))
+    """Returns the stack for `kind` from which the installed versions deviate least; `installed`:
+    those of this interpreter, where it is not given.
+    """
+    versions = installed_versions() if installed is None else installed
+    return min(STACKS[kind], key=lambda stack: len(stack.problems(versions)))
 
 
 def trainer_problems(kind: str, installed: Mapping[str, str] | None = None) -> list[str]:
-    """One line per deviation of this interpreter from the nearest stack for `kind`; `installed` for
-    tests.
+    """Returns one line per deviation from the nearest stack for `kind`; `installed`: as for
+    `nearest_stack`.
     """
-    found = installed_versions() if installed is None else installed
-    return nearest_stack(kind, found).problems(found)
+    versions = installed_versions() if installed is None else installed
+    return nearest_stack(kind, versions).problems(versions)
 
 
 def installed_versions() -> dict[str, str]:

@@ -14,15 +14,15 @@ _RECENT_ITERATIONS = 8
 
 
 def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float | None) -> str:
-    """One line from an iteration record; every field keeps its width, what a run does not have
-    shows as `-`.
+    """Returns one line for an iteration's record. Every field keeps its width, and shows `-` where
+    the run does not have it.
 
-    The iteration has the number that it has in files and in the viewer, from 0; in brackets is how
-    many are done.
+    The iteration has the number that it has in files and in the viewer, from 0. The brackets hold
+    how many are done.
 
     | iteration  2 ( 3/20) | reward  0.512 acc 0.481 | loss  0.0123 KL  0.00012 entropy  1.234 grad   0.451 | ...
 
-    Of rows of data it says how far the data has been gone through, and nothing of rewards.
+    Where samples are rows of data, the line has the epoch and no rewards.
     """
     width = len(str(total_iterations))
 
@@ -47,6 +47,13 @@ def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float
             f"ETA {format_duration(eta_s):>7}",
         ]
         return PREFIX + " | ".join(fields)
+    if "device_idle" in record:
+        idle = f"idle device {show('device_idle', '3.0f', 100)}%"
+    else:
+        idle = (
+            f"idle trainer {show('trainer_idle', '3.0f', 100)}% "
+            f"engine {show('engine_idle', '3.0f', 100)}%"
+        )
     fields = [
         number,
         f"reward {show('reward_mean', '6.3f')} acc {show('accuracy', '5.3f')}",
@@ -54,10 +61,7 @@ def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float
         f"grad {show('grad_norm', '7.3f')}",
         f"length {show('response_length_mean', '6.1f')}",
         f"TPSPD {show('tpspd', '8.1f')}",
-        f"idle device {show('device_idle', '3.0f', 100)}%"
-        if "device_idle" in record
-        else f"idle trainer {show('trainer_idle', '3.0f', 100)}% engine "
-        f"{show('engine_idle', '3.0f', 100)}%",
+        idle,
         f"publish {show('publish_s', '6.2f')} s",
         f"ETA {format_duration(eta_s):>7}",
     ]
@@ -71,8 +75,8 @@ _SEPARATOR = " | "
 
 
 def fitted(line: str, columns: int) -> str:
-    """A progress line without the fields that do not fit into so many columns; other lines as they
-    are.
+    """Returns a progress line without the fields that do not fit into so many columns. Other lines
+    are returned unchanged.
     """
     fields = line.split(_SEPARATOR)
     if not fields[0].startswith("iteration ") or len(fields) == 1:
@@ -85,7 +89,9 @@ def fitted(line: str, columns: int) -> str:
 
 
 def remaining_s(iteration_seconds: Sequence[float], total_iterations: int) -> float | None:
-    """Seconds left, given the seconds of the iterations done so far; None before the first."""
+    """Returns the seconds that are left, from those of the iterations done so far; None before the
+    first.
+    """
     if not iteration_seconds:
         return None
     recent = statistics.median(iteration_seconds[-_RECENT_ITERATIONS:])
@@ -93,7 +99,7 @@ def remaining_s(iteration_seconds: Sequence[float], total_iterations: int) -> fl
 
 
 def format_duration(seconds: float | None) -> str:
-    """`42s`, `5m07s`, `3h05m`, `2d04h`; `-` for None."""
+    """Returns a duration as `42s`, `5m07s`, `3h05m` or `2d04h`; `-` for None."""
     if seconds is None:
         return "-"
     whole = max(0, round(seconds))

@@ -8,7 +8,7 @@ import platform as machine
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pa_npu import __version__
@@ -16,7 +16,15 @@ from pa_npu import platform as platforms
 from pa_npu.engines.registry import distributions
 from pa_npu.errors import FAILED, UserError
 from pa_npu.launcher.arguments import existing_path, new_path
-from pa_npu.launcher.selftest.parts import ACCEPTANCE, PARTS, Bench, Part, Result, run_part
+from pa_npu.launcher.selftest.parts import (
+    ACCEPTANCE,
+    PARTS,
+    Bench,
+    Finding,
+    Part,
+    Result,
+    run_part,
+)
 from pa_npu.launcher.trainer_versions import installed_versions
 from pa_npu.platform import KINDS
 from pa_npu.telemetry.secrets import hide
@@ -158,9 +166,7 @@ def _hardware(device: str) -> str:
 
 
 def write_report(bench: Bench, parts: Sequence[Part], results: Sequence[Result]) -> None:
-    """Write what is known so far, after each part, so that an interrupted self-test leaves what it
-    found.
-    """
+    """Writes the results so far, after each part, so that an interrupted self-test leaves them."""
     done = {result.name: result for result in results}
     lines = [
         f"# Self-test of pa_npu {__version__} on {bench.device}",
@@ -168,36 +174,22 @@ def write_report(bench: Bench, parts: Sequence[Part], results: Sequence[Result])
         f"Python {sys.version.split()[0]}, {machine.platform()}; {bench.device}: "
         f"{_hardware(bench.device)}",
         "",
-        *(
-            f"{whose}: {', '.join(f'{name} {version}' for name, version in found.items())}  "
-            for whose, found in _software(bench).items()
-        ),
+        *(_software_line(side, versions) for side, versions in _software(bench).items()),
         "",
         "| part | what it shows | seconds | result |",
         "|---|---|--:|---|",
     ]
     for part in parts:
         result = done.get(part.name)
-        verdict = "not run" if result is None else "passed" if result.ok else "**failed**"
-        lines.append(
-            f"| {part.name} | {part.shows} | {result.seconds if result else 0:.0f} | {verdict} |"
-        )
+        seconds = result.seconds if result else 0
+        lines.append(f"| {part.name} | {part.shows} | {seconds:.0f} | {_verdict(result)} |")
     for result in results:
         lines += ["", f"## {result.name}", ""]
         if result.problem:
             lines.append(f"Failed: {result.problem}. Send logs/{result.name}.log with this folder.")
         if result.findings:
             lines += ["| figure | value | limit | |", "|---|--:|--:|---|"]
-        for finding in result.findings:
-            limit = (
-                ""
-                if finding.limit is None
-                else f"{'at least' if finding.least else 'at most'} {finding.limit:.3g}"
-            )
-            mark = "" if finding.limit is None else "ok" if finding.ok else "**not ok**"
-            lines.append(
-                f"| {finding.what} | {finding.value:.4g} {finding.unit} | {limit} | {mark} |"
-            )
+        lines += [_finding_line(finding) for finding in result.findings]
     (bench.folder / "report.md").write_text(hide("\n".join(lines) + "\n"))
     known = {
         "version": __version__,
@@ -207,6 +199,27 @@ def write_report(bench: Bench, parts: Sequence[Part], results: Sequence[Result])
         "parts": [result.as_json() for result in results],
     }
     (bench.folder / "report.json").write_text(hide(json.dumps(known, indent=1) + "\n"))
+
+
+def _software_line(side: str, versions: Mapping[str, str]) -> str:
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"{side}: {listed}  "
+
+
+def _verdict(result: Result | None) -> str:
+    if result is None:
+        return "not run"
+    return "passed" if result.ok else "**failed**"
+
+
+def _finding_line(finding: Finding) -> str:
+    limit = ""
+    mark = ""
+    if finding.limit is not None:
+        bound = "at least" if finding.least else "at most"
+        limit = f"{bound} {finding.limit:.3g}"
+        mark = "ok" if finding.ok else "**not ok**"
+    return f"| {finding.what} | {finding.value:.4g} {finding.unit} | {limit} | {mark} |"
 
 
 def _software(bench: Bench) -> dict[str, dict[str, str]]:
@@ -222,10 +235,7 @@ def _software(bench: Bench) -> dict[str, dict[str, str]]:
 
 
 def tidy(bench: Bench) -> None:
-    """Keep of the runs what another can read; hide what is secret in their logs.
-
-    Weights and checkpoints go.
-    """
+    """Removes weights and checkpoints of the runs, and hides what is secret in their logs."""
     for run in (bench.folder / "runs").glob("*"):
         for path in run.iterdir():
             if path.name in _KEPT_OF_A_RUN:
