@@ -172,7 +172,7 @@ def _engines(config: Config, platform: Any, key: str, directory: Path) -> Iterat
             tree.launch(engine)
         urls = [cluster.engine_url(engine) for engine in cluster.engines()]
         deadline = time.monotonic() + config.run.startup_timeout_s
-        say(f"starting {counted(len(urls), 'engine')}; logs are in {directory / 'logs'}")
+        say(f"starting {counted(len(urls), 'engine')}; their logs are in {directory / 'logs'}")
         while not all(map(engine_answers, urls)):
             if ended := tree.ended():
                 raise PaNpuError(

@@ -57,29 +57,33 @@ _LOGS = "logs"
 
 def resolve_resume(
     config: Config,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     *,
     restart: bool = False,
     damaged: Mapping[Path, str] | None = None,
 ) -> Config:
-    """The configuration with checkpoint.load set to the newest complete checkpoint of run.dir.
+    """Returns the configuration with checkpoint.load set to the newest complete checkpoint of
+    run.dir. Writes nothing.
 
-    Only with checkpoint.resume=auto, or where `restart` says that this run itself begins again.
     Without any checkpoint the configuration stays as it is: the run begins with checkpoint.load, or
-    from the beginning. `say` hears, in one line, of the one that was chosen and of newer ones that
-    are damaged, to which `damaged` adds. Reads only.
+    from the beginning. So it does without checkpoint.resume=auto, unless `restart`.
+
+    Args:
+        report: gets one line about the checkpoint that was chosen, and newer damaged ones.
+        restart: whether this run itself begins again.
+        damaged: further damaged checkpoints, with what is wrong with each.
     """
     if config.checkpoint.resume != "auto" and not restart:
         return config
     directory = checkpoints_directory(config)
-    found, skipped = directories.newest(directory, damaged)
-    if found is None:
+    newest, skipped = directories.newest(directory, damaged)
+    if newest is None:
         if directory.is_dir() or restart:  # on a first run there is nothing to tell
             begin = config.checkpoint.load or "the beginning"
-            say(f"{skipped}no complete checkpoint in {directory}: the run starts from {begin}")
+            report(f"{skipped}no complete checkpoint in {directory}: the run starts from {begin}")
         return config
-    say(f"{skipped}the run continues from {found}")
-    checkpoint = config.checkpoint.model_copy(update={"load": str(found)})
+    report(f"{skipped}the run continues from {newest}")
+    checkpoint = config.checkpoint.model_copy(update={"load": str(newest)})
     return config.model_copy(update={"checkpoint": checkpoint})
 
 
@@ -88,18 +92,20 @@ def checkpoints_directory(config: Config) -> Path:
 
 
 def continues_own_run(config: Config) -> bool:
-    """Whether the run goes on with a checkpoint of its own directory, so that records and logs go
-    on too.
+    """Returns whether the run continues from a checkpoint of its own directory, so that records
+    and logs continue too.
     """
     load = config.checkpoint.load
-    return (
-        bool(load) and checkpoints_directory(config).resolve() == Path(str(load)).resolve().parent
-    )
+    if not load:
+        return False
+    return checkpoints_directory(config).resolve() == Path(load).resolve().parent
 
 
 def check_checkpoint(config: Config) -> str | None:
-    """Raises UserError when checkpoint.load cannot be continued with this configuration; returns
-    what differs, in words.
+    """Returns what differs from the configuration of checkpoint.load, in words; None where there is
+    nothing to say.
+
+    Raises UserError where the run cannot continue from it with this configuration.
     """
     load = config.checkpoint.load
     if load is None:
@@ -139,28 +145,30 @@ def check_run_directory(config: Config) -> None:
     if not file.exists():
         return
     try:
-        found, _ = read_yaml(str(file))
+        written, _ = read_yaml(str(file))
     except ConfigError as error:
         raise ConfigError(
             f"run.dir: {str(error).rpartition('; ')[0]}; choose another run.dir"
         ) from None
-    different = changes_the_run(differences(found, config), continues=continues_own_run(config))
-    if different:
-        some = ", ".join(different[:3]) + (", ..." if len(different) > 3 else "")
-        newest = directories.newest(checkpoints_directory(config))[0]
-        onward = (
-            f" (run.dir=NEW checkpoint.load={newest} goes on from its newest checkpoint)"
-            if newest
-            else ""
-        )
-        raise ConfigError(
-            f"run.dir: {directory} holds a run with another configuration (different: {some}); "
-            f"choose another run.dir{onward}, or delete that directory"
-        )
+    changed = changes_the_run(differences(written, config), continues=continues_own_run(config))
+    if not changed:
+        return
+    keys = ", ".join(changed[:3])
+    if len(changed) > 3:
+        keys += ", ..."
+    newest, _ = directories.newest(checkpoints_directory(config))
+    remedy = "choose another run.dir"
+    if newest:
+        remedy += f" (run.dir=NEW checkpoint.load={newest} goes on from its newest checkpoint)"
+    raise ConfigError(
+        f"run.dir: {directory} holds a run with another configuration (different: {keys}); "
+        f"{remedy}, or delete that directory"
+    )
 
 
 def done_line(config: Config) -> str | None:
-    """Says that the run which `config` continues has nothing left to do; None where it has.
+    """Returns the line that the run which `config` continues has nothing left to do; None where it
+    has.
 
     Its last version is saved, evaluated where there are questions, and exported behind the
     checkpoint.
@@ -185,11 +193,9 @@ def done_line(config: Config) -> str | None:
         directory / HF_DIRECTORY, Path(load)
     ):
         return None
-    weights = (
-        f", and its final weights are in {directory / HF_DIRECTORY}"
-        if config.checkpoint.export_hf
-        else ""
-    )
+    weights = ""
+    if config.checkpoint.export_hf:
+        weights = f", and its final weights are in {directory / HF_DIRECTORY}"
     return (
         f"the run in {directory} is done: its {counted(last, 'iteration')} are trained (checkpoint "
         f"{load}){weights}; more schedule.iterations continue it"
