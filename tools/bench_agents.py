@@ -242,14 +242,14 @@ async def serve(
         }
     )
     prompt = Prompt(0, np.zeros(1, np.int32), "", "", {"question": text(QUESTION_TOKENS)})
-    environment = make_environment(config, tokenizer)
+    sessions = Sessions(secrets.token_hex(16))
+    environment = make_environment(config, tokenizer, sessions)
     assert isinstance(environment, AgentEnvironment)
-    environment.sessions = Sessions(secrets.token_hex(16))
     sampling = Sampling(longest, 1.0, ignore_eos=True)
     numbers, rss_mib = iter(range(load.sessions)), []
     async with (
         EnginePool([EngineClient(engine_url, LAST_TOKEN)]) as pool,
-        Gateway(environment.sessions, 1.0).serving(HOST, 0, None),
+        Gateway(sessions, 1.0).serving(HOST, 0, None),
         opened(environment, WAIT_S),
     ):
         for engine in pool.engines:

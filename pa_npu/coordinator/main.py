@@ -114,7 +114,8 @@ async def run(config: Config) -> None:
         tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
         train, held_out = load_prompt_sets(config, tokenizer)
         limit_s = config.run.startup_timeout_s
-        environment = make_environment(config, tokenizer)
+        sessions = make_sessions(config, key)
+        environment = make_environment(config, tokenizer, sessions)
         channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
         roster = Roster(StoreChannel(connect(*store, limit_s), ROSTER_PREFIX), key or "")
         pool, fleet = await open_engines(
@@ -139,7 +140,7 @@ async def run(config: Config) -> None:
         work = GroupWork(spec, config)
         controller = ScheduleController(Rules.from_config(config), work)
         service = make_service(config, pool, sampling, tokenizer)
-        if (gateway := make_gateway(config, environment, key, service)) is not None:
+        if (gateway := make_gateway(config, environment, sessions, service)) is not None:
             where = (config.placement.address, config.agent.port or 0, Path(config.run.dir))
             await stack.enter_async_context(gateway.serving(*where))
         await stack.enter_async_context(opened(environment, limit_s))
@@ -244,9 +245,16 @@ async def open_engines(
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    pool = await stack.enter_async_context(EnginePool((), config.rollout.probe_timeout_s, decode))
+    pool = await stack.enter_async_context(
+        EnginePool(probe_timeout_s=config.rollout.probe_timeout_s, decode=decode)
+    )
     fleet = Fleet(
-        config.rollout, pool, roster, make_engine, needs_routes, config.run.startup_timeout_s
+        config=config.rollout,
+        pool=pool,
+        roster=roster,
+        make_engine=make_engine,
+        needs_routes=needs_routes,
+        startup_timeout_s=config.run.startup_timeout_s,
     )
     await stack.enter_async_context(fleet)
     return pool, fleet
@@ -401,23 +409,30 @@ def make_service(
     return None if config.agent.port is None else ServedRun(config, pool, sampling, tokenizer)
 
 
-def make_gateway(
-    config: Config, environment: Environment, key: str | None, service: ServedRun | None
-) -> Gateway | None:
-    """For agents, and for other programs, where a run has these. key: the engines'; the run's own
-    where that is not known.
+def make_sessions(config: Config, key: str | None) -> Sessions | None:
+    """Makes the sessions that the run's gateway and its agents share.
+
+    They are signed by the engines' key, or by the run's own if that is not known. None if the run
+    has neither, and so no gateway.
     """
-    agents = environment if isinstance(environment, AgentEnvironment) else None
-    if agents is None and service is None:
+    file = Path(config.run.dir) / KEY_FILE
+    if not key and not file.exists():
         return None
-    sessions = Sessions(
-        key or (Path(config.run.dir) / KEY_FILE).read_text(encoding="utf-8").strip()
-    )
-    if agents is not None:
-        agents.sessions = sessions
-    return Gateway(
-        sessions, config.rollout.temperature, service.routes if service is not None else None
-    )
+    return Sessions(key or file.read_text(encoding="utf-8").strip())
+
+
+def make_gateway(
+    config: Config,
+    environment: Environment,
+    sessions: Sessions | None,
+    service: ServedRun | None,
+) -> Gateway | None:
+    """Makes the server of agents and of other programs, for a run that has any of these."""
+    if service is None and not isinstance(environment, AgentEnvironment):
+        return None
+    assert sessions is not None, "the launcher writes a key for every run with a gateway"
+    routes = None if service is None else service.routes
+    return Gateway(sessions, config.rollout.temperature, routes)
 
 
 def training_sampling(config: Config, spec: ModelSpec) -> Sampling:

@@ -196,8 +196,7 @@ async def produce(
             assert not engines[seat].decoding, f"engine {seat} is put to sleep while it decodes"
             engines[seat].asleep = True
 
-    pool.on_lost = on_lost
-    pool.on_sleep = sleep
+    pool.subscribe(on_lost=on_lost, on_sleep=sleep)
     for seat, engine in enumerate(engines):
         pool.add(engine, seat=seat, shared=True)  # type: ignore[arg-type]
         pool.serve(engine, 5)  # type: ignore[arg-type]
