@@ -98,7 +98,7 @@ class SessionEnvironment(ABC):
         Raises EnvironmentFailed if they have not and no reward function can.
         """
         rewarded = any(session.is_rewarded for session in sessions)
-        if not rewarded and not prompt.answer and self._config.rewards_read_answers:
+        if not rewarded and not prompt.answer and self._config.reward.reads_answers:
             raise EnvironmentFailed(
                 f"environment.name: {self._config.environment.name}: no session of prompt "
                 f"{prompt.prompt_id} was given a reward, and its row has no answer that "

@@ -75,6 +75,7 @@ from pa_npu.publish.coordinator_side import CoordinatorPublish
 from pa_npu.publish.engines import Connection
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.publish.probes import ProbePlan
+from pa_npu.rewards.functions import needs_answers
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.rollout_buffer import RolloutBuffer, open_buffer
 from pa_npu.samples.routes import routes_of
@@ -134,7 +135,7 @@ async def run(config: Config) -> None:
         store_thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="store"))
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
-        freshness = Freshness.from_config(config)
+        freshness = Freshness.from_sections(config.schedule, config.publish)
         ahead_of_trainers = publication_kind(config.publish).CONCURRENT_ITERATIONS
         buffer = open_buffer(config, buffer_channel, ahead=ahead_of_trainers)
         work = GroupWork(spec, config)
@@ -162,7 +163,7 @@ async def run(config: Config) -> None:
             streamed=Delivery if roles is None else partial(RolesDelivery, roles=roles),
         )
         await fleet.wait_all_ready()
-        if config.engines_sleep:
+        if config.devices.engines_sleep:
             fleet.check_sleep()
         connection, trainers = await connect_to_trainers(config, channel, store)
         runs_on = RunsOn(trainers, fleet.run_on())
@@ -399,7 +400,7 @@ def make_roles(
     config: Config, pool: EnginePool, timeline: Timeline, controller: ScheduleController
 ) -> Roles | None:
     """For a run whose devices decode and train in one iteration."""
-    return Roles(config, pool, timeline, controller.speeds) if config.follows_work else None
+    return Roles(config, pool, timeline, controller.speeds) if config.devices.follows_work else None
 
 
 def make_service(
@@ -449,14 +450,19 @@ def load_prompt_sets(
     config: Config, tokenizer: Any
 ) -> tuple[TrainingStream[Prompt], dict[str, tuple[Prompt, ...]]]:
     """Training stream at the position of the checkpoint, and sets of held-out prompts by name."""
-    loaded = load_training(config.data, tokenizer, config.needs_answers)
+    loaded = load_training(config.data, tokenizer, needs_answers(config.reward, config.environment))
     for prompts in loaded:
         logger.info("training on %s", prompts.summary)
     held_out = {
         name: load_prompts(
-            dataset, tokenizer, config.data, config.key_of_set(name), 0, config.needs_answers
+            dataset,
+            tokenizer,
+            config.data,
+            config.evaluate.key_of(name),
+            0,
+            needs_answers(config.reward, config.environment),
         )
-        for name, dataset in config.evaluation_sets.items()
+        for name, dataset in config.evaluate.all_sets(config.data.test).items()
     }
     for name, prompts in held_out.items():
         logger.info("evaluating on %s: %s", name, prompts.summary)

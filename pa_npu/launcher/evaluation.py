@@ -51,7 +51,7 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
 
     Returns the exit code.
     """
-    if not config.has_engines:
+    if not config.rollout.has_engines:
         raise ConfigError(
             "rollout.engines: 0, but an evaluation asks engines; give a configuration with engines"
         )
@@ -67,7 +67,8 @@ def evaluate(config: Config, checkpoint: str | None = None, other: str | None = 
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     check_tokenizer(spec, tokenizer)
     sets = {
-        name: check_held_out(name, tokenizer, config).prompts for name in config.evaluation_sets
+        name: check_held_out(name, tokenizer, config).prompts
+        for name in config.evaluate.all_sets(config.data.test)
     }
     check_rewards(config, next(iter(sets.values()))[0])
     check_environment(config, next(iter(sets.values()))[0])

@@ -60,6 +60,7 @@ from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.shortages import shortages
 from pa_npu.platform.base import Platform
 from pa_npu.platform.vendor_tools import busy_devices
+from pa_npu.rewards.functions import needs_answers
 from pa_npu.telemetry.tracker_libraries import TRACKERS
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ def check_surroundings(
         if tokenizer is not None:
             check_tool_parser(config)
             check_environment(config, sample)
-    if config.has_engines:
+    if config.rollout.has_engines:
         check_engine_keys(config, findings.spec)
         interpreter_check = engine_kind(config.rollout.backend).check
         local(
@@ -237,10 +238,10 @@ def _check_data(
             findings.counts[-1] += (
                 f"; {dataset.called}, {config.data.shares[number]:.1%} of the prompts"
             )
-    for name, held_out in config.evaluation_sets.items():
+    for name, held_out in config.evaluate.all_sets(config.data.test).items():
         prompts = local(lambda name=name: check_held_out(name, tokenizer, config), held_out.path)
         findings.counts.append(
-            f"{config.key_of_set(name)}: {prompts.summary if prompts else 'not here'}"
+            f"{config.evaluate.key_of(name)}: {prompts.summary if prompts else 'not here'}"
         )
         sample = sample or (prompts.prompts[0] if prompts else None)
     if loaded:
@@ -266,13 +267,13 @@ def _check_rows(
     for number in range(len(config.data.datasets)):
         summary = loaded[number].summary if loaded else "not here"
         findings.counts.append(f"{config.data.key_of(number)}: {summary}")
-    held_out = config.evaluation_sets
+    held_out = config.evaluate.all_sets(config.data.test)
     sets = local(
         lambda: load_held_out_rows(config, tokenizer), *(one.path for one in held_out.values())
     )
     for name in held_out:
         summary = sets[name].summary if sets else "not here"
-        findings.counts.append(f"{config.key_of_set(name)}: {summary}")
+        findings.counts.append(f"{config.evaluate.key_of(name)}: {summary}")
     if loaded:
         findings.num_rows = sum(len(rows.rows) for rows in loaded)
         findings.counts += first_row_lines(loaded[0].rows[0], tokenizer)
@@ -403,7 +404,7 @@ def check_memory(config: Config, findings: Findings) -> None:
 
 def check_engines(config: Config, platform: Platform) -> Placement:
     """The checks that engines without a run need; returns their places."""
-    if not config.has_engines:
+    if not config.rollout.has_engines:
         raise ConfigError(
             "rollout.engines: 0, so that there are none to start; set it to 1 or more"
         )
@@ -436,7 +437,7 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
     from pa_npu.data.prompts import load_training
     from pa_npu.rewards.check import check_row_tests
 
-    loaded = load_training(config.data, tokenizer, config.needs_answers)
+    loaded = load_training(config.data, tokenizer, needs_answers(config.reward, config.environment))
     first_id = 0
     for number, (prompts, share) in enumerate(zip(loaded, config.data.shares, strict=True)):
         check_row_tests(config, prompts, config.data.key_of(number), first_id)
@@ -475,8 +476,14 @@ def check_held_out(name: str, tokenizer: Any, config: Config) -> PromptSet:
     from pa_npu.data.prompts import load_prompts
     from pa_npu.rewards.check import check_row_tests
 
-    dataset, key = config.evaluation_sets[name], config.key_of_set(name)
-    prompts = load_prompts(dataset, tokenizer, config.data, key, needs_answer=config.needs_answers)
+    dataset, key = config.evaluate.all_sets(config.data.test)[name], config.evaluate.key_of(name)
+    prompts = load_prompts(
+        dataset,
+        tokenizer,
+        config.data,
+        key,
+        needs_answer=needs_answers(config.reward, config.environment),
+    )
     check_row_tests(config, prompts, key)
     return prompts
 
@@ -562,7 +569,7 @@ def core_notes(config: Config, platform: Platform, num_cores: int) -> list[str]:
 
     The coordinator is not counted: it takes a few percent of a core.
     """
-    num_processes = config.num_devices
+    num_processes = config.devices.num_devices
     if platform.visible_devices_env is not None or num_processes <= num_cores:
         return []
     return [

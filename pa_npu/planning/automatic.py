@@ -62,7 +62,7 @@ def load(paths: Iterable[str], overrides: Sequence[str], report: Callable[[str],
         return validated(tree, places, broken_rules)
 
     base = validated(_smallest(tree, auto_keys), places, broken_rules)
-    if not base.has_engines:
+    if not base.rollout.has_engines:
         raise ConfigError(
             f"{auto_keys[0]}: auto divides devices between engines and trainers, and this run has "
             "no engines (rollout.engines = 0); give a number"
@@ -234,9 +234,13 @@ def with_places(
         own_memory: whether devices have memory of their own, rather than share the host's.
     """
     rollout = config.rollout
-    if not config.has_engines:
+    if not config.rollout.has_engines:
         return config
-    if "max_num_seqs" in rollout.model_fields_set or rollout.attach or config.num_shared_engines:
+    if (
+        "max_num_seqs" in rollout.model_fields_set
+        or rollout.attach
+        or config.devices.num_shared_engines
+    ):
         return config
     if own_memory and device_bytes is None:
         return config
@@ -258,7 +262,7 @@ def with_share(
     """Returns the configuration with rollout.memory_fraction set, where it was not given, to what
     its trainer leaves to an engine that sleeps; arguments as for `with_places`.
     """
-    if config.rollout.memory_fraction is not None or not config.engines_sleep:
+    if config.rollout.memory_fraction is not None or not config.devices.engines_sleep:
         return config
     if device_bytes is None or not own_memory:
         return config

@@ -77,10 +77,14 @@ class MegatronBackend:
         self.device = device
         self.place = parallel.place()
         self._timeline = timeline
+        # Buckets are reduced during the last backward, which must be known beforehand.
+        knows_last = (
+            config.schedule.trained_groups is not None and not config.devices.unequal_groups
+        )
         self._ddp = data_parallel(
             stage,
             distributed_optimizer=config.trainer.distributed_optimizer,
-            bucket_mib=_GRADIENT_BUCKET_MIB if config.reduces_in_buckets else 0.0,
+            bucket_mib=_GRADIENT_BUCKET_MIB if knows_last else 0.0,
         )
         mesh = self.place.mesh
         has_experts = spec.experts is not None
@@ -297,7 +301,7 @@ class MegatronBackend:
                 )
 
     def _filler(self) -> Microbatch:
-        return filler(self._config.pad_multiple, self.device)
+        return filler(self._config.trainer.pad_multiple, self.device)
 
     def _forward(
         self, microbatch: Microbatch, entropy_gradient: bool, balance: float | None = None

@@ -307,7 +307,7 @@ async def test_replicas_get_equal_work_before_anything_was_learned(
     store_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = config(schedule={"order": "completion"})
-    assert chosen.unequal_groups
+    assert chosen.devices.unequal_groups
     produced, shelf, _ = await produce(chosen, store_thread, monkeypatch, keep=1, learned=False)
     assert produced.numbers["role_changes"] == 0, "in turns"
     work = [
