@@ -280,7 +280,7 @@ async def serve(
 
         gc.collect()
         gc.freeze()  # as the coordinator does
-        child = start_agents(environment.sessions.url, environment.sessions.key)
+        child = start_agents(sessions.url, sessions.key)
         begin_cpu_s = time.process_time()
         await asyncio.gather(*(work() for _ in range(load.at_once)))
         cpu_s = time.process_time() - begin_cpu_s

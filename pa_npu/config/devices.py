@@ -64,6 +64,13 @@ class Devices:
         return self.follows_work and by_arrival and not replicas_step_together
 
     @property
+    def reduces_in_buckets(self) -> bool:
+        """Whether gradients are reduced during the last backward, because it is known beforehand
+        which one that is.
+        """
+        return self.schedule.trained_groups is not None and not self.unequal_groups
+
+    @property
     def engines_sleep(self) -> bool:
         """Whether engines on trainers' devices give their memory back while these train
         (rollout.sleep).

@@ -198,7 +198,7 @@ def _shared_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
 
     def together(candidate: Config) -> float:
         needed = engine_memory(candidate, spec, device_bytes, shared=True).total
-        reserved = candidate.memory_fraction * device_bytes
+        reserved = candidate.devices.memory_fraction * device_bytes
         return beside_engine(candidate, spec) + max(needed, reserved)
 
     def fits(candidate: Config) -> bool:

@@ -77,14 +77,10 @@ class MegatronBackend:
         self.device = device
         self.place = parallel.place()
         self._timeline = timeline
-        # Buckets are reduced during the last backward, which must be known beforehand.
-        knows_last = (
-            config.schedule.trained_groups is not None and not config.devices.unequal_groups
-        )
         self._ddp = data_parallel(
             stage,
             distributed_optimizer=config.trainer.distributed_optimizer,
-            bucket_mib=_GRADIENT_BUCKET_MIB if knows_last else 0.0,
+            bucket_mib=_GRADIENT_BUCKET_MIB if config.devices.reduces_in_buckets else 0.0,
         )
         mesh = self.place.mesh
         has_experts = spec.experts is not None

@@ -56,9 +56,7 @@ def test_engines_take_the_trainers_devices_and_a_device_counts_once() -> None:
     apart = place(
         Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}), 2, range(2)
     )
-    assert apart.devices.engine_devices == ((0,),) and apart.devices.trainer_devices == (1,), (
-        "negative control"
-    )
+    assert apart.engine_devices == ((0,),) and apart.trainer_devices == (1,), "negative control"
 
 
 def test_on_several_nodes_engines_are_where_their_trainers_are() -> None:
