@@ -242,14 +242,14 @@ async def serve(
         }
     )
     prompt = Prompt(0, np.zeros(1, np.int32), "", "", {"question": text(QUESTION_TOKENS)})
-    environment = make_environment(config, tokenizer)
+    sessions = Sessions(secrets.token_hex(16))
+    environment = make_environment(config, tokenizer, sessions)
     assert isinstance(environment, AgentEnvironment)
-    environment.sessions = Sessions(secrets.token_hex(16))
     sampling = Sampling(longest, 1.0, ignore_eos=True)
     numbers, rss_mib = iter(range(load.sessions)), []
     async with (
         EnginePool([EngineClient(engine_url, LAST_TOKEN)]) as pool,
-        Gateway(environment.sessions, 1.0).serving(HOST, 0, None),
+        Gateway(sessions, 1.0).serving(HOST, 0, None),
         opened(environment, WAIT_S),
     ):
         for engine in pool.engines:
@@ -280,7 +280,7 @@ async def serve(
 
         gc.collect()
         gc.freeze()  # as the coordinator does
-        child = start_agents(environment.sessions.url, environment.sessions.key)
+        child = start_agents(sessions.url, sessions.key)
         begin_cpu_s = time.process_time()
         await asyncio.gather(*(work() for _ in range(load.at_once)))
         cpu_s = time.process_time() - begin_cpu_s

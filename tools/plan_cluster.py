@@ -118,7 +118,7 @@ def _basis(options: argparse.Namespace, rest: Sequence[str]) -> KnownBasis:
     typical = published_speed(options.hardware or options.device or ran_on_name(run.config))
     base = _overridden(Path(options.from_run) / "config.yaml", options, rest)
     target = _spec(options.model or base.model.path, "--model")
-    grows = base.schedule.prompts_per_iteration / run.config.num_devices
+    grows = base.schedule.prompts_per_iteration / run.config.devices.num_devices
     if typical.name != ran_on.name:  # speeds of another kind of device say nothing of this one
         calibration = published(planning_base(base, _kind(typical.name)), target, typical)
     return KnownBasis(
@@ -138,7 +138,7 @@ def _published_basis(options: argparse.Namespace, rest: Sequence[str]) -> KnownB
     typical = published_speed(name)
     spec = _spec(options.model or config.model.path, "model.path")
     base = planning_base(config, _kind(typical.name))
-    grows = base.schedule.prompts_per_iteration / config.num_devices
+    grows = base.schedule.prompts_per_iteration / config.devices.num_devices
     return KnownBasis(
         base,
         spec,

@@ -98,7 +98,7 @@ class SessionEnvironment(ABC):
         Raises EnvironmentFailed if they have not and no reward function can.
         """
         rewarded = any(session.is_rewarded for session in sessions)
-        if not rewarded and not prompt.answer and self._config.rewards_read_answers:
+        if not rewarded and not prompt.answer and self._config.reward.reads_answers:
             raise EnvironmentFailed(
                 f"environment.name: {self._config.environment.name}: no session of prompt "
                 f"{prompt.prompt_id} was given a reward, and its row has no answer that "
@@ -168,8 +168,8 @@ class SessionEnvironment(ABC):
 class AgentEnvironment(SessionEnvironment):
     """environment.name=agents: programs, or agents that ask for tasks, work through a gateway.
 
-    sessions: those of the gateway to use. If it is None when the environment opens, the environment
-    serves a gateway of its own until it closes.
+    sessions: those of the run's gateway. If the run serves none, the environment serves a gateway
+    of its own from `open` until it closes.
     """
 
     trains_all_turns = True  # all turns of sessions that are not discarded
@@ -181,7 +181,7 @@ class AgentEnvironment(SessionEnvironment):
         self._stack = AsyncExitStack()
         self._staying: list[asyncio.Task[None]] = []
         self._programs: Programs | None = None
-        self.sessions: Sessions | None = None
+        self.sessions: Sessions | None = context.sessions
 
     async def open(self) -> None:
         if self.sessions is None:

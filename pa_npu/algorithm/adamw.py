@@ -50,8 +50,9 @@ class Stepped:
 def scheduled_rate(config: Config, update: int) -> float:
     """The learning rate of an update, from 1."""
     options = config.optimizer
-    begin = config.updates(config.warmup_iterations)
-    end = max(config.updates(config.schedule.iterations), begin + 1)
+    iterations = config.schedule.iterations
+    begin = config.schedule.updates(options.warmup_of(iterations))
+    end = max(config.schedule.updates(iterations), begin + 1)
     if update <= begin:
         return options.learning_rate * (update / begin)
     if options.decay == "constant":

@@ -175,7 +175,7 @@ class Objective:
         self.first_sampled = first_sampled % SAMPLED_EVERY
         self._algorithm = build_algorithm(config) if algorithm is None else algorithm
         self._computes_old = "old" in trainer_models(config, self._algorithm).computed
-        self._freshness = Freshness.from_config(config)
+        self._freshness = Freshness.from_sections(config.schedule, config.publish)
         self.totals = Totals()
         self.sums = MetricSums(device, all_metric_names(self._algorithm))
         self.entered: list[TrainedResponse] = []

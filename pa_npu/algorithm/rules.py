@@ -71,7 +71,7 @@ def needs_whole_groups(config: Config, algorithm: Algorithm) -> str | None:
 
 def divides_groups(config: Config, algorithm: Algorithm) -> bool:
     """Returns whether several replicas may train a part each of a group."""
-    return config.unequal_groups and algorithm.needs_whole == "samples"
+    return config.devices.unequal_groups and algorithm.needs_whole == "samples"
 
 
 def _unknown_names(config: Config) -> Iterator[str]:

@@ -18,10 +18,9 @@ def learning_rate(config: Config, update: int) -> float:
     Update 1 of a warm-up of n has 1/n.
     """
     options = config.optimizer
-    warmup, last = (
-        config.updates(config.warmup_iterations),
-        config.updates(config.schedule.iterations),
-    )
+    iterations = config.schedule.iterations
+    warmup = config.schedule.updates(options.warmup_of(iterations))
+    last = config.schedule.updates(iterations)
     most, least = options.learning_rate, options.min_learning_rate
     if warmup and update <= warmup:
         return most * update / warmup

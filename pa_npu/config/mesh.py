@@ -21,8 +21,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+from pa_npu.config.sections.learning import TrainerConfig
 
 Axis = Literal["tensor", "context", "data", "pipeline", "expert_tensor", "expert", "expert_data"]
 
@@ -80,6 +82,22 @@ class Mesh:
             expert=expert if tensor * data % expert == 0 else 1,
             experts_tensor=1,
         )
+
+    @classmethod
+    def of_trainer(cls, trainer: TrainerConfig) -> Mesh:
+        """Returns the mesh that section trainer describes."""
+        mesh = cls.of(
+            trainer.devices,
+            trainer.tensor_parallel,
+            trainer.pipeline_parallel,
+            trainer.expert_parallel,
+        )
+        if trainer.backend != "fsdp":
+            return mesh
+        shards = trainer.shards or mesh.data
+        if mesh.data % shards:  # a rule refuses it
+            shards = mesh.data
+        return replace(mesh, shards=shards)
 
     @property
     def expert_tensor(self) -> int:

@@ -1,6 +1,7 @@
 """Config: the whole configuration, with presets filled in and rules between keys checked.
 
-Keys are in `pa_npu.config.sections`, values derived from several keys in `pa_npu.config.tree`, rules
+Keys are in `pa_npu.config.sections`, with what follows from the keys of one section. What follows
+from several sections is in `mesh`, `devices` and `deadlines`, or with the feature that uses it. Rules
 between keys in `pa_npu.config.rules`. Rules that need the model, the disk or devices are in
 `pa_npu.launcher.run_checks`. This room imports nothing heavier than pydantic, so that a
 configuration loads quickly in every process.

@@ -42,7 +42,10 @@ def broken_texts(c: ConfigTree) -> Iterator[str]:
         ("model.path", c.model.path),
         ("model.adapter", c.model.adapter),
         *((c.data.key_of(number), dataset.path) for number, dataset in enumerate(c.data.datasets)),
-        *((c.key_of_set(name), dataset.path) for name, dataset in c.evaluation_sets.items()),
+        *(
+            (c.evaluate.key_of(name), dataset.path)
+            for name, dataset in c.evaluate.all_sets(c.data.test).items()
+        ),
         ("rollout.python", c.rollout.python),
         ("checkpoint.load", c.checkpoint.load),
     ):

@@ -20,8 +20,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from pa_npu.config.schema import Config
+from pa_npu.config.sections.operation import PublishConfig, ScheduleConfig
 from pa_npu.errors import InvariantViolation
+
+
+def iterations_ahead(schedule: ScheduleConfig, publish: PublishConfig) -> int:
+    """Returns how many iterations producing runs ahead of training.
+
+    It is max_staleness, unless a part of that is for something else. One iteration is enough for
+    engines never to wait for trainers. The rest, at least one, is how many publishes in a row may
+    be skipped (publish.divergence), or for how many updates a group may be carried
+    (schedule.tokens_per_update).
+    """
+    if publish.divergence is None and schedule.tokens_per_update is None:
+        return schedule.max_staleness
+    return min(1, max(0, schedule.max_staleness - 1))
 
 
 @dataclass(frozen=True)
@@ -36,8 +49,8 @@ class Freshness:
     ahead: int | None = None
 
     @classmethod
-    def from_config(cls, config: Config) -> Freshness:
-        return cls(config.schedule.max_staleness, config.iterations_ahead)
+    def from_sections(cls, schedule: ScheduleConfig, publish: PublishConfig) -> Freshness:
+        return cls(schedule.max_staleness, iterations_ahead(schedule, publish))
 
     def allows(self, trained_version: int, token_version: int) -> bool:
         """Returns whether trained_version may train tokens of token_version."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pa_npu.config.schema import Config
+from pa_npu.control.freshness import iterations_ahead
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.updates import EveryGroup
 from pa_npu.coordinator.variants import Pace, Points
@@ -92,8 +93,12 @@ class Planner:
         uses = self.pool.use()
         names = tuple(engine.name for engine in self.pool.engines)
         # trainers that are behind wait for no group: what counts is when the last one is there
-        streams = self.config.streams(iteration) and not self.config.iterations_ahead
-        streams = streams and not self.config.follows_work
+        schedule, publish = self.config.schedule, self.config.publish
+        streams = (
+            schedule.streams(iteration)
+            and not iterations_ahead(schedule, publish)
+            and not self.config.devices.follows_work
+        )
         windows = {name: own for name in names if (own := uses[name].settings.window) is not None}
         speeds = {name: speed for name in names if (speed := uses[name].settings.speed) != 1.0}
         return IterationOutlook(groups, names, streams, windows, speeds)

@@ -75,6 +75,7 @@ from pa_npu.publish.coordinator_side import CoordinatorPublish
 from pa_npu.publish.engines import Connection
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.publish.probes import ProbePlan
+from pa_npu.rewards.functions import needs_answers
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.rollout_buffer import RolloutBuffer, open_buffer
 from pa_npu.samples.routes import routes_of
@@ -114,7 +115,8 @@ async def run(config: Config) -> None:
         tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
         train, held_out = load_prompt_sets(config, tokenizer)
         limit_s = config.run.startup_timeout_s
-        environment = make_environment(config, tokenizer)
+        sessions = make_sessions(config, key)
+        environment = make_environment(config, tokenizer, sessions)
         channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
         roster = Roster(StoreChannel(connect(*store, limit_s), ROSTER_PREFIX), key or "")
         pool, fleet = await open_engines(
@@ -133,13 +135,13 @@ async def run(config: Config) -> None:
         store_thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="store"))
         # groups go through a client of their own, so that a slow put delays no wait
         buffer_channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
-        freshness = Freshness.from_config(config)
+        freshness = Freshness.from_sections(config.schedule, config.publish)
         ahead_of_trainers = publication_kind(config.publish).CONCURRENT_ITERATIONS
         buffer = open_buffer(config, buffer_channel, ahead=ahead_of_trainers)
         work = GroupWork(spec, config)
         controller = ScheduleController(Rules.from_config(config), work)
         service = make_service(config, pool, sampling, tokenizer)
-        if (gateway := make_gateway(config, environment, key, service)) is not None:
+        if (gateway := make_gateway(config, environment, sessions, service)) is not None:
             where = (config.placement.address, config.agent.port or 0, Path(config.run.dir))
             await stack.enter_async_context(gateway.serving(*where))
         await stack.enter_async_context(opened(environment, limit_s))
@@ -161,7 +163,7 @@ async def run(config: Config) -> None:
             streamed=Delivery if roles is None else partial(RolesDelivery, roles=roles),
         )
         await fleet.wait_all_ready()
-        if config.engines_sleep:
+        if config.devices.engines_sleep:
             fleet.check_sleep()
         connection, trainers = await connect_to_trainers(config, channel, store)
         runs_on = RunsOn(trainers, fleet.run_on())
@@ -244,9 +246,16 @@ async def open_engines(
     def decode(tokens: Sequence[int]) -> str:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    pool = await stack.enter_async_context(EnginePool((), config.rollout.probe_timeout_s, decode))
+    pool = await stack.enter_async_context(
+        EnginePool(probe_timeout_s=config.rollout.probe_timeout_s, decode=decode)
+    )
     fleet = Fleet(
-        config.rollout, pool, roster, make_engine, needs_routes, config.run.startup_timeout_s
+        config=config.rollout,
+        pool=pool,
+        roster=roster,
+        make_engine=make_engine,
+        needs_routes=needs_routes,
+        startup_timeout_s=config.run.startup_timeout_s,
     )
     await stack.enter_async_context(fleet)
     return pool, fleet
@@ -391,7 +400,7 @@ def make_roles(
     config: Config, pool: EnginePool, timeline: Timeline, controller: ScheduleController
 ) -> Roles | None:
     """For a run whose devices decode and train in one iteration."""
-    return Roles(config, pool, timeline, controller.speeds) if config.follows_work else None
+    return Roles(config, pool, timeline, controller.speeds) if config.devices.follows_work else None
 
 
 def make_service(
@@ -401,23 +410,30 @@ def make_service(
     return None if config.agent.port is None else ServedRun(config, pool, sampling, tokenizer)
 
 
-def make_gateway(
-    config: Config, environment: Environment, key: str | None, service: ServedRun | None
-) -> Gateway | None:
-    """For agents, and for other programs, where a run has these. key: the engines'; the run's own
-    where that is not known.
+def make_sessions(config: Config, key: str | None) -> Sessions | None:
+    """Makes the sessions that the run's gateway and its agents share.
+
+    They are signed by the engines' key, or by the run's own if that is not known. None if the run
+    has neither, and so no gateway.
     """
-    agents = environment if isinstance(environment, AgentEnvironment) else None
-    if agents is None and service is None:
+    file = Path(config.run.dir) / KEY_FILE
+    if not key and not file.exists():
         return None
-    sessions = Sessions(
-        key or (Path(config.run.dir) / KEY_FILE).read_text(encoding="utf-8").strip()
-    )
-    if agents is not None:
-        agents.sessions = sessions
-    return Gateway(
-        sessions, config.rollout.temperature, service.routes if service is not None else None
-    )
+    return Sessions(key or file.read_text(encoding="utf-8").strip())
+
+
+def make_gateway(
+    config: Config,
+    environment: Environment,
+    sessions: Sessions | None,
+    service: ServedRun | None,
+) -> Gateway | None:
+    """Makes the server of agents and of other programs, for a run that has any of these."""
+    if service is None and not isinstance(environment, AgentEnvironment):
+        return None
+    assert sessions is not None, "the launcher writes a key for every run with a gateway"
+    routes = None if service is None else service.routes
+    return Gateway(sessions, config.rollout.temperature, routes)
 
 
 def training_sampling(config: Config, spec: ModelSpec) -> Sampling:
@@ -434,14 +450,19 @@ def load_prompt_sets(
     config: Config, tokenizer: Any
 ) -> tuple[TrainingStream[Prompt], dict[str, tuple[Prompt, ...]]]:
     """Training stream at the position of the checkpoint, and sets of held-out prompts by name."""
-    loaded = load_training(config.data, tokenizer, config.needs_answers)
+    loaded = load_training(config.data, tokenizer, needs_answers(config.reward, config.environment))
     for prompts in loaded:
         logger.info("training on %s", prompts.summary)
     held_out = {
         name: load_prompts(
-            dataset, tokenizer, config.data, config.key_of_set(name), 0, config.needs_answers
+            dataset,
+            tokenizer,
+            config.data,
+            config.evaluate.key_of(name),
+            0,
+            needs_answers(config.reward, config.environment),
         )
-        for name, dataset in config.evaluation_sets.items()
+        for name, dataset in config.evaluate.all_sets(config.data.test).items()
     }
     for name, prompts in held_out.items():
         logger.info("evaluating on %s: %s", name, prompts.summary)

@@ -137,11 +137,11 @@ class Producer:
             config.mesh.per_replica(choice.most),
             config.schedule.updates_per_iteration,
             groups.expected_work,
-            unequal=config.unequal_groups,
+            unequal=config.devices.unequal_groups,
         )
         production = Production(iteration, kept_groups(config.telemetry.samples))
         points = Points([*self.variants, *groups.variants, production, *variants])
-        make_delivery = self.streamed if config.streams(iteration) else HeldDelivery
+        make_delivery = self.streamed if config.schedule.streams(iteration) else HeldDelivery
         delivery = make_delivery(
             config=config,
             algorithm=self._algorithm,

@@ -223,13 +223,13 @@ def iteration_record(
         "devices": devices,
         "time": time.time(),
     }
-    if not config.has_engines:
+    if not config.rollout.has_engines:
         eval_loss = evaluation["loss"] if evaluation else None
         return record | {"eval_loss": eval_loss, "tokens_per_s": record["tpspd"] * devices}
     return {
         **record,
         **_border_numbers(end),
-        "periodic": config.streams(production.iteration),
+        "periodic": config.schedule.streams(production.iteration),
         "schedule": prediction.schedule,
         "predicted_s": prediction.predicted_s,
         "prediction_error": prediction.error,

@@ -239,7 +239,7 @@ class Roles(Variant):
 
         def load(unit: RoleUnit) -> tuple[bool, int]:
             # where engines sleep, one that is being started has to come up before its device trains
-            starts = self.config.engines_sleep and not in_flight.keys() >= set(unit.engines)
+            starts = self.config.devices.engines_sleep and not in_flight.keys() >= set(unit.engines)
             return starts, sum(in_flight.get(engine, 0) for engine in unit.engines)
 
         return sorted(decoding, key=load)[:count]

@@ -67,7 +67,7 @@ async def run_on_rows(config: Config) -> None:
             work=work,
             store_thread=store_thread,
         )
-        freshness = Freshness.from_config(config)
+        freshness = Freshness.from_sections(config.schedule, config.publish)
         evaluations = Evaluations()
         if held_out:
             milestones = Milestones.from_sections(

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.inputs import DataConfig, Dataset, TrainingDataset
+from pa_npu.config.sections.rollout import RolloutConfig
 from pa_npu.config.words import counted
 from pa_npu.data.conversations import Renderer, TrainedText, Written
 from pa_npu.data.prompts import dataset_options
@@ -155,6 +156,11 @@ def load_rows(
     return RowSet(dataset.path, tuple(rows), num_read, num_truncated, num_skipped, renderer.rule)
 
 
+def max_row_tokens(data: DataConfig, rollout: RolloutConfig) -> int:
+    """Returns the length of the longest row that is trained: a prompt and a response together."""
+    return data.max_prompt_tokens + rollout.max_response_tokens
+
+
 def load_training_rows(config: Config, tokenizer: Any) -> list[RowSet]:
     """The training datasets, in the configuration's order, with row_ids of their own.
 
@@ -167,7 +173,7 @@ def load_training_rows(config: Config, tokenizer: Any) -> list[RowSet]:
             tokenizer,
             config.data,
             config.data.key_of(number),
-            max_tokens=config.max_row_tokens,
+            max_tokens=max_row_tokens(config.data, config.rollout),
             first_id=sum(rows.num_read for rows in loaded),
         )
         loaded.append(rows)
@@ -181,10 +187,10 @@ def load_held_out_rows(config: Config, tokenizer: Any) -> dict[str, RowSet]:
             dataset,
             tokenizer,
             config.data,
-            config.key_of_set(name),
-            max_tokens=config.max_row_tokens,
+            config.evaluate.key_of(name),
+            max_tokens=max_row_tokens(config.data, config.rollout),
         )
-        for name, dataset in config.evaluation_sets.items()
+        for name, dataset in config.evaluate.all_sets(config.data.test).items()
     }
 
 

@@ -57,7 +57,7 @@ def role_units(config: Config) -> list[RoleUnit]:
         return {mesh.place(rank).replica for rank in ranks}
 
     engine_replicas = [
-        replicas_of(config.ranks_beside(index)) for index in range(config.rollout.engines)
+        replicas_of(config.devices.ranks_beside(index)) for index in range(config.rollout.engines)
     ]
     bound = list(engine_replicas)
     bound += [replicas_of(ranks) for ranks in mesh.shard_groups()]

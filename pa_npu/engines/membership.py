@@ -94,8 +94,7 @@ class Fleet:
         self._watcher: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Fleet:
-        self._pool.on_lost = self.report_lost
-        self._pool.on_sleep = self.sleep
+        self._pool.subscribe(on_lost=self.report_lost, on_sleep=self.sleep)
         for entry in self._roster.entries():
             if entry.shared:
                 self._roster.lend_device(entry.index, to_trainer=False)

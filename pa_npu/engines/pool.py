@@ -156,10 +156,21 @@ class EnginePool:
         self._num_again = 0  # waiting admissions of groups that an engine lost
         self._open: Counter[int | None] = Counter()  # sessions, by the version that writes for them
         self._failure: PaNpuError | None = None
-        self.on_lost: OnLost | None = None
-        """Called for engines that are gone, with the reason."""
-        self.on_sleep: Sleep | None = None
-        """Called to put engines to sleep."""
+        self._on_lost: OnLost | None = None
+        self._on_sleep: Sleep | None = None
+
+    def subscribe(self, *, on_lost: OnLost, on_sleep: Sleep | None = None) -> None:
+        """Names who replaces engines and puts them to sleep.
+
+        A subscriber needs the pool to be made, so that it cannot be handed to the pool's
+        constructor.
+
+        Args:
+            on_lost: called for an engine that is gone, with the reason.
+            on_sleep: called with the seats of engines that are to sleep.
+        """
+        self._on_lost = on_lost
+        self._on_sleep = on_sleep
 
     async def __aenter__(self) -> EnginePool:
         return self
@@ -218,9 +229,9 @@ class EnginePool:
 
     async def report_lost(self, engine: RolloutEngine, reason: str) -> bool:
         """Reports that an engine is gone; returns False if nobody replaces engines."""
-        if self.on_lost is None:
+        if self._on_lost is None:
             return False
-        await self.on_lost(engine, reason)
+        await self._on_lost(engine, reason)
         return True
 
     def fail(self, error: PaNpuError) -> None:
@@ -416,12 +427,12 @@ class EnginePool:
 
         `seats`: their indices; None: of all on trainers' devices. They have nothing in flight.
         """
-        if self.on_sleep is None:
+        if self._on_sleep is None:
             return
         if seats is None:
             uses = self._uses.values()
             seats = {use.seat for use in uses if use.shared and use.seat is not None}
-        await self.on_sleep(seats)
+        await self._on_sleep(seats)
 
     async def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Waits until `is_so` returns True.

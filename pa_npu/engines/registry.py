@@ -128,7 +128,7 @@ def common_environment(config: Config, python: str) -> dict[str, str]:
     """Returns the variables of every engine, with which its interpreter finds this package."""
     device = platform.get(config.run.device)
     collectives = device.collective_environment(
-        config.deadlines.longest_collective_s, config.deterministic_collectives
+        config.deadlines.longest_collective_s, config.devices.deterministic_collectives
     )
     env = {
         "TOKENIZERS_PARALLELISM": "false",

@@ -109,6 +109,7 @@ class EnvironmentContext:
     timeout_s: limit of the environment's own work in one turn.
     options: environment.options.
     config: the run's; None for an environment that is made by hand.
+    sessions: of the run's gateway (agents.session.Sessions); None if the run serves none.
     """
 
     tokenizer: Any
@@ -117,6 +118,7 @@ class EnvironmentContext:
     timeout_s: float = 10.0
     options: Mapping[str, Any] = dataclass_field(default_factory=dict)
     config: Config | None = None
+    sessions: Any = None
 
     def refuse_options(self, environment: str, known: Sequence[str] = ()) -> None:
         """Raises ConfigError if environment.options has a key that the environment does not know."""

@@ -32,10 +32,10 @@ _NAMED = {
 }
 
 
-def make_environment(config: Config, tokenizer: Any) -> Environment:
+def make_environment(config: Config, tokenizer: Any, sessions: Any = None) -> Environment:
     """Makes the environment of environment.name: a registered one, or the class of module:Class.
 
-    Raises ConfigError if there is none, or if it cannot be made.
+    sessions: see EnvironmentContext. Raises ConfigError if there is none, or if it cannot be made.
     """
     settings = config.environment
     name = settings.name
@@ -46,6 +46,7 @@ def make_environment(config: Config, tokenizer: Any) -> Environment:
         timeout_s=config.deadlines.environment_timeout_s,
         options=settings.options,
         config=config,
+        sessions=sessions,
     )
     check_name("environment.name", name, [*ENVIRONMENTS, *_NAMED], "module:Class")
     try:

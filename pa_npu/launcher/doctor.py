@@ -75,7 +75,7 @@ def doctor(config: Config | None, device: str | None = None) -> int:
         if problem:
             problems.append(problem)
     backend = config.rollout.backend if config else DEFAULT_BACKEND
-    if config is None or config.has_engines:
+    if config is None or config.rollout.has_engines:
         engine, engine_problem = engine_kind(backend).describe(config)
         print(f"  {backend:<14} {engine}")
         problems += [engine_problem] if engine_problem else []

@@ -53,7 +53,7 @@ def run_key_file(
     """RUN/api_key, for engines that the run starts, and for its gateway: with a new key where the
     engines' is not known.
     """
-    if not config.has_engines:
+    if not config.rollout.has_engines:
         return contextlib.nullcontext()
     has_gateway = config.environment.name == "agents" or config.agent.port is not None
     if config.rollout.attach and not has_gateway:

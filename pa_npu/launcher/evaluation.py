@@ -57,7 +57,7 @@ def evaluate(
     checkpoint: is exported to model.path first.
     compared_file: results of an evaluation to compare with.
     """
-    if not config.has_engines:
+    if not config.rollout.has_engines:
         raise ConfigError(
             "rollout.engines: 0, but an evaluation asks engines; give a configuration with engines"
         )
@@ -73,7 +73,8 @@ def evaluate(
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     check_tokenizer(spec, tokenizer)
     sets = {
-        name: check_held_out(name, tokenizer, config).prompts for name in config.evaluation_sets
+        name: check_held_out(name, tokenizer, config).prompts
+        for name in config.evaluate.all_sets(config.data.test)
     }
     sample = next(iter(sets.values()))[0]
     check_rewards(config, sample)

@@ -171,7 +171,7 @@ def check_site(
     """Model, interpreter, device, address and port; raises UserError at the first that is wrong.
     python: None is the run's.
     """
-    if not config.has_engines:
+    if not config.rollout.has_engines:
         raise ConfigError(
             f"rollout.engines: 0: {run_name} trains rows of data, and no engine can join it"
         )

@@ -82,17 +82,17 @@ def place(config: Config, num_devices: int | None, cores: Sequence[int]) -> Plac
     Raises ConfigError when an index does not exist or is used twice.
     """
     available = len(cores) if num_devices is None else num_devices
-    given = config.placement.devices or range(config.num_devices)
+    given = config.placement.devices or range(config.devices.num_devices)
     highest = max(given)
     if highest >= available and (num_devices is not None or config.placement.devices is not None):
         kind = "cores" if num_devices is None else "devices"
         raise ConfigError(
-            f"placement: the run needs {config.num_devices} {kind}, the highest index is "
+            f"placement: the run needs {config.devices.num_devices} {kind}, the highest index is "
             f"{highest}, but {available} {kind} are here; lower rollout.engines or "
             "trainer.devices, or correct placement.devices"
         )
-    if len(set(given)) < config.num_devices and num_devices is not None:
-        dedicated = config.num_devices - config.trainer.devices
+    if len(set(given)) < config.devices.num_devices and num_devices is not None:
+        dedicated = config.devices.num_devices - config.trainer.devices
         raise ConfigError(
             f"placement: engines {list(given[:dedicated])} and trainers {list(given[dedicated:])} "
             "share a device; give each its own"
@@ -108,7 +108,7 @@ def place_nodes(config: Config) -> list[Placement]:
     An engine and a tensor-parallel group of trainers stay on one node. In placement.devices, device
     d of node n has the index n x devices per node + d. Raises ConfigError when that is impossible.
     """
-    per_node, given = config.devices_per_node, config.placement
+    per_node, given = config.devices.devices_per_node, config.placement
     num_devices = given.nnodes * per_node
     listed = given.devices or ()
     if len(set(listed)) < len(listed) or any(not 0 <= index < num_devices for index in listed):
@@ -126,12 +126,12 @@ def _shares(config: Config, num_nodes: int, per_node: int) -> list[Placement]:
         [i for i in range(n * per_node, (n + 1) * per_node) if i not in listed]
         for n in range(num_nodes)
     ]
-    dedicated = config.rollout.engines - config.num_shared_engines
+    dedicated = config.rollout.engines - config.devices.num_shared_engines
     engines = _units(
-        "rollout", config.rollout.tensor_parallel, dedicated, config.engine_devices, free
+        "rollout", config.rollout.tensor_parallel, dedicated, config.devices.engine_devices, free
     )
     together = len(config.mesh.groups("tensor"))
-    trainers = _units("trainer", config.mesh.tensor, together, config.trainer_devices, free)
+    trainers = _units("trainer", config.mesh.tensor, together, config.devices.trainer_devices, free)
     devices = [index for unit in trainers for index in unit]
     engines += _shared_units(config, devices)
     for unit in (*engines, *trainers):
@@ -161,8 +161,12 @@ def _shares(config: Config, num_nodes: int, per_node: int) -> list[Placement]:
 
 def _shared_units(config: Config, trainers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Devices of shared engines: those of the trainer ranks beside each. trainers: of all ranks."""
-    shared = range(config.rollout.engines - config.num_shared_engines, config.rollout.engines)
-    return tuple(tuple(trainers[rank] for rank in config.ranks_beside(index)) for index in shared)
+    shared = range(
+        config.rollout.engines - config.devices.num_shared_engines, config.rollout.engines
+    )
+    return tuple(
+        tuple(trainers[rank] for rank in config.devices.ranks_beside(index)) for index in shared
+    )
 
 
 def place_extra_engine(config: Config, index: int) -> Placement:
@@ -209,7 +213,7 @@ def settle_on_node(
     enough = max(used, default=-1) < available
     if not enough and num_devices is not None:
         raise ConfigError(
-            f"placement.devices_per_node: the run uses {config.devices_per_node} devices of each "
+            f"placement.devices_per_node: the run uses {config.devices.devices_per_node} devices of each "
             f"node, but {available} are here; lower rollout.engines or trainer.devices, or set "
             "placement.devices_per_node"
         )

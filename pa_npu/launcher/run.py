@@ -107,7 +107,11 @@ def _run(
         Console(run_dir / "logs" / "launcher.log") as console,
     ):
         nodes = config.placement.nnodes
-        engines = f"{counted(config.rollout.engines, 'engine')} and " if config.has_engines else ""
+        engines = (
+            f"{counted(config.rollout.engines, 'engine')} and "
+            if config.rollout.has_engines
+            else ""
+        )
         console.say(
             f"pa_npu {__version__}: {engines}{counted(config.trainer.devices, 'trainer rank')} "
             f"on {platform.name}{f', {nodes} nodes' if nodes > 1 else ''}; run directory {run_dir}"
@@ -154,7 +158,7 @@ def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
     urls = [cluster.engine_url(engine) for engine in engines] or list(config.rollout.attach)
     record_engines(timeline, urls)
     roster = announce(config, plan.store, urls, plan.key)
-    if config.has_engines:
+    if config.rollout.has_engines:
         console.say(f"engines can join with: pa-npu join {plan.store.address}")
     recovery = Recovery(
         config=config,
@@ -219,7 +223,7 @@ class Plan:
         if self.early_end is not None:
             self.early_end.attempt_begins(channel)
         announced = partial(trainers_announced, channel, config.trainer.pipeline_parallel)
-        if not config.has_engines:
+        if not config.rollout.has_engines:
             announced = partial(TRAINERS_RUN_ON.exists, channel)
         coordinator = coordinator_command(config, self.platform, store, self.key)
         commands: list[Startable] = [coordinator, *self.cluster.trainers(number)]
@@ -268,7 +272,9 @@ def announce(config: Config, store: Store, urls: Sequence[str], key: str) -> Ros
     roster = Roster(channel, key)
     roster.publish_config(_for_joining(config))
     for index, url in enumerate(urls):
-        roster.announce(url, restarts=not config.rollout.attach, shared=config.is_shared(index))
+        roster.announce(
+            url, restarts=not config.rollout.attach, shared=config.devices.is_shared(index)
+        )
     return roster
 
 

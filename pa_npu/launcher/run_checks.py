@@ -109,7 +109,7 @@ def check_surroundings(
     backend_module(config.trainer.backend)
 
     config = _check_samples(config, findings, local)
-    if config.has_engines:
+    if config.rollout.has_engines:
         check_engine_keys(config, findings.spec)
         check = (
             check_attached if config.rollout.attach else engine_kind(config.rollout.backend).check
@@ -208,7 +208,7 @@ def settle_places(config: Config, findings: Findings) -> Config:
     with_fraction = with_share(config, spec, findings.device_bytes, findings.own_memory)
     if with_fraction is not config:
         findings.counts.append(
-            f"rollout.memory_fraction: {with_fraction.memory_fraction:g}, which trainers leave "
+            f"rollout.memory_fraction: {with_fraction.devices.memory_fraction:g}, which trainers leave "
             "while devices decode"
         )
     settled = with_places(with_fraction, spec, findings.device_bytes, findings.own_memory)

@@ -185,7 +185,7 @@ def done_line(config: Config) -> str | None:
     if version_of(Path(load)) != last:
         return None
     directory = Path(config.run.dir)
-    if config.evaluation_sets and all(
+    if config.evaluate.all_sets(config.data.test) and all(
         record["version"] != last for record in read_evaluations(directory)
     ):
         return None

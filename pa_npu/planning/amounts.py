@@ -33,10 +33,10 @@ def work(config: Config) -> Work:
 
     responses = config.microbatch_responses
     # rows of data may begin alike, and need not
-    is_shared = config.attention.shared_prompt and config.has_engines
+    is_shared = config.attention.shared_prompt and config.rollout.has_engines
     num_prompts = 1 if is_shared else responses
     tokens = prompt * num_prompts + response * responses
-    padded = -(-tokens // config.pad_multiple) * config.pad_multiple
+    padded = -(-tokens // config.trainer.pad_multiple) * config.trainer.pad_multiple
 
     # Packing fills a microbatch up to max_tokens, unless one group's part is larger or all of them
     # together are smaller.

@@ -62,7 +62,7 @@ def load(paths: Iterable[str], overrides: Sequence[str], report: Callable[[str],
         return validated(tree, places, broken_rules)
 
     base = validated(_smallest(tree, auto_keys), places, broken_rules)
-    if not base.has_engines:
+    if not base.rollout.has_engines:
         raise ConfigError(
             f"{auto_keys[0]}: auto divides devices between engines and trainers, and this run has "
             "no engines (rollout.engines = 0); give a number"
@@ -134,7 +134,7 @@ def _chosen_values(base: Config, best: Config, auto_keys: Sequence[str]) -> dict
         chosen[key] = getattr(getattr(best, section), name)
     set_keys = base.rollout.model_fields_set
     if best.placement.colocate and "memory_fraction" not in set_keys:
-        chosen["rollout.memory_fraction"] = best.memory_fraction
+        chosen["rollout.memory_fraction"] = best.devices.memory_fraction
     # the cache of these sizes may hold fewer sequences than were given
     if "max_num_seqs" in set_keys and best.rollout.max_num_seqs < base.rollout.max_num_seqs:
         chosen["rollout.max_num_seqs"] = best.rollout.max_num_seqs
@@ -234,9 +234,13 @@ def with_places(
         own_memory: whether devices have memory of their own, rather than share the host's.
     """
     rollout = config.rollout
-    if not config.has_engines:
+    if not config.rollout.has_engines:
         return config
-    if "max_num_seqs" in rollout.model_fields_set or rollout.attach or config.num_shared_engines:
+    if (
+        "max_num_seqs" in rollout.model_fields_set
+        or rollout.attach
+        or config.devices.num_shared_engines
+    ):
         return config
     if own_memory and device_bytes is None:
         return config
@@ -258,7 +262,7 @@ def with_share(
     """Returns the configuration with rollout.memory_fraction set, where it was not given, to what
     its trainer leaves to an engine that sleeps; arguments as for `with_places`.
     """
-    if config.rollout.memory_fraction is not None or not config.engines_sleep:
+    if config.rollout.memory_fraction is not None or not config.devices.engines_sleep:
         return config
     if device_bytes is None or not own_memory:
         return config

@@ -126,7 +126,7 @@ def compare(
     Returns None where the run has no engines, does not start all engines itself, or engines are not alike.
     """
     if (
-        not config.has_engines
+        not config.rollout.has_engines
         or config.rollout.attach
         or config.rollout.engine_settings
         or config.placement.devices is not None
@@ -165,7 +165,7 @@ def _assumptions(basis: Basis, config: Config) -> Iterator[str]:
 
 def _work_s(basis: Basis, config: Config) -> float | None:
     """Returns Compared.work_s."""
-    free = size_choices(config, basis.spec, config.num_devices, _FREE)
+    free = size_choices(config, basis.spec, config.devices.num_devices, _FREE)
     together = replace(free, colocate=(True,))
     return min((combination.work_s for combination in fitting(basis, together)), default=None)
 
@@ -180,7 +180,7 @@ def _ways(basis: Basis, config: Config) -> Iterator[PlannedWay | None]:
     """Yields each way with its best sizes, the configured sizes being among those tried; None for a
     way in which nothing fits.
     """
-    devices = config.num_devices
+    devices = config.devices.num_devices
     is_periodic = config.schedule.stream and not config.schedule.max_staleness
     if is_periodic and not config.placement.colocate:  # where colocated, it is in turns
         yield _way(basis.predict(config, streams=False), config, _SYNCHRONOUS)
@@ -303,7 +303,7 @@ def _best_change(basis: Basis, config: Config) -> tuple[dict[str, Any] | None, f
     for keys in _SINGLE_CHANGES:
         if behind and keys[0] == "placement.colocate":
             continue
-        sizes = size_choices(config, basis.spec, config.num_devices, keys)
+        sizes = size_choices(config, basis.spec, config.devices.num_devices, keys)
         candidate = first_allowed(basis, fitting(basis, sizes))
         if candidate is None:
             continue

@@ -112,7 +112,7 @@ def beside_engine(config: Config, spec: ModelSpec) -> int:
     kept at rest where the engine sleeps during training, else all.
     """
     memory = trainer_memory(config, spec)
-    return memory.at_rest if config.engines_sleep else memory.total
+    return memory.at_rest if config.devices.engines_sleep else memory.total
 
 
 def share_left(config: Config, spec: ModelSpec, device_bytes: int) -> float:
@@ -213,7 +213,7 @@ def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
             ("working set", working_set),
             (
                 "publish buckets",
-                2 * min(LARGEST_BUCKET_BYTES, weights * element) * config.has_engines,
+                2 * min(LARGEST_BUCKET_BYTES, weights * element) * config.rollout.has_engines,
             ),
             ("reader's groups", _reader_bytes(config)),
         ),
@@ -356,7 +356,7 @@ def engine_memory(
     per_token = (3 * spec.ffn_size // rollout.tensor_parallel + 3 * spec.hidden_size) * element
     step = rollout.max_num_batched_tokens * per_token
     sampling = 3 * rollout.max_num_seqs * spec.vocab_size * FP32
-    cache = max(0, int(device_bytes * config.memory_fraction) - weights - step - sampling)
+    cache = max(0, int(device_bytes * config.devices.memory_fraction) - weights - step - sampling)
     return Memory(
         "shared engine" if shared else "engine",
         (

@@ -41,13 +41,13 @@ def derived_lines(
     trainers = trainer_memory(config, spec)
     lines.append(f"trainer memory        {trainers.line()}")
     engines = None
-    if config.has_engines:
+    if config.rollout.has_engines:
         engines, engine_lines = _engine_lines(config, spec, device_bytes, own_memory)
         lines += engine_lines
     if config.placement.colocate and own_memory and device_bytes is not None:
         lines.append(_shared_memory_line(config, spec, device_bytes, trainers))
     if trainers.on_host:
-        per_node = trainers.on_host * min(config.trainer.devices, config.devices_per_node)
+        per_node = trainers.on_host * min(config.trainer.devices, config.devices.devices_per_node)
         lines.append(
             f"host memory           {format_bytes(trainers.on_host)} of optimizer a rank but for "
             f"the step, {format_bytes(per_node)} a node"
@@ -57,7 +57,7 @@ def derived_lines(
         if own_memory:
             transport = "through host memory, in a gloo group of their own"
         lines.append(f"shared weights        {transport}")
-    if config.has_engines:
+    if config.rollout.has_engines:
         lines.append(predicted_line(config, spec))
     if device_bytes is not None:
         lines.append(_device_line(config, trainers, engines, device_bytes, own_memory))
@@ -68,7 +68,7 @@ def _work_lines(config: Config) -> list[str]:
     """Returns the lines about the devices and the work that an iteration has for them."""
     amount = work(config)
     mode, sample = "periodic" if config.schedule.stream else "synchronous", "response"
-    if not config.has_engines:
+    if not config.rollout.has_engines:
         mode, sample = "of rows of data", "row"
     lines = [
         f"devices               {_devices(config)}{_nodes(config)}",
@@ -119,7 +119,7 @@ def _engine_lines(
         engines = Memory("engine", engine_memory(config, spec, 0).parts[:1])
         return engines, [
             f"engine memory         {engines.line()} + KV cache, up to "
-            f"{config.memory_fraction:.0%} of the device"
+            f"{config.devices.memory_fraction:.0%} of the device"
         ]
     engine_bytes = device_bytes if own_memory else None
     colocated = config.placement.colocate
@@ -141,7 +141,7 @@ def _shared_memory_line(
     shared = engine_memory(config, spec, device_bytes, shared=True)
     both = (beside_engine(config, spec) + shared.total) / device_bytes
     sharing = "both resident"
-    if config.engines_sleep:
+    if config.devices.engines_sleep:
         kept = f"{format_bytes(trainers.at_rest)} that its trainer keeps as the device decodes"
         sharing = f"of which {kept}; it sleeps while that trains"
     return (
@@ -165,15 +165,15 @@ def _ranks(config: Config) -> str:
 
 
 def _devices(config: Config) -> str:
-    if not config.has_engines:
-        return f"{config.num_devices} = {counted(config.trainer.devices, 'trainer rank')}"
+    if not config.rollout.has_engines:
+        return f"{config.devices.num_devices} = {counted(config.trainer.devices, 'trainer rank')}"
     engines = f"{counted(config.rollout.engines, 'engine')} x {config.rollout.tensor_parallel}"
     if config.placement.colocate:
         return (
-            f"{config.num_devices} = {counted(config.trainer.devices, 'trainer rank')}, with "
+            f"{config.devices.num_devices} = {counted(config.trainer.devices, 'trainer rank')}, with "
             f"{engines} on them"
         )
-    return f"{config.num_devices} = {engines} + {counted(config.trainer.devices, 'trainer rank')}"
+    return f"{config.devices.num_devices} = {engines} + {counted(config.trainer.devices, 'trainer rank')}"
 
 
 def _settings(entry: EngineSettings) -> str:
@@ -204,7 +204,7 @@ def predicted_line(config: Config, spec: ModelSpec) -> str:
     periodic = basis.predict(config)
     iteration_s = periodic.iteration_s - periodic.border_s
     idle = f"engines idle {periodic.engines_idle:.0%}, trainers {periodic.trainers_idle:.0%}"
-    if config.trainer.devices == config.num_devices:  # each device does both
+    if config.trainer.devices == config.devices.num_devices:  # each device does both
         idle = f"devices idle {periodic.engines_idle:.0%}"
     return (
         f"predicted             waves {periodic.waves:.1f}, "
@@ -217,7 +217,9 @@ def predicted_line(config: Config, spec: ModelSpec) -> str:
 
 def _nodes(config: Config) -> str:
     nodes = config.placement.nnodes
-    return "" if nodes == 1 else f", on {counted(nodes, 'node')} of {config.devices_per_node}"
+    return (
+        "" if nodes == 1 else f", on {counted(nodes, 'node')} of {config.devices.devices_per_node}"
+    )
 
 
 def _microbatches(config: Config, amount: Work) -> str:

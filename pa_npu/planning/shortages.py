@@ -80,7 +80,7 @@ def shortages(
     if not own_memory:
         return _host_shortages(config, spec, device_bytes)
     missing = list(_trainer_shortages(config, spec, device_bytes))
-    if not config.has_engines:
+    if not config.rollout.has_engines:
         return missing
     if not config.placement.colocate:
         missing += _engine_shortages(config, spec, device_bytes)
@@ -148,7 +148,7 @@ def _engine_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
     tokens = capacity(config)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     fatal = tokens < longest
-    share = f"{config.memory_fraction:.0%} of {format_bytes(device_bytes)}"
+    share = f"{config.devices.memory_fraction:.0%} of {format_bytes(device_bytes)}"
     if fatal:
         problem = (
             f"{share} hold the weights and a KV cache of {tokens} tokens, less than one "
@@ -171,7 +171,7 @@ def _buffer_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
     of a device that the engine takes for itself.
     """
     buffer_bytes = dict(engine_memory(config, spec, device_bytes).parts)["second buffer"]
-    fraction = config.memory_fraction
+    fraction = config.devices.memory_fraction
     if buffer_bytes <= (1 - fraction) * device_bytes:
         return
     problem = (
@@ -198,7 +198,7 @@ def _shared_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
 
     def together(candidate: Config) -> float:
         needed = engine_memory(candidate, spec, device_bytes, shared=True).total
-        reserved = candidate.memory_fraction * device_bytes
+        reserved = candidate.devices.memory_fraction * device_bytes
         return beside_engine(candidate, spec) + max(needed, reserved)
 
     def fits(candidate: Config) -> bool:
@@ -209,7 +209,7 @@ def _shared_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
     fatal = capacity(config) < longest
     if fatal:
         problem = (
-            f"{config.memory_fraction:.0%} of {format_bytes(device_bytes)} "
+            f"{config.devices.memory_fraction:.0%} of {format_bytes(device_bytes)} "
             "(rollout.memory_fraction) hold the weights and a KV cache of "
             f"{capacity(config)} tokens, less than one sequence of {longest}"
         )
@@ -244,14 +244,14 @@ def _host_shortages(config: Config, spec: ModelSpec, host_bytes: int) -> list[Sh
 
     if fits(config):
         return []
-    processes = "engines and trainers together" if config.has_engines else "trainers"
+    processes = "engines and trainers together" if config.rollout.has_engines else "trainers"
     problem = (
         f"{processes} take about {format_bytes(needed(config))}, more than nine "
         f"tenths of the host's {format_bytes(host_bytes)}"
     )
     cache = config.rollout.kv_cache_gib
     moves: list[tuple[str, Sequence[Any]]] = list(_trainer_moves(config))
-    if config.has_engines:
+    if config.rollout.has_engines:
         moves.insert(0, ("rollout.kv_cache_gib", [cache / 2, cache / 4, cache / 8]))
         moves.append(("rollout.engines", range(config.rollout.engines - 1, 0, -1)))
     proposal = _search(config, spec, moves, fits)
@@ -287,7 +287,7 @@ def _engine_moves(config: Config) -> Iterator[tuple[str, Sequence[Any]]]:
     steps, then wider engines on the same devices.
     """
     rollout = config.rollout
-    if config.memory_fraction < _MAX_MEMORY_FRACTION:
+    if config.devices.memory_fraction < _MAX_MEMORY_FRACTION:
         yield "rollout.memory_fraction", [_MAX_MEMORY_FRACTION]
     group_size = rollout.responses_per_prompt
     if rollout.window == "auto":

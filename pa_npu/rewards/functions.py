@@ -30,11 +30,19 @@ from pa_npu.rewards.thoughts import opened_thought
 from pa_npu.rewards.values import NotAReward, as_rewards
 
 if TYPE_CHECKING:
-    from pa_npu.config.sections.rollout import RewardConfig
+    from pa_npu.config.sections.rollout import EnvironmentConfig, RewardConfig
 
 SHAPING = frozenset({"format", "overlong"})
 """Functions that judge a response's form, not its content."""
 JUDGE_SCORES = "judge_scores.sqlite"
+
+
+def needs_answers(reward: RewardConfig, environment: EnvironmentConfig) -> bool:
+    """Returns whether every row of the data must have a reference answer.
+
+    It need not where agents or a remote environment may give the rewards.
+    """
+    return reward.reads_answers and environment.name not in ("agents", "remote")
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,9 @@ def payloads(
     config: Config, channel: StoreChannel, own: OwnShard | None = None
 ) -> ShardPayloads | None:
     """Opens the place that groups lie in; None is the store itself."""
-    return ShardPayloads(channel, _SHARD_TIMEOUT_S, own) if config.has_shards else None
+    if not config.buffer.lies_on_nodes(config.placement.nnodes):
+        return None
+    return ShardPayloads(channel, _SHARD_TIMEOUT_S, own)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Agreement:
 
     def __init__(self, config: Config, learner: Learner, probes: ProbePlan) -> None:
         self._config = config
-        self._margin = config.publish.noise_margin if config.has_engines else None
+        self._margin = config.publish.noise_margin if config.rollout.has_engines else None
         self._rate = FALSE_STOP_RATE
         self._learner = learner
         self.probes_ride = probes.rides

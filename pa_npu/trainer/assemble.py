@@ -90,7 +90,7 @@ def assemble_rank(
     channel = StoreChannel(store, attempt_prefix())
     if rank == 0:
         TRAINERS_RUN_ON.put(channel, trainers_run_on(config, spec, platform, backend))
-    sender = make_sender(config, platform, store, backend) if config.has_engines else None
+    sender = make_sender(config, platform, store, backend) if config.rollout.has_engines else None
     kept = None
     if config.telemetry.samples and backend.place.is_last_stage and backend.place.is_tensor_leader:
         kept = TrainerLogprobs(config.run.dir, rank, kept_groups(config.telemetry.samples))
@@ -115,11 +115,11 @@ def assemble_rank(
     milestones = Milestones.from_sections(
         schedule=config.schedule,
         checkpoint=config.checkpoint,
-        has_held_out=bool(config.evaluation_sets),
+        has_held_out=bool(config.evaluate.all_sets(config.data.test)),
     )
     publication: Publication
     held_out = None
-    if config.has_engines:
+    if config.rollout.has_engines:
         publication = make_publication(
             config.publish,
             learner=learner,
@@ -127,12 +127,12 @@ def assemble_rank(
             channel=channel,
             timeline=timeline,
             timeout_s=config.deadlines.border_timeout_s,
-            freshness=Freshness.from_config(config),
+            freshness=Freshness.from_sections(config.schedule, config.publish),
             milestones=milestones,
         )
     else:
         publication = NoPublication(learner=learner, channel=channel)
-        if config.evaluation_sets:
+        if config.evaluate.all_sets(config.data.test):
             held_out = HeldOutRows(config, learner, channel, timeline, milestones)
     border = TrainerBorder(
         config=config,
@@ -226,18 +226,20 @@ def rollout_source(
     """A function from an iteration to this replica's microbatches of it."""
     backend, own = learner.backend, None
     replica = backend.place.replica
-    if config.has_shards and (backend.replica_links is None or backend.replica_links.reads):
+    reads = backend.replica_links is None or backend.replica_links.reads
+    if config.buffer.lies_on_nodes(config.placement.nnodes) and reads:
         address = os.environ.get(ADDRESS_VARIABLE, config.placement.address)
         own = host_shard(channel, replica, address)
     algorithm = build_algorithm(config)
     buffer = open_buffer(config, channel, readers=config.mesh.replica_size, trains=True, own=own)
 
-    freshness, is_told = Freshness.from_config(config), config.trained_groups is None
+    freshness = Freshness.from_sections(config.schedule, config.publish)
+    is_told = config.schedule.trained_groups is None
     # a group is carried for max_staleness updates at most
     most = config.groups_per_replica * (1 + freshness.max_staleness * is_told)
 
     def size(iteration: int) -> int | None:
-        if config.unequal_groups:
+        if config.devices.unequal_groups:
             dispatched = DISPATCHED.get_if_there(channel, iteration=iteration)
             return (
                 None
@@ -248,7 +250,7 @@ def rollout_source(
         return None if found is None else found.groups
 
     def unequal(iteration: int) -> bool:
-        return config.unequal_groups and config.streams(iteration)
+        return config.devices.unequal_groups and config.schedule.streams(iteration)
 
     def microbatches(iteration: int) -> MicrobatchIterator:
         return MicrobatchIterator(
@@ -260,7 +262,7 @@ def rollout_source(
             order=config.schedule.order,
             responses_per_microbatch=config.microbatch_responses,
             shared_prompt=config.attention.shared_prompt,
-            pad_multiple=config.pad_multiple,
+            pad_multiple=config.trainer.pad_multiple,
             timeout_s=config.deadlines.wait_timeout_s,
             max_tokens=config.microbatch.max_tokens,
             device=backend.device,

@@ -21,6 +21,7 @@ from pa_npu.checkpoints.ahead import AheadIteration
 from pa_npu.config.mesh import Place
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
+from pa_npu.control.freshness import iterations_ahead
 from pa_npu.control.messages import (
     BORDER,
     CARRIED,
@@ -119,7 +120,7 @@ class TrainerBorder:
         asked = False
         if self._rank == 0:
             asked = EARLY_END.exists(self._channel)
-            if asked and self._config.trained_groups is None:
+            if asked and self._config.schedule.trained_groups is None:
                 asked = CARRIED.exists(self._channel, version=version)
         answer = torch.tensor([int(asked)])
         dist.broadcast(answer, src=0)
@@ -177,7 +178,7 @@ def probe_microbatches(
         samples, none, none, run_seed=0, iteration=version, index=0, prompt_id=0
     )
     return build_microbatches(
-        group, len(responses), config.attention.shared_prompt, config.pad_multiple
+        group, len(responses), config.attention.shared_prompt, config.trainer.pad_multiple
     )
 
 
@@ -189,21 +190,20 @@ def rollouts_ahead(
 
     One rank asks, once for each version. With schedule.max_staleness = k these are iterations v to
     v + k - 1 at the border before iteration v, or fewer where producing runs fewer iterations ahead
-    (Config.iterations_ahead): all of them are complete by then, or will be before the next publish,
+    (freshness.iterations_ahead): all of them are complete by then, or will be before the next publish,
     which waits for them too. With schedule.tokens_per_update there are also groups that were
     carried to a later update: those that no update before this version has trained, and no
     iteration that is produced by then. Raises DeadlineExceeded.
     """
     limit_s, found = config.deadlines.wait_timeout_s, []
-    for iteration in range(
-        version, min(version + config.iterations_ahead, config.schedule.iterations)
-    ):
+    ahead = iterations_ahead(config.schedule, config.publish)
+    for iteration in range(version, min(version + ahead, config.schedule.iterations)):
         produced = PRODUCED_AHEAD.wait(channel, limit_s, iteration=iteration)
         data = DATA_POSITION.wait(channel, limit_s, iteration=iteration + 1).state
         numbers = range(len(DISPATCHED.wait(channel, limit_s, iteration=iteration).groups))
         groups = [buffer.read_bytes(iteration, *config.mesh.slot_of(number)) for number in numbers]
         found.append(AheadIteration(iteration, produced.numbers, produced.samples, data, groups))
-    if config.trained_groups is None and version < config.schedule.iterations:
+    if config.schedule.trained_groups is None and version < config.schedule.iterations:
         carried = CARRIED.wait(channel, limit_s, version=version)
         written, groups = buffer.written(version), []
         for index in range(len(carried.groups)):

@@ -85,7 +85,7 @@ class HeldOutRows:
                 group,
                 self.config.microbatch_responses,
                 self.config.attention.shared_prompt,
-                self.config.pad_multiple,
+                self.config.trainer.pad_multiple,
             )
         return _Share(held_out, microbatches, counted)
 

@@ -176,7 +176,7 @@ class Learner:
             self._computed_with = self.backend.digest() if self._gives_no_difference() else None
             step = self.backend.step()
             # on all ranks, before any says that it is ready to publish
-            if self._config.engines_sleep:
+            if self._config.devices.engines_sleep:
                 self._platform.release_memory()
         if not math.isfinite(step.grad_norm):
             raise InvariantViolation(

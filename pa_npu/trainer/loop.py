@@ -231,11 +231,11 @@ class IterationChecks:
             self._channel, self._config.deadlines.wait_timeout_s, iteration=iteration
         )
         size = self._config.groups_per_replica
-        if self._config.trained_groups is None:
+        if self._config.schedule.trained_groups is None:
             size = UPDATE_SIZE.wait(
                 self._channel, self._config.deadlines.wait_timeout_s, iteration=iteration
             ).groups
-        unequal = self._config.unequal_groups and self._config.streams(iteration)
+        unequal = self._config.devices.unequal_groups and self._config.schedule.streams(iteration)
         check_dispatched(dispatched, iteration, self._config.mesh.data, size, unequal=unequal)
         check_trained(dispatched, self._replica, consumed.trained)
         check_normalisers(dispatched, consumed.normalisers, self._algorithm)

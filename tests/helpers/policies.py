@@ -29,7 +29,7 @@ def milestones(config: Config) -> Milestones:
     return Milestones.from_sections(
         schedule=config.schedule,
         checkpoint=config.checkpoint,
-        has_held_out=bool(config.evaluation_sets),
+        has_held_out=bool(config.evaluate.all_sets(config.data.test)),
     )
 
 

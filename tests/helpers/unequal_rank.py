@@ -69,12 +69,12 @@ def main(job_file: str) -> None:
             for slot, index in enumerate(job["shares"][backend.place.replica])
         ]
         learner.publish(iteration)
-        probed = learner.probe([pack([group], True, config.pad_multiple) for group in own])
+        probed = learner.probe([pack([group], True, config.trainer.pad_multiple) for group in own])
         rollouts = shelf_iterator(
             own,
             iteration,
             responses=config.microbatch_responses,
-            pad_multiple=config.pad_multiple,
+            pad_multiple=config.trainer.pad_multiple,
             columns=run_columns(config),
         )
         report = consume(learner, rollouts, config.schedule.updates_per_iteration).report

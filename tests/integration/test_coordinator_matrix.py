@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from pa_npu.control.freshness import iterations_ahead
 from pa_npu.publish.messages import (
     BROKEN,
     LATE_ANSWER,
@@ -208,7 +209,7 @@ def it_is_resumed(run: Run, whole: Run, skipped: frozenset[int] = frozenset()) -
             assert ours[key] == expected[key], (iteration, key)
         assert ours.get("sources") == expected.get("sources")
     assert run.sampled < whole.sampled, "the discarded groups are sampled alike too"
-    generated = range(SAVED + run.config.iterations_ahead, ITERATIONS)
+    generated = range(SAVED + iterations_ahead(run.config.schedule, run.config.publish), ITERATIONS)
     assert len(run.sampled) == sum(whole.records[i]["groups_dispatched"] for i in generated), (
         "what the checkpoint has is not generated again"
     )

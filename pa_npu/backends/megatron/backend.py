@@ -80,7 +80,7 @@ class MegatronBackend:
         self._ddp = data_parallel(
             stage,
             distributed_optimizer=config.trainer.distributed_optimizer,
-            bucket_mib=_GRADIENT_BUCKET_MIB if config.reduces_in_buckets else 0.0,
+            bucket_mib=_GRADIENT_BUCKET_MIB if config.devices.reduces_in_buckets else 0.0,
         )
         mesh = self.place.mesh
         has_experts = spec.experts is not None
@@ -297,7 +297,7 @@ class MegatronBackend:
                 )
 
     def _filler(self) -> Microbatch:
-        return filler(self._config.pad_multiple, self.device)
+        return filler(self._config.trainer.pad_multiple, self.device)
 
     def _forward(
         self, microbatch: Microbatch, entropy_gradient: bool, balance: float | None = None

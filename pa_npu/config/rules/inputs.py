@@ -135,10 +135,12 @@ def broken_evaluation(c: ConfigTree) -> Iterator[str]:
                 "and underlines"
             )
     name, _, metric = (e.metric or "").partition("/")
-    names = metric_names(e.samples) if c.has_engines else ["loss"]
-    if e.metric is not None and (name not in c.evaluation_sets or metric not in names):
+    names = metric_names(e.samples) if c.rollout.has_engines else ["loss"]
+    if e.metric is not None and (
+        name not in c.evaluate.all_sets(c.data.test) or metric not in names
+    ):
         yield (
-            f"evaluate.metric: {e.metric} is none of {', '.join(c.evaluation_sets) or 'no sets'} "
+            f"evaluate.metric: {e.metric} is none of {', '.join(c.evaluate.all_sets(c.data.test)) or 'no sets'} "
             f"with one of {', '.join(names)}; write SET/NAME"
         )
     if (e.max_response_tokens or 0) > c.rollout.max_response_tokens:
@@ -152,7 +154,7 @@ def broken_evaluation(c: ConfigTree) -> Iterator[str]:
             "evaluate.overlap: engines on the trainers' devices have no time beside training; "
             "remove it, or give them devices"
         )
-    if c.checkpoint.keep_best and not (c.evaluation_sets and s.evaluate_every):
+    if c.checkpoint.keep_best and not (c.evaluate.all_sets(c.data.test) and s.evaluate_every):
         yield (
             f"checkpoint.keep_best: {c.checkpoint.keep_best}: without evaluations in between no "
             "checkpoint is better than another; set data.test and schedule.evaluate_every, or "

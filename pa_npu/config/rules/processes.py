@@ -112,17 +112,19 @@ def broken_placement(c: ConfigTree) -> Iterator[str]:
     if (
         c.placement.nnodes > 1
         and c.placement.devices_per_node is None
-        and c.num_devices % c.placement.nnodes
+        and c.devices.num_devices % c.placement.nnodes
     ):
         yield (
-            f"placement.nnodes: {counted(c.num_devices, 'device')} of engines and trainers cannot "
+            f"placement.nnodes: {counted(c.devices.num_devices, 'device')} of engines and trainers cannot "
             f"be divided evenly among {counted(c.placement.nnodes, 'node')}; change "
             "rollout.engines, trainer.devices or placement.nnodes, or set "
             "placement.devices_per_node to what each node has"
         )
-    if c.num_devices > c.placement.nnodes * (c.placement.devices_per_node or c.num_devices):
+    if c.devices.num_devices > c.placement.nnodes * (
+        c.placement.devices_per_node or c.devices.num_devices
+    ):
         yield (
-            f"placement.devices_per_node: {counted(c.num_devices, 'device')} of engines and "
+            f"placement.devices_per_node: {counted(c.devices.num_devices, 'device')} of engines and "
             f"trainers are more than {counted(c.placement.nnodes, 'node')} of "
             f"{c.placement.devices_per_node}; lower rollout.engines or trainer.devices, or raise "
             "placement.nnodes"
@@ -134,11 +136,11 @@ def broken_placement(c: ConfigTree) -> Iterator[str]:
             f"{counted(c.rollout.engines, 'engine')} behind it run past 65535; set it to at most "
             f"{65535 - c.rollout.engines}, or 0 for free ones"
         )
-    if c.placement.devices is not None and len(c.placement.devices) != c.num_devices:
+    if c.placement.devices is not None and len(c.placement.devices) != c.devices.num_devices:
         yield (
             f"placement.devices: {len(c.placement.devices)} indices for "
-            f"{counted(c.num_devices, 'device')} of engines and trainers; list exactly "
-            f"{c.num_devices}, or remove the key"
+            f"{counted(c.devices.num_devices, 'device')} of engines and trainers; list exactly "
+            f"{c.devices.num_devices}, or remove the key"
         )
 
 
@@ -164,7 +166,7 @@ def _broken_colocation(c: ConfigTree) -> Iterator[str]:
             f"{counted(t.devices, 'trainer device')}; set engines to at most "
             f"{t.devices // r.tensor_parallel}"
         )
-    if c.engines_sleep and any(
+    if c.devices.engines_sleep and any(
         "expandable_segments:true" in value.lower() for value in r.env.values()
     ):
         yield (

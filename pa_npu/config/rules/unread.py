@@ -46,7 +46,7 @@ CONDITIONS: tuple[Condition, ...] = (
     Condition(
         "schedule.evaluate_every evaluate.samples evaluate.temperature evaluate.top_p "
         "evaluate.max_response_tokens evaluate.overlap",
-        lambda c: bool(c.evaluation_sets),
+        lambda c: bool(c.evaluate.all_sets(c.data.test)),
         "there are no held-out sets, set data.test or evaluate.sets",
     ),
     Condition(

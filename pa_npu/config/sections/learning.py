@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -201,6 +202,10 @@ class OptimizerConfig(Section):
         1.0, ge=0, description="Maximum norm of the whole gradient. 0 never clips."
     )
 
+    def warmup_of(self, iterations: int) -> int:
+        """Returns the iterations of linear warm-up in a run of so many iterations."""
+        return math.ceil(self.warmup_share * iterations) or self.warmup_iterations
+
 
 class TrainerConfig(Section):
     backend: str = Field(
@@ -257,6 +262,11 @@ class TrainerConfig(Section):
         "or a checkpoint being written. null means 1800, or longer if a request, an "
         "agent's session, a judge or tested programs may take longer.",
     )
+
+    @property
+    def pad_multiple(self) -> int:
+        """Packed lengths are multiples of this."""
+        return self.tensor_parallel
 
 
 class MicrobatchConfig(Section):

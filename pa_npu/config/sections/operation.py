@@ -94,6 +94,24 @@ class ScheduleConfig(Section):
         "last iteration.",
     )
 
+    @property
+    def trained_groups(self) -> int | None:
+        """The number of groups that every iteration trains.
+
+        None with tokens_per_update, where it follows from the groups' tokens and the coordinator
+        tells it.
+        """
+        return None if self.tokens_per_update is not None else self.prompts_per_iteration
+
+    def updates(self, iterations: int) -> int:
+        """Returns the number of optimizer steps of so many iterations."""
+        return iterations * self.updates_per_iteration
+
+    def streams(self, iteration: int) -> bool:
+        """Returns whether the groups of this iteration are handed over as they finish."""
+        is_compared = iteration >= self.iterations - self.compare_iterations
+        return self.stream and (iteration % 2 == 1 or not is_compared)
+
 
 class EvaluateConfig(Section):
     sets: dict[str, Annotated[FilePath, Field(min_length=1)] | Dataset] = Field(
@@ -129,6 +147,19 @@ class EvaluateConfig(Section):
         description="Number by which checkpoint.keep_best chooses, as SET/NAME, such as "
         "test/greedy or aime/pass@8. null takes the first number of the first set.",
     )
+
+    def all_sets(self, test: str | Dataset | None) -> dict[str, Dataset]:
+        """Returns all held-out sets by name: data.test as `test`, then `sets`."""
+        sets: dict[str, str | Dataset] = {"test": test} if test else {}
+        sets.update(self.sets)
+        return {
+            name: Dataset(path=dataset) if isinstance(dataset, str) else dataset
+            for name, dataset in sets.items()
+        }
+
+    def key_of(self, name: str) -> str:
+        """Returns the key that names the file of a held-out set."""
+        return f"evaluate.sets.{name}" if name in self.sets else "data.test"
 
 
 class PublishConfig(Section):
@@ -254,6 +285,12 @@ class BufferConfig(Section):
         "node, while the head only knows which are there. auto: node if there are "
         "several nodes, otherwise head.",
     )
+
+    def lies_on_nodes(self, num_nodes: int) -> bool:
+        """Returns whether groups lie on the nodes of the replicas that train them, and not in the
+        store on the head.
+        """
+        return self.shards == "node" or (self.shards == "auto" and num_nodes > 1)
 
 
 LOOPBACK = "127.0.0.1"

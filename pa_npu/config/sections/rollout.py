@@ -170,6 +170,15 @@ class RolloutConfig(Section):
         default_factory=dict, description="Further environment variables of the engines."
     )
 
+    @property
+    def has_engines(self) -> bool:
+        """Whether anything writes tokens for the run.
+
+        Without engines none is started, planned, published to or waited for, and samples are rows
+        of data.
+        """
+        return self.engines > 0
+
     def settings_of(self, index: int) -> EngineSettings:
         """Returns the settings of engine `index`, or the defaults if no entry names it."""
         for entry in self.engine_settings:
@@ -371,6 +380,17 @@ class RewardConfig(Section):
         description="Number of processes that compute rewards. The function code runs twice as "
         "many programs at once.",
     )
+
+    @property
+    def reads_answers(self) -> bool:
+        """Whether a reward may compare responses with a reference answer."""
+        judge_reads_answer = "{answer}" in self.judge.template
+        return any(
+            function.name == "math"
+            or ":" in function.name
+            or (function.name == "judge" and judge_reads_answer)
+            for function in self.functions
+        )
 
     @property
     def programs(self) -> int:

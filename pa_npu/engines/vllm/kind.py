@@ -140,8 +140,8 @@ def server_command(
         argv += host_argv
         env |= host_env
     else:
-        argv += ["--gpu-memory-utilization", str(config.memory_fraction)]
-        if config.engines_sleep:
+        argv += ["--gpu-memory-utilization", str(config.devices.memory_fraction)]
+        if config.devices.engines_sleep:
             argv.append("--enable-sleep-mode")
     # A cache, which has to outlast the directory that is TMPDIR below.
     compiled_code = os.environ.get("TORCHINDUCTOR_CACHE_DIR", _compiled_code_directory())

@@ -12,6 +12,7 @@ from pa_npu.config.words import counted
 from pa_npu.errors import DataError
 from pa_npu.families.model_directory import check_tokenizer, end_tokens_line
 from pa_npu.launcher.checks.findings import Findings, LocalChecks
+from pa_npu.rewards.functions import needs_answers
 
 if TYPE_CHECKING:
     from pa_npu.data.prompts import Prompt, PromptSet
@@ -46,10 +47,10 @@ def check_prompts(
         findings.counts.append(line)
 
     sample: Prompt | None = None
-    for name, dataset in config.evaluation_sets.items():
-        held_out = local.run(partial(check_held_out, name, tokenizer, config), dataset.path)
+    for name, held_out_set in config.evaluate.all_sets(config.data.test).items():
+        held_out = local.run(partial(check_held_out, name, tokenizer, config), held_out_set.path)
         summary = held_out.summary if held_out else _ABSENT
-        findings.counts.append(f"{config.key_of_set(name)}: {summary}")
+        findings.counts.append(f"{config.evaluate.key_of(name)}: {summary}")
         if sample is None and held_out:
             sample = held_out.prompts[0]
     if training:
@@ -75,14 +76,14 @@ def check_rows(config: Config, findings: Findings, tokenizer: Any, local: LocalC
         summary = training[number].summary if training else _ABSENT
         findings.counts.append(f"{config.data.key_of(number)}: {summary}")
 
-    evaluation_sets = config.evaluation_sets
+    evaluation_sets = config.evaluate.all_sets(config.data.test)
     held_out = local.run(
         partial(load_held_out_rows, config, tokenizer),
         *(dataset.path for dataset in evaluation_sets.values()),
     )
     for name in evaluation_sets:
         summary = held_out[name].summary if held_out else _ABSENT
-        findings.counts.append(f"{config.key_of_set(name)}: {summary}")
+        findings.counts.append(f"{config.evaluate.key_of(name)}: {summary}")
     if training:
         findings.num_rows = sum(len(rows.rows) for rows in training)
         findings.counts += first_row_lines(training[0].rows[0], tokenizer)
@@ -106,7 +107,7 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
     from pa_npu.data.prompts import load_training
     from pa_npu.rewards.check import check_row_tests
 
-    loaded = load_training(config.data, tokenizer, config.needs_answers)
+    loaded = load_training(config.data, tokenizer, needs_answers(config.reward, config.environment))
     per_iteration = config.schedule.prompts_per_iteration
     first_id = 0
     for number, (prompts, share) in enumerate(zip(loaded, config.data.shares, strict=True)):
@@ -147,13 +148,13 @@ def check_held_out(name: str, tokenizer: Any, config: Config) -> PromptSet:
     from pa_npu.data.prompts import load_prompts
     from pa_npu.rewards.check import check_row_tests
 
-    key = config.key_of_set(name)
+    key = config.evaluate.key_of(name)
     prompts = load_prompts(
-        config.evaluation_sets[name],
+        config.evaluate.all_sets(config.data.test)[name],
         tokenizer,
         config.data,
         key,
-        needs_answer=config.needs_answers,
+        needs_answer=needs_answers(config.reward, config.environment),
     )
     check_row_tests(config, prompts, key)
     return prompts

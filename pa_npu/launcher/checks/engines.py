@@ -21,7 +21,7 @@ from pa_npu.telemetry.tracker_libraries import TRACKERS
 
 def check_engines(config: Config, platform: Platform) -> Placement:
     """Checks what engines without a run need; returns their places."""
-    if not config.has_engines:
+    if not config.rollout.has_engines:
         raise ConfigError(
             "rollout.engines: 0, so that there are none to start; set it to 1 or more"
         )

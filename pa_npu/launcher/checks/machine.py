@@ -115,7 +115,7 @@ def core_notes(config: Config, platform: Platform, num_cores: int) -> list[str]:
 
     The coordinator is not counted: it takes a few percent of a core.
     """
-    num_processes = config.num_devices
+    num_processes = config.devices.num_devices
     if platform.visible_devices_env is not None or num_processes <= num_cores:
         return []
     return [

@@ -135,7 +135,7 @@ def trainer_command(
     local = placement.ranks.index(rank)
     env = _common_env(config, platform) | store.env() | platform.environment("trainer")
     env |= platform.collective_environment(
-        config.deadlines.longest_collective_s, config.deterministic_collectives
+        config.deadlines.longest_collective_s, config.devices.deterministic_collectives
     )
     env |= visible_devices(platform.visible_devices_env, placement.trainer_devices, os.environ)
     env |= {"RANK": str(rank), "LOCAL_RANK": str(local), "WORLD_SIZE": str(config.trainer.devices)}

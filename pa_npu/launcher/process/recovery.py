@@ -133,7 +133,7 @@ class Recovery:
 
     def watch(self, command: Startable, index: int, process: Process) -> None:
         """This engine has been started; index: its place in the roster."""
-        shared = self._config.is_shared(index)
+        shared = self._config.devices.is_shared(index)
         self._engines.append(_Engine(command, self._engine_budget(), shared, index, process))
 
     def expect(self, command: Startable) -> None:

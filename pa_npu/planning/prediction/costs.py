@@ -120,7 +120,7 @@ def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> T
     step_s += 2.0 * trainer_memory(config, spec).on_host / typical.host_bytes
 
     gather_bytes = typical.wire_bytes
-    if mesh.shards <= config.devices_per_node:
+    if mesh.shards <= config.devices.devices_per_node:
         gather_bytes = typical.node_bytes
     dispatch_s = typical.group_s * _layers_factor(spec, typical)
     publish_s = publish_seconds(
@@ -228,7 +228,7 @@ class GroupSeconds:
         # two reductions of the hidden states forward and two backward in each layer
         reduced = 4 * spec.num_layers * 2.0 * (shards - 1) / shards * spec.hidden_size * element
         expert_bytes = typical.wire_bytes
-        if config.mesh.expert <= config.devices_per_node:
+        if config.mesh.expert <= config.devices.devices_per_node:
             expert_bytes = typical.node_bytes
         dispatched = _dispatched_bytes(config, spec, element)
         seconds = reduced / typical.node_bytes + dispatched / expert_bytes

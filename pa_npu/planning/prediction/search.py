@@ -335,7 +335,7 @@ def _within_nodes(config: Config) -> bool:
     if config.placement.nnodes == 1:
         return True
     engine_nodes = [
-        nodes_of(config.ranks_beside(index), config.devices_per_node)
+        nodes_of(config.devices.ranks_beside(index), config.devices.devices_per_node)
         for index in range(config.rollout.engines)
     ]
     return all(len(nodes) == 1 for nodes in engine_nodes)

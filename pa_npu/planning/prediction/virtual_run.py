@@ -113,7 +113,7 @@ class Basis:
         part = _part(config)
         rules = replace(Rules.from_config(config), replicas=part.replicas)
         num_units = 0  # that change roles
-        if streams and config.follows_work:
+        if streams and config.devices.follows_work:
             num_units = sum(bool(unit.engines) for unit in role_units(config))
         names = tuple(f"engine-{number}" for number in range(part.engines))
         mean, longest = self.workload.response_means(config)
@@ -258,8 +258,8 @@ def _shared_devices(
     """Returns the costs of processes that share a device (a core, for instance): each has a part of
     it.
     """
-    num_engines = max(Counter(config.engine_devices or ()).values(), default=1)
-    num_trainers = max(Counter(config.trainer_devices or ()).values(), default=1)
+    num_engines = max(Counter(config.devices.engine_devices or ()).values(), default=1)
+    num_trainers = max(Counter(config.devices.trainer_devices or ()).values(), default=1)
     factor = num_engines * _SHARING if num_engines > 1 else 1.0
     slower_engine = replace(
         engine,
@@ -381,7 +381,7 @@ def _medians(
         engines_idle=max(0.0, 1.0 - engine_busy_s / iteration_s),
         trainers_idle=max(0.0, 1.0 - trainer_busy_s / iteration_s),
         tokens=tokens * config.schedule.prompts_per_iteration / part.groups,
-        devices=config.num_devices,
+        devices=config.devices.num_devices,
         window=window,
         waves=max(1.0, sequences / window),
         schedule=schedule.name,

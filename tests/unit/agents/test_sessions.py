@@ -14,6 +14,7 @@ from pa_npu.config.schema import Config
 from pa_npu.coordinator import environment_trial
 from pa_npu.environments.protocol import EnvironmentFailed
 from pa_npu.environments.registry import make_environment, opened
+from pa_npu.rewards.functions import needs_answers
 from tests.helpers.agents import (
     PROMPT,
     TOKENIZER,
@@ -84,8 +85,10 @@ async def test_a_reward_after_a_limit_is_taken_until_the_agent_says_that_it_has_
 async def test_rows_need_no_answer_where_agents_reward_and_a_session_without_either_is_one_line() -> (
     None
 ):
-    assert not config().needs_answers and config().rewards_read_answers
-    assert Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}).needs_answers
+    agents = config()
+    assert agents.reward.reads_answers and not needs_answers(agents.reward, agents.environment)
+    usual = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
+    assert needs_answers(usual.reward, usual.environment)
     unanswered = replace(PROMPT, answer="")
     for reward in (0.5, None):
         async with opened(make_environment(config(), TOKENIZER), 30.0) as agents:

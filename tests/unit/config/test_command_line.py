@@ -187,7 +187,9 @@ def test_evaluate_takes_paths_as_they_are(monkeypatch: pytest.MonkeyPatch) -> No
         *("--output", "runs/[x] #1", "data.instruction=after ####"),
     )
     assert config.model.path == "models/m #2" and config.run.dir == "runs/[x] #1"
-    assert {name: held_out.path for name, held_out in config.evaluation_sets.items()} == {
+    assert {
+        name: held_out.path for name, held_out in config.evaluate.all_sets(config.data.test).items()
+    } == {
         "a": "sets/my set #2.jsonl",
         "b.c": "/home/somebody/t.jsonl",
     }
@@ -249,7 +251,7 @@ def test_a_leading_tilde_is_the_home_directory_inside_lists_and_sets(
     )
     assert config.model.path == f"{user}/m" and re.match(root, user)
     assert [dataset.path for dataset in config.data.datasets] == ["/home/somebody/a.jsonl", "b~/c"]
-    assert [held_out.path for held_out in config.evaluation_sets.values()] == [
+    assert [held_out.path for held_out in config.evaluate.all_sets(config.data.test).values()] == [
         "/home/somebody/e",
         "/home/somebody/f",
     ]

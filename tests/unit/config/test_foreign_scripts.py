@@ -290,7 +290,7 @@ def test_a_script_of_another_system_plans_on_the_devices_that_it_was_written_for
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = planned(tmp_path, monkeypatch, name, text)
-    assert config.num_devices == devices
+    assert config.devices.num_devices == devices
     values = {
         key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2])
         for key in expected
@@ -304,7 +304,7 @@ def test_devices_that_a_program_does_not_say_are_given(
 ) -> None:
     config = planned(tmp_path, monkeypatch, "lora_trl.py", TRL_LORA, "--devices", "8")
     assert (
-        config.num_devices == 8
+        config.devices.num_devices == 8
         and config.placement.colocate
         and config.schedule.prompts_per_iteration == 8
     )
@@ -578,7 +578,7 @@ def test_verls_own_devices_for_engines_stay_their_own(
         .replace("size=256", "size=192")
     )
     config = planned(tmp_path, monkeypatch, "async.sh", text)
-    assert (config.num_devices, config.trainer.devices, config.rollout.engines) == (8, 6, 1)
+    assert (config.devices.num_devices, config.trainer.devices, config.rollout.engines) == (8, 6, 1)
     assert not config.placement.colocate and config.schedule.max_staleness == 1
 
 
@@ -591,4 +591,4 @@ def test_a_launcher_without_options_reads_the_program_beside_it(
     )
     script = "accelerate launch --config_file eight.yaml train.py\n"
     config = planned(tmp_path, monkeypatch, "run_trl.sh", script)
-    assert config.num_devices == 8 and config.lora.rank == 16
+    assert config.devices.num_devices == 8 and config.lora.rank == 16

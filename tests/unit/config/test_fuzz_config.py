@@ -131,7 +131,7 @@ def load(directory: Path, data: bytes, *overrides: str) -> Config | None:
         assert load_config([str(again)]) == config
     assert math.isfinite(config.optimizer.learning_rate) and math.isfinite(config.reward.timeout_s)
     assert (
-        config.num_devices > 0
+        config.devices.num_devices > 0
         and config.microbatches_per_group > 0
         and config.groups_per_replica > 0
     )

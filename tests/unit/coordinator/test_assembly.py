@@ -31,7 +31,7 @@ def constructed(sections: dict[str, dict[str, Any]]) -> set[str]:
     objects = (
         main.make_updates(
             config,
-            freshness=Freshness.from_config(config),
+            freshness=Freshness.from_sections(config.schedule, config.publish),
             milestones=milestones(config),
             channel=none,
             buffer=none,

@@ -196,8 +196,7 @@ async def produce(
             assert not engines[seat].decoding, f"engine {seat} is put to sleep while it decodes"
             engines[seat].asleep = True
 
-    pool.on_lost = on_lost
-    pool.on_sleep = sleep
+    pool.subscribe(on_lost=on_lost, on_sleep=sleep)
     for seat, engine in enumerate(engines):
         pool.add(engine, seat=seat, shared=True)  # type: ignore[arg-type]
         pool.serve(engine, 5)  # type: ignore[arg-type]
@@ -308,7 +307,7 @@ async def test_replicas_get_equal_work_before_anything_was_learned(
     store_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = config(schedule={"order": "completion"})
-    assert chosen.unequal_groups
+    assert chosen.devices.unequal_groups
     produced, shelf, _ = await produce(chosen, store_thread, monkeypatch, keep=1, learned=False)
     assert produced.numbers["role_changes"] == 0, "in turns"
     work = [

@@ -15,7 +15,7 @@ import pytest
 
 from pa_npu.checkpoints.ahead import AheadIteration
 from pa_npu.config.schema import Config
-from pa_npu.control.freshness import Freshness
+from pa_npu.control.freshness import Freshness, iterations_ahead
 from pa_npu.control.messages import CARRIED_KEY
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.iterations_ahead import carried_of
@@ -120,12 +120,15 @@ def train(config: Config, budget: TokenBudget | None, lengths: Any) -> tuple[lis
     trained once, and fresh.
     """
     staleness, iterations, most = config.schedule.max_staleness, config.schedule.iterations, 16
-    freshness = Freshness(staleness, config.iterations_ahead)
+    freshness = Freshness(staleness, iterations_ahead(config.schedule, config.publish))
     carried: list[tuple[int, int, int]] = []  # number, version, tokens
     numbers, trained, sizes, ages = itertools.count(), [], [], []
     generated = 0
     for iteration in range(iterations):
-        is_last, version = iteration == iterations - 1, max(0, iteration - config.iterations_ahead)
+        is_last, version = (
+            iteration == iterations - 1,
+            max(0, iteration - iterations_ahead(config.schedule, config.publish)),
+        )
         count = most if budget is None else budget.num_new([g[2] for g in carried], is_last=is_last)
         assert budget is None or count % budget.replicas == 0
         new = [(next(numbers), version, lengths()) for _ in range(count)]
@@ -175,7 +178,7 @@ def test_every_group_is_trained_once_and_fresh_and_updates_have_more_even_tokens
     assert with_budget < 0.7 * without, (
         f"coefficients of variation {with_budget:.3f} and {without:.3f}"
     )
-    assert max(ages) > config.iterations_ahead, "nothing was carried"
+    assert max(ages) > iterations_ahead(config.schedule, config.publish), "nothing was carried"
 
 
 def carried_group(version: int = 3) -> ScoredGroup:

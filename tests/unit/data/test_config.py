@@ -24,7 +24,10 @@ def test_a_path_stays_a_path_and_a_list_takes_overrides(tmp_path) -> None:
         *(("gsm8k/train.jsonl", "gsm8k"), ("b.jsonl", "second")),
     ]
     assert config.data.shares == [0.75, 0.25]
-    sets = {name: (one.path, one.split) for name, one in config.evaluation_sets.items()}
+    sets = {
+        name: (one.path, one.split)
+        for name, one in config.evaluate.all_sets(config.data.test).items()
+    }
     assert sets == {"test": ("d", "validation"), "aime": ("aime.jsonl", None)}
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(config))

@@ -46,9 +46,9 @@ def test_engines_take_the_trainers_devices_and_a_device_counts_once() -> None:
         3,
     )
     assert (
-        config.num_devices == 4
+        config.devices.num_devices == 4
         and config.rollout.engines == 2
-        and all(map(config.is_shared, range(2)))
+        and all(map(config.devices.is_shared, range(2)))
     )
     assert "engine-1 on device 2,3, shared with trainers" in placement.lines()
     on_a_core = place(colocated(), None, [7])
@@ -167,8 +167,8 @@ def test_a_7b_model_fits_with_roles_on_8_devices_of_64_gib() -> None:
         recipe("rollout.sleep=false"),
     )
     for config in (asleep, offloaded, resident):
-        assert config.follows_work and not shortages(config, SPEC, 64 * GIB, True)
-    shares = [config.memory_fraction for config in (asleep, offloaded, resident)]
+        assert config.devices.follows_work and not shortages(config, SPEC, 64 * GIB, True)
+    shares = [config.devices.memory_fraction for config in (asleep, offloaded, resident)]
     assert shares == [0.45, 0.6, 0.3], "what trainers leave as devices decode, and the default"
     assert kv_cache(resident) < 3 * GIB and kv_cache(asleep) > 4 * kv_cache(resident)
     assert kv_cache(offloaded) > kv_cache(asleep) + 9 * GIB

@@ -73,7 +73,7 @@ async def test_the_pool_reports_a_restarted_engine_as_lost_and_another_one_answe
             lost.append((engine.name, reason))
             pool.suspend(engine)
 
-        pool.on_lost = on_lost
+        pool.subscribe(on_lost=on_lost)
         lease = await pool.admit(1, 1, lambda _: 8, 5.0)
         assert lease.engine is bad
         restarted.identity = type(restarted.identity)()

@@ -142,7 +142,7 @@ def pool_of(*engines: Engine) -> tuple[EnginePool, list[str]]:
         lost.append(engine.name)
         pool.suspend(engine)
 
-    pool.on_lost = on_lost
+    pool.subscribe(on_lost=on_lost)
     return pool, lost
 
 

@@ -118,7 +118,7 @@ async def episode(
             pool.add(successor)  # type: ignore[arg-type]
             pool.serve(successor)  # type: ignore[arg-type]
 
-        pool.on_lost = replace
+        pool.subscribe(on_lost=replace)
         lease: Lease = await pool.admit(num_samples, 100, lambda _: 64, 1.0)
         with GroupSession(
             pool, lease, lambda _: 64, deadline_s=1.0, again_deadline_s=1.0

@@ -214,8 +214,8 @@ def test_the_search_finds_what_it_looks_for() -> None:
         check([], {("a", "b"): "because"})
 
 
-# What a feature is switched and set by, with the section that it stands in; None: resolved by
-# Config itself.
+# What a feature is switched and set by, with the section that it stands in, or the part of Config
+# that derives it; None: a function that reads the keys.
 FEATURE_KEYS = {
     **dict.fromkeys(("max_staleness", "tokens_per_update", "dynamic_sampling"), "schedule"),
     **dict.fromkeys(("updates_per_iteration", "compare_iterations"), "schedule"),
@@ -230,16 +230,28 @@ FEATURE_KEYS = {
     **dict.fromkeys(("rank", "alpha", "targets"), "lora"),
     **dict.fromkeys(("expert_parallel", "shards", "frozen_pass"), "trainer"),
     "iterations_ahead": None,
+    **dict.fromkeys(("trained_groups", "updates"), "schedule"),
     **dict.fromkeys(
-        ("num_shared_engines", "trained_groups", "follows_work", "unequal_groups"), None
+        ("num_shared_engines", "follows_work", "unequal_groups", "reduces_in_buckets"), "devices"
     ),
-    **dict.fromkeys(("reduces_in_buckets", "updates", "has_shards"), None),
+    "lies_on_nodes": "buffer",
 }
 MOST_READERS = 3
 # The file that is the feature, where it reads its keys itself.
-OWN = {"max_staleness": "control/freshness.py", "iterations_ahead": "control/freshness.py"}
+OWN = dict.fromkeys(
+    ("max_staleness", "iterations_ahead", "divergence", "tokens_per_update"), "control/freshness.py"
+)
 # Read in more files: how many, and why.
 MANY_READERS: dict[str, tuple[int, str]] = {}
+
+
+SMALLEST = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
+
+
+def test_the_parts_that_feature_keys_stand_in_have_them() -> None:
+    for key, section in FEATURE_KEYS.items():
+        if section is not None:
+            assert hasattr(getattr(SMALLEST, section), key), f"{section} has no {key}"
 
 
 def _readers(key: str, section: str | None) -> set[str]:
@@ -251,7 +263,7 @@ def _readers(key: str, section: str | None) -> set[str]:
     ask instead of the keys.
     """
     own = section or "config"
-    kind = Config.model_fields[section].annotation.__name__ if section else "Config"  # type: ignore[union-attr]
+    kind = type(getattr(SMALLEST, section)).__name__ if section else "Config"
     found: set[str] = set()
     for file in modules().values():
         path = file.relative_to(PACKAGE).as_posix()
@@ -272,12 +284,19 @@ def _readers(key: str, section: str | None) -> set[str]:
             if isinstance(node, ast.arg) and kind in getattr(node.annotation, "id", "").split():
                 aliases.add(node.arg)
         for node in ast.walk(tree):
+            if section is None and _called_name(node) == key:
+                found.add(path)
             if isinstance(node, ast.Attribute) and node.attr == key:
                 base = node.value
                 name = base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
                 if name.lstrip("_") in wanted or (isinstance(base, ast.Name) and name in aliases):
                     found.add(path)
     return found
+
+
+def _called_name(node: ast.AST) -> str:
+    """Returns the name of the function that a call calls by its plain name, or an empty string."""
+    return getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
 
 
 def _pairs(node: ast.Assign) -> Iterable[tuple[ast.expr, ast.expr]]:

@@ -29,7 +29,7 @@ def test_what_is_found_fits_and_is_no_slower_than_the_recipe_and_says_why() -> N
     found = automatic.load([RECIPE], [*EIGHT, *ALL], said.append)
     spec, memory = known_spec("Qwen2.5-7B"), platforms.typical_memory("npu")
     assert spec is not None and memory is not None
-    assert found.num_devices == 8 and not [
+    assert found.devices.num_devices == 8 and not [
         one for one in shortages(found, spec, memory[1], True) if one.fatal
     ]
     typical = typical_speed("npu")
@@ -71,7 +71,7 @@ def test_sizes_that_a_recipe_gives_do_not_keep_auto_from_counting_its_devices() 
         *some,
     ]
     found = automatic.load([mixture], given, lambda line: None)
-    assert found.num_devices <= 16 and found.trainer.devices == 12
+    assert found.devices.num_devices <= 16 and found.trainer.devices == 12
 
 
 def test_recomputation_offload_stages_and_experts_are_chosen_too() -> None:
@@ -81,7 +81,7 @@ def test_recomputation_offload_stages_and_experts_are_chosen_too() -> None:
         [mixture], ["run.device=npu", "placement.devices_per_node=16", *ALL], said.append
     )
     spec, memory = known_spec("Qwen3-30B-A3B"), platforms.typical_memory("npu")
-    assert spec is not None and memory is not None and found.num_devices == 16
+    assert spec is not None and memory is not None and found.devices.num_devices == 16
     assert not [one for one in shortages(found, spec, memory[1], True) if one.fatal]
     for key in (
         "trainer.recompute",
@@ -95,7 +95,7 @@ def test_recomputation_offload_stages_and_experts_are_chosen_too() -> None:
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
-        ((), lambda found: not found.placement.colocate and found.num_devices <= 8),
+        ((), lambda found: not found.placement.colocate and found.devices.num_devices <= 8),
         (
             ("trainer.devices=4",),
             lambda found: found.trainer.devices == 4 and found.rollout.engines == 4,

@@ -115,7 +115,7 @@ def test_every_recipe_idles_little_though_lengths_are_not_known_before(name: str
     config = load_config([f"configs/grpo_{name}.yaml"], ["run.device=npu"])
     basis = assumed_basis(config, spec_of(config), SPEED)
     found = basis.predict(config)
-    if config.trainer.devices == config.num_devices:
+    if config.trainer.devices == config.devices.num_devices:
         assert found.engines_idle < 0.2
     else:
         assert of_bound(basis.predict(config, streams=False), found) >= 0.8

@@ -123,9 +123,9 @@ def test_what_auto_finds_is_never_worse_than_the_recipe_and_on_npu_the_recipe_is
     files: tuple[str, ...], kind: str
 ) -> None:
     config, (nodes, devices) = shipped(files, kind), SIZED[files]
-    assert config.num_devices == nodes * devices
+    assert config.devices.num_devices == nodes * devices
     found = planned(files, kind)
-    assert found.num_devices <= nodes * devices
+    assert found.devices.num_devices <= nodes * devices
     assert predicted_s(found) <= 1.001 * predicted_s(config)
     if kind == "npu":
         assert predicted_s(config) <= 1.02 * predicted_s(found), (
@@ -202,7 +202,7 @@ def test_the_cpu_overlay_keeps_a_recipes_keys() -> None:
     for recipe in RECIPES:
         plain = load_config([str(recipe)])
         tiny = load_config([str(recipe), "configs/clusters/cpu_tiny.yaml"], ["run.device=cpu"])
-        assert tiny.num_devices == 2
+        assert tiny.devices.num_devices == 2
         assert tiny.algorithm == plain.algorithm
         assert tiny.rollout.responses_per_prompt == plain.rollout.responses_per_prompt
 

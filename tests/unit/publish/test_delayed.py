@@ -188,7 +188,7 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
             channel=channel,
             timeline=timeline,
             timeout_s=config.deadlines.border_timeout_s,
-            freshness=Freshness.from_config(config),
+            freshness=Freshness.from_sections(config.schedule, config.publish),
             milestones=milestones(config),
         ),
         channel=channel,

@@ -13,7 +13,7 @@ import torch
 
 from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.config.schema import Config
-from pa_npu.control.freshness import Freshness
+from pa_npu.control.freshness import Freshness, iterations_ahead
 from pa_npu.publish.probes import MIN_RESPONSES
 from pa_npu.telemetry.report import saved_publishes_line
 from pa_npu.telemetry.timeline import Timeline
@@ -81,7 +81,7 @@ def choice_of(config: Config, kls: list[float]) -> PublishedVersions:
     return PublishedVersions(
         probes=Scripted(kls),
         limit=config.publish.divergence,
-        freshness=Freshness.from_config(config),
+        freshness=Freshness.from_sections(config.schedule, config.publish),
         milestones=milestones(config),
     )
 
@@ -131,7 +131,7 @@ def test_every_iteration_is_produced_once_and_fresh_whatever_the_divergences(
     staleness: int,
 ) -> None:
     config, rng, oldest = config_of(staleness), random.Random(staleness), 0
-    freshness = Freshness(staleness, config.iterations_ahead)
+    freshness = Freshness(staleness, iterations_ahead(config.schedule, config.publish))
     for _ in range(50):
         kls = [rng.choice([0.5, 2.0]) * LIMIT for _ in range(ITERATIONS)]
         versions, produced, held = published(config, kls), [], 0
@@ -160,13 +160,13 @@ def test_without_the_key_every_version_is_published_and_nothing_is_measured() ->
             channel=NO_CHANNEL,
             timeline=Timeline(None, ""),
             timeout_s=1.0,
-            freshness=Freshness.from_config(chosen),
+            freshness=Freshness.from_sections(chosen.schedule, chosen.publish),
             milestones=milestones(chosen),
         )
 
     assert type(policy(config)) is BlockingPublication
     assert type(policy(config_of(2))) is SkippingPublication, "negative control"
-    assert config.iterations_ahead == 2
+    assert iterations_ahead(config.schedule, config.publish) == 2
     assert probe_plan(config).num_responses == MIN_RESPONSES
 
 

@@ -15,7 +15,7 @@ from pa_npu.config.sections.rollout import RewardConfig, RewardFunction
 from pa_npu.data.prompts import load_training
 from pa_npu.errors import DataError
 from pa_npu.rewards.check import check_reward_functions
-from pa_npu.rewards.functions import RewardInput
+from pa_npu.rewards.functions import RewardInput, needs_answers
 from pa_npu.rewards.pool import RewardPool
 from tests.helpers.fake_judge import Answer, fake_judge
 from tools.make_tiny_model import make_tokenizer
@@ -43,14 +43,18 @@ def test_the_data_of_the_page_are_read_as_a_run_reads_them(
     )
     (tmp_path / "documented.yaml").write_text(text)
     given = load_config([str(tmp_path / "documented.yaml")], ["model.path=m"])
-    (prompts,) = load_training(given.data, make_tokenizer(), given.needs_answers)
+    (prompts,) = load_training(
+        given.data, make_tokenizer(), needs_answers(given.reward, given.environment)
+    )
     assert [len(prompt.row["tests"]) for prompt in prompts.prompts] == [2, 2]
     compared = load_config(
         [str(tmp_path / "documented.yaml")],
         ["model.path=m", "reward.functions=[{name: code}, {name: math}]"],
     )
     with pytest.raises(DataError, match=r"no answer .*; rewards need one"):
-        load_training(compared.data, make_tokenizer(), compared.needs_answers)
+        load_training(
+            compared.data, make_tokenizer(), needs_answers(compared.reward, compared.environment)
+        )
 
 
 async def test_the_judge_of_the_page_reads_a_column_and_scores(

@@ -194,9 +194,9 @@ def test_the_last_iterations_are_synchronous_in_turn_where_they_are_to_be_compar
     schedule = {"iterations": 10, "compare_iterations": 4}
     tree = {"model": {"path": "m"}, "data": {"train": "t"}, "schedule": schedule}
     config = Config.model_validate(tree)
-    assert [i for i in range(10) if not config.streams(i)] == [6, 8]
+    assert [i for i in range(10) if not config.schedule.streams(i)] == [6, 8]
     synchronous = Config.model_validate({**tree, "schedule": {**schedule, "stream": False}})
-    assert not any(synchronous.streams(i) for i in range(10))
+    assert not any(synchronous.schedule.streams(i) for i in range(10))
 
 
 def test_tail_waste_and_imbalance_are_shown_where_the_records_have_them(tmp_path: Path) -> None:
