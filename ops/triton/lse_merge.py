@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
-    from pa_npu.attention.layout import Rows
+    from pa_npu.attention.rows import Rows
 
 # with a head of 128 in bf16 a program moves 3 x 4 KiB, enough to keep the memory busy
 ROWS_PER_PROGRAM = 16

@@ -1,4 +1,7 @@
-"""Shared-prompt attention: a packed sequence in which responses share their prompt, exact in forward and backward."""
+"""Shared-prompt attention over a packed sequence in which responses share their prompt.
+
+It is exact in forward and backward.
+"""
 
 from pa_npu.attention.forms import shared_prompt_attention
 from pa_npu.attention.layout import PrefixLayout

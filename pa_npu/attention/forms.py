@@ -1,4 +1,6 @@
-"""shared_prompt_attention checks its input and chooses form and kernel; the two forms, on a kernel that knows nothing of prefixes:
+"""shared_prompt_attention, which checks its input and chooses form and kernel.
+
+The kernel knows nothing of prefixes. The two forms use it in different ways:
 
 gather   every segment's queries against the gathered keys of its whole path, in one bottom-right
          causal call
@@ -16,10 +18,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from pa_npu.attention.kernels.base import Partial, VarlenKernel
-from pa_npu.attention.layout import AttentionPlan, PrefixLayout, Rows, gather_plan, merge_plan
+from pa_npu.attention.layout import PrefixLayout
+from pa_npu.attention.plans import AttentionPlan, gather_plan, merge_plan
+from pa_npu.attention.rows import Rows
 
 IMPLEMENTATIONS = ("auto", "dense", "merge", "gather")
-# each loaded when it is first needed
+# Module and class, imported when the kernel is first needed.
 _KERNELS = {
     "cpu-flash": ("pa_npu.attention.kernels.cpu", "CpuFlash"),
     "cuda-flash": ("pa_npu.attention.kernels.cuda", "CudaFlash"),
@@ -37,15 +41,20 @@ def shared_prompt_attention(
     scale: float | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """Attention in which every token sees its segment's ancestors and, causally, its own segment.
+    """Computes attention in which a token sees its segment's ancestors and, causally, its segment.
 
-    q [total, heads, head_dim]; k, v [total, kv_heads, head_dim] with kv_heads dividing heads (GQA).
-    scale: factor of the scores, head_dim ** -0.5 by default.
-    impl: dense (reference, [heads, total, total] scores), merge, gather, or auto, which takes the
-    faster of merge and
-        gather for this layout on this platform. There is no fallback from one to another.
-    Returns [total, heads, head_dim] in q's dtype, differentiable in q, k and v.
-    Raises ValueError naming what it cannot take.
+    Args:
+        q: [total, heads, head_dim].
+        k: [total, kv_heads, head_dim], where kv_heads divides heads (GQA).
+        v: the same shape as k.
+        layout: of the `total` packed tokens.
+        scale: factor of the scores, head_dim ** -0.5 by default.
+        impl: dense (the reference, with scores [heads, total, total]), merge, gather, or auto,
+            which takes the faster of merge and gather for this layout on this platform. There is no
+            fallback from one to another.
+
+    Returns [total, heads, head_dim] in q's dtype, differentiable in q, k and v. Raises ValueError
+    naming what it cannot take.
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl: {impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
@@ -93,9 +102,9 @@ def gather_attention(
     scale: float,
     kernel: VarlenKernel,
 ) -> torch.Tensor:
-    """Shapes as in shared_prompt_attention.
+    """Computes the gather form; shapes are those of shared_prompt_attention.
 
-    Costs a copy of the shared keys and values per sequence, and no merge.
+    It costs a copy of the shared keys and values per sequence, and no merge.
     """
     return _Attention.apply(q, k, v, gather_plan(layout), scale, kernel)
 
@@ -108,8 +117,10 @@ def merge_attention(
     scale: float,
     kernel: VarlenKernel,
 ) -> torch.Tensor:
-    """Shapes as in shared_prompt_attention. Running output and gradients stay in q's dtype: a row
-    is rounded once per ancestor depth."""
+    """Computes the merge form; shapes are those of shared_prompt_attention.
+
+    Running output and gradients stay in q's dtype: a row is rounded once per ancestor depth.
+    """
     return _Attention.apply(q, k, v, merge_plan(layout, kernel.per_depth), scale, kernel)
 
 
@@ -124,46 +135,59 @@ class _Attention(torch.autograd.Function):
         scale: float,
         kernel: VarlenKernel,
     ) -> torch.Tensor:
-        running = kernel.forward(q, _take(plan, k), _take(plan, v), plan.call, scale)
+        running = kernel.forward(q, _call_keys(plan, k), _call_keys(plan, v), plan.call, scale)
         for cross in plan.crosses:
-            keys, values = cross.k_rows.take(k), cross.k_rows.take(v)
-            kernel.merge(
-                running,
-                kernel.forward(cross.q_rows.take(q), keys, values, cross.call, scale),
-                cross,
-            )
+            queries = cross.q_rows.take(q)
+            keys = cross.k_rows.take(k)
+            values = cross.k_rows.take(v)
+            part = kernel.forward(queries, keys, values, cross.call, scale)
+            kernel.merge(running, part, cross)
         ctx.save_for_backward(q, k, v, running.out, *running.stats)
-        ctx.plan, ctx.scale, ctx.kernel = plan, scale, kernel
+        ctx.plan = plan
+        ctx.scale = scale
+        ctx.kernel = kernel
         return running.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, *stats = ctx.saved_tensors
-        plan, scale, kernel = ctx.plan, ctx.scale, ctx.kernel
+        plan: AttentionPlan = ctx.plan
+        scale: float = ctx.scale
+        kernel: VarlenKernel = ctx.kernel
         result = Partial(out, tuple(stats), plan.call)
-        dq, dk, dv = kernel.backward(grad, q, _take(plan, k), _take(plan, v), result, scale)
+        keys = _call_keys(plan, k)
+        values = _call_keys(plan, v)
+        dq, dk, dv = kernel.backward(grad, q, keys, values, result, scale)
         if plan.k_rows is not None:
-            dk, dv = _sum_rows(plan.k_rows, dk, k), _sum_rows(plan.k_rows, dv, v)
+            dk = _sum_rows(plan.k_rows, dk, k)
+            dv = _sum_rows(plan.k_rows, dv, v)
         for cross in plan.crosses:
-            q_rows, k_rows = cross.q_rows, cross.k_rows
             part = kernel.select(result, cross)
-            keys, values = k_rows.take(k), k_rows.take(v)
-            parts = kernel.backward(q_rows.take(grad), q_rows.take(q), keys, values, part, scale)
-            for total, addend, rows in zip(
-                (dq, dk, dv), parts, (q_rows, k_rows, k_rows), strict=True
-            ):
-                rows.add_(total, addend)
+            part_grad = cross.q_rows.take(grad)
+            queries = cross.q_rows.take(q)
+            keys = cross.k_rows.take(k)
+            values = cross.k_rows.take(v)
+            part_dq, part_dk, part_dv = kernel.backward(
+                part_grad, queries, keys, values, part, scale
+            )
+            cross.q_rows.add_(dq, part_dq)
+            cross.k_rows.add_(dk, part_dk)
+            cross.k_rows.add_(dv, part_dv)
         return dq, dk, dv, None, None, None
 
 
-def _take(plan: AttentionPlan, x: torch.Tensor) -> torch.Tensor:
-    return x if plan.k_rows is None else plan.k_rows.take(x)
+def _call_keys(plan: AttentionPlan, x: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of the keys or values `x` that the plan's causal call takes."""
+    if plan.k_rows is None:
+        return x
+    return plan.k_rows.take(x)
 
 
 def _sum_rows(rows: Rows, gathered: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Gradients of a row that was gathered several times, summed in fp32 since a sum of G terms
-    loses bits in bf16.
+    """Sums the gradients of rows that were gathered several times.
+
+    It sums in fp32, since a sum of G terms loses bits in bf16.
     """
     total = torch.zeros(
         like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device
@@ -175,10 +199,10 @@ def _sum_rows(rows: Rows, gathered: torch.Tensor, like: torch.Tensor) -> torch.T
 def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout, scale: float
 ) -> torch.Tensor:
-    """Softmax(q k^T scale + mask) v written out; [heads, total, total] scores in fp32 (fp64 for
-    fp64).
+    """Computes softmax(q k^T scale + mask) v, written out.
 
-    q [total, heads, head_dim], k and v [total, kv_heads, head_dim] -> [total, heads, head_dim].
+    q [total, heads, head_dim], k and v [total, kv_heads, head_dim] -> [total, heads, head_dim]. The
+    scores [heads, total, total] are in fp32 (fp64 for fp64).
     """
     total, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -191,12 +215,15 @@ def dense_attention(
 
 
 def kernel_for(q: torch.Tensor) -> VarlenKernel:
-    """The kernel for q [tokens, heads, head_dim]. Raises ValueError for a device without one."""
+    """Returns the kernel for q [tokens, heads, head_dim].
+
+    Raises ValueError for a device without one.
+    """
     return _load(kernel_name(q))
 
 
 def kernel_name(q: torch.Tensor) -> str:
-    """Name of the kernel for q.
+    """Returns the name of the kernel for q.
 
     CUDA's flash operators take fp16 and bf16 only; the portable one does the rest.
     """
@@ -216,17 +243,18 @@ def kernel_name(q: torch.Tensor) -> str:
 
 @cache
 def _load(name: str) -> VarlenKernel:
-    module, kernel = _KERNELS[name]
-    return getattr(import_module(module), kernel)()
+    module, class_name = _KERNELS[name]
+    return getattr(import_module(module), class_name)()
 
 
 @dataclass(frozen=True)
 class AttentionKernels:
-    """kernel: of varlen calls, a name of _KERNELS, or "dense". merge: what merges partial results;
-    "none" for dense.
+    """The kernels that attention uses, for records.
 
-    fallback: why `merge` is not the fast one of this platform; empty where it is, or where there is
-    no other.
+    kernel: of varlen calls: a name of _KERNELS, "dense", or transformers' own.
+    merge: what merges partial results; "none" where nothing is merged.
+    fallback: why `merge` is not the fast one of this platform; empty if it is, or if there is no
+        other.
     """
 
     kernel: str
@@ -237,8 +265,9 @@ class AttentionKernels:
 def attention_kernels(
     device: torch.device, dtype: torch.dtype, heads: int, head_dim: int, implementation: str
 ) -> AttentionKernels:
-    """For q [tokens, heads, head_dim] of this type on this device. implementation:
-    attention.implementation.
+    """Returns the kernels for q [tokens, heads, head_dim] of this type on this device.
+
+    implementation: attention.implementation.
     """
     if implementation == "dense":
         return AttentionKernels("dense", "none")
@@ -249,12 +278,13 @@ def attention_kernels(
         from pa_npu.attention.lse_merge import kernel_obstacle
 
         obstacle = kernel_obstacle(device, dtype, head_dim)
-        return AttentionKernels(kernel, "torch" if obstacle else "ascendc", obstacle or "")
+        if obstacle:
+            return AttentionKernels(kernel, "torch", fallback=obstacle)
+        return AttentionKernels(kernel, "ascendc")
     if kernel == "cuda-flash":
         from pa_npu.attention.kernels.cuda import merge_name
 
         merge = merge_name()
-        return AttentionKernels(
-            kernel, merge, "" if merge == "triton" else "triton is not installed"
-        )
+        fallback = "" if merge == "triton" else "triton is not installed"
+        return AttentionKernels(kernel, merge, fallback)
     return AttentionKernels(kernel, "torch")

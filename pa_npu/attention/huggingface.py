@@ -1,4 +1,6 @@
-"""Shared-prompt attention under a plain transformers model: any decoder that takes an attention function by name.
+"""Shared-prompt attention under a plain transformers model.
+
+It works for any decoder that takes an attention function by name:
 
     layout = PrefixLayout.from_groups([(prompt_length, response_lengths)])
     use_shared_prompt_attention(model)
@@ -24,8 +26,9 @@ NAME = "pa_npu_shared_prompt"
 
 
 def use_shared_prompt_attention(model: Any, implementation: str = "auto") -> None:
-    """Let all layers of a transformers model attend by the `layout` that its forward is given; see
-    shared_prompt_attention.
+    """Lets all layers of a transformers model attend by the `layout` that its forward is given.
+
+    implementation: `impl` of shared_prompt_attention.
     """
     from transformers import AttentionInterface
 
@@ -50,8 +53,10 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' contract: query [1, heads, tokens, head_dim], key and value alike; returns [1,
-    tokens, heads, head_dim].
+    """Attends as transformers calls its attention functions.
+
+    query [1, heads, tokens, head_dim], key and value [1, kv_heads, tokens, head_dim] -> [1, tokens,
+    heads, head_dim].
     """
     if layout is None:
         raise ValueError(
@@ -63,20 +68,20 @@ def _attend(
             f"a batch of {query.shape[0]} rows with dropout {dropout}: give one packed row, and no "
             "dropout"
         )
-    window = (
-        None
-        if sliding_window is None or layout.longest <= sliding_window
-        else f"a window of {sliding_window} tokens"
-    )
-    for unlike in (
-        window,
-        softcap and "capped scores",
-        None if s_aux is None else "attention sinks",
-    ):
-        if unlike:
-            raise ValueError(
-                f"layout: this model's attention has {unlike}, which shared-prompt attention has "
-                "not"
-            )
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return shared_prompt_attention(q, k, v, layout, scale=scaling, impl=implementation)[None], None
+    unsupported = ""
+    if sliding_window is not None and layout.longest > sliding_window:
+        unsupported = f"a window of {sliding_window} tokens"
+    elif softcap:
+        unsupported = "capped scores"
+    elif s_aux is not None:
+        unsupported = "attention sinks"
+    if unsupported:
+        raise ValueError(
+            f"layout: this model's attention has {unsupported}, which shared-prompt attention has "
+            "not"
+        )
+    q = query[0].transpose(0, 1)
+    k = key[0].transpose(0, 1)
+    v = value[0].transpose(0, 1)
+    output = shared_prompt_attention(q, k, v, layout, scale=scaling, impl=implementation)
+    return output[None], None

@@ -1,9 +1,12 @@
-"""Merge a partial attention result into rows of the running one, in place: Ascend C operator or plain torch.
+"""Merge a partial attention result into rows of the running one, in place.
+
+The Ascend C operator does it, or plain torch.
 
 For one query over two disjoint sets of keys, with running output o, maximum m of the scaled scores
 and sum s of exp(score - m), and the same (p, n, t) of the partial call:
 
-    M = max(m, n)    a = s exp(m - M)    b = t exp(n - M)    S = a + b    o <- (a o + b p) / S    m <- M    s <- S
+    M = max(m, n)    a = s exp(m - M)    b = t exp(n - M)    S = a + b
+    o <- (a o + b p) / S    m <- M    s <- S
 
 A side without keys has maximum -inf (or the lowest float), sum 0 and any finite output; both sides
 may be so. Backward needs nothing from here: it differentiates each part with the merged output and
@@ -18,7 +21,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 
 import torch
@@ -71,17 +74,14 @@ def lse_merge_(
     tensors = (out, softmax_max, softmax_sum, part_out, part_max, part_sum)
     if not part_out.numel():
         return
-    lengths, part_lengths = (
-        None if part is None else tuple(part) for part in (segments, part_segments)
-    )
+    lengths = None if segments is None else tuple(segments)
+    part_lengths = None if part_segments is None else tuple(part_segments)
     merge = _merge_ascendc if _use_kernel(tensors) else _merge_torch
     merge(tensors, tuple(row_intervals), lengths, part_lengths)
 
 
 def available() -> LseMergeStatus:
-    """Tell what NPU tensors are merged with, for `doctor`; loads the operator library if it is
-    there.
-    """
+    """Returns what merges on NPU tensors, for `doctor`; loads the operator library if it exists."""
     library = Path(os.environ.get(LIBRARY_VARIABLE) or Path(__file__).parent / "lib" / LIBRARY_NAME)
     if not library.exists():
         reason = (
@@ -106,8 +106,9 @@ def _load(library: Path) -> LseMergeStatus:
 
 
 def kernel_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the Ascend C operator cannot merge outputs [tokens, heads, head_dim] of this type on this
-    device, or None.
+    """Returns why the Ascend C operator cannot merge on this device, or None if it can.
+
+    dtype, head_dim: of the outputs [tokens, heads, head_dim].
     """
     if device.type != "npu":
         return f"the tensors are on {device}, the operator needs npu"
@@ -122,8 +123,9 @@ def kernel_obstacle(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def _use_kernel(tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Whether the Ascend C operator takes these tensors; on npu the log says why not."""
-    out, softmax_max = tensors[0], tensors[1]
+    """Returns True if the Ascend C operator takes these tensors; on npu the log says why not."""
+    out = tensors[0]
+    softmax_max = tensors[1]
     if out.device.type != "npu":
         return False
     obstacle = kernel_obstacle(out.device, out.dtype, out.shape[2])
@@ -143,7 +145,7 @@ def _use_kernel(tensors: tuple[torch.Tensor, ...]) -> bool:
 
 @cache
 def _announce_fallback(obstacle: str) -> None:
-    """Once per reason."""
+    """Logs the reason for using torch, once per reason."""
     logger.info("lse_merge_ on npu uses torch: %s", obstacle)
 
 
@@ -170,12 +172,13 @@ def _device_table(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The operator's table on the device, and its header on the host.
+    """Returns the operator's table on the device, and its header on the host.
 
     All layers of a microbatch share one.
     """
+    bounds = list(chain.from_iterable(intervals))
     table = torch.ops.pa_npu.lse_merge_table(
-        [bound for interval in intervals for bound in interval],
+        bounds,
         list(lengths or ()),
         list(part_lengths or ()),
         *shape,
@@ -228,9 +231,7 @@ def _pieces(
     starts: tuple[int, ...] | None,
     part_starts: tuple[int, ...] | None,
 ) -> Iterator[tuple[int, int, int]]:
-    """(row, row of the partial result, count): intervals cut where a sequence of an NTD layout
-    ends.
-    """
+    """Yields (row, row of the partial result, count), cut where a sequence of an NTD layout ends."""
     part_row = 0
     for start, end in intervals:
         row = start
@@ -248,7 +249,7 @@ def _pieces(
 def _stats_view(
     stats: torch.Tensor, row: int, count: int, starts: tuple[int, ...] | None
 ) -> torch.Tensor:
-    """View [count, heads, width] of token rows inside one sequence."""
+    """Returns a view [count, heads, width] of token rows inside one sequence."""
     if starts is None:
         return stats[row : row + count]
     first, last = _sequence_at(row, starts)
@@ -260,6 +261,6 @@ def _stats_view(
 
 
 def _sequence_at(row: int, starts: tuple[int, ...]) -> Interval:
-    """Bounds of the sequence that holds a row."""
+    """Returns the bounds of the sequence that holds a row."""
     after = bisect_right(starts, row)
     return starts[after - 1], starts[after]

@@ -37,7 +37,7 @@ def pack(
     prompts: Sequence[int] | None = None,
     keys: Sequence[np.ndarray] | None = None,
 ) -> PackedSequences:
-    """Build the trie; a segment is shared only where it has at least `min_shared` tokens.
+    """Builds the trie. A segment is shared only if it has at least `min_shared` tokens.
 
     prompts: tokens at the beginning of each sequence that are shared however few they are; what is
     common behind them is kept once only if that alone has `min_shared` tokens.
@@ -99,7 +99,7 @@ def pack(
 
 
 def _agreement(arrays: list[np.ndarray], known: int) -> int:
-    """Length of the longest common prefix, at least `known`."""
+    """Returns the length of the longest common prefix, at least `known`."""
     end = min(len(tokens) for tokens in arrays)
     window = np.stack([tokens[known:end] for tokens in arrays])
     differs = np.flatnonzero((window != window[0]).any(axis=0))

@@ -9,7 +9,6 @@ for a response that another version generated (I1).
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import os
 import time
@@ -17,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import aiohttp
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -33,11 +31,9 @@ from pa_npu.engines.codec import (
 from pa_npu.engines.http_server import (
     INSTANCE_HEADER,
     KEY_VARIABLE,
-    NO_VERSION,
     OPEN_PATH,
     VERSION_HEADER,
 )
-from pa_npu.engines.live_weights import LiveReport
 from pa_npu.engines.protocol import (
     NO_TOKENS,
     EngineCapabilities,
@@ -48,8 +44,12 @@ from pa_npu.engines.protocol import (
     Sampling,
     WeightGroups,
 )
+from pa_npu.engines.worker_answers import (
+    loaded_weights,
+    recorded_by_workers,
+    stated_version,
+)
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
-from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.samples.routes import Routes
 
 # Servers close idle connections after 5 s (uvicorn); closing them earlier ourselves avoids writing
@@ -182,7 +182,7 @@ class EngineClient:
                     deadline_s,
                     max_bytes=_FRAME_BYTES + num_tokens * routes.most_bytes,
                 )
-                recorded = _decoded_routes(results[0])
+                recorded = recorded_by_workers(results[0])
             if len(recorded) != len(generations):
                 raise ValueError(f"{len(recorded)} of {len(generations)} responses")
         except (IndexError, KeyError, ValueError, TypeError) as error:
@@ -231,7 +231,7 @@ class EngineClient:
         while (left_s := end_s - time.monotonic()) > 0:
             # Workers answer between two steps, so that a request costs little.
             results, _ = await self._on_workers("pa_prepared", [version], left_s)
-            loaded = self._loaded(results)
+            loaded = loaded_weights(results, self.name)
             if None not in loaded.versions:
                 return loaded
             await asyncio.sleep(min(pause_s, left_s))
@@ -252,7 +252,7 @@ class EngineClient:
         self._asked_to_load = True
         self._version = None
         results, headers = await self._on_workers(method, args, deadline_s)
-        loaded = self._loaded(results)
+        loaded = loaded_weights(results, self.name)
         stated = stated_version(headers)
         if set(loaded.versions) != {stated}:
             raise EngineError(
@@ -265,37 +265,7 @@ class EngineClient:
 
     async def loaded_weights(self, *, deadline_s: float) -> LoadedWeights:
         results, _ = await self._on_workers("pa_version", [], deadline_s)
-        return self._loaded(results)
-
-    def _loaded(self, results: Sequence[dict[str, Any]]) -> LoadedWeights:
-        versions = tuple(result.get("version") for result in results)
-        if not all(version is None or type(version) is int for version in versions):
-            raise EngineError(
-                f"engine {self.name}: its workers say that they hold weight versions "
-                f"{list(versions)!r:.200}"
-            )
-        digests = tuple(tuple(map(str, result.get("digests") or ())) for result in results)
-        return LoadedWeights(
-            versions=versions,
-            digests=digests if any(digests) else (),
-            memory=_memory(results),
-            live=self._live(results),
-        )
-
-    def _live(self, results: Sequence[dict[str, Any]]) -> tuple[LiveReport, ...]:
-        """Returns the workers' reports of what they hold; empty unless all workers report.
-
-        Raises EngineError for a report of another form.
-        """
-        answers = [result.get("live") for result in results]
-        if None in answers:
-            return ()
-        try:
-            return tuple(msgspec.convert(answer, LiveReport, strict=False) for answer in answers)
-        except msgspec.ValidationError as error:
-            raise EngineError(
-                f"engine {self.name}: its workers' report of what they hold cannot be read: {error}"
-            ) from None
+        return loaded_weights(results, self.name)
 
     async def _on_workers(
         self, method: str, args: Sequence[Any], deadline_s: float, max_bytes: int = ANSWER_BYTES
@@ -468,43 +438,6 @@ class EngineClient:
                 auto_decompress=False,
             )
         return self._session
-
-
-def _memory(results: Sequence[dict[str, Any]]) -> MemoryPeak | None:
-    """Returns the engine's memory peak; None if the workers do not report it.
-
-    The first worker reports for the host, each worker for its own device.
-    """
-    host: list[int] = []
-    device: list[int] = []
-    for result in results:
-        memory = result.get("memory")
-        if not isinstance(memory, dict):
-            continue
-        for peaks, key in ((host, "host"), (device, "device")):
-            if type(memory.get(key)) is int:
-                peaks.append(memory[key])
-    if not host:
-        return None
-    return MemoryPeak(sum(host), max(device, default=None))
-
-
-def _decoded_routes(result: Mapping[str, Any]) -> list[npt.NDArray[np.uint16]]:
-    """Returns the routes of each response from the first worker's answer to pa_routes, flat."""
-    given = base64.b64decode(result["given"], validate=True)
-    texts = [base64.b64decode(text, validate=True) for text in result["own"]]
-    return [np.frombuffer(given + text, "<u2") for text in texts]
-
-
-def stated_version(headers: Mapping[str, str]) -> int | None:
-    """Returns the weight version that an answer's headers state.
-
-    Returns None for no version, for one that changed while the answer was made, and for anything
-    that is no version.
-    """
-    text = headers.get(VERSION_HEADER, NO_VERSION)
-    is_version = text.isascii() and text.isdecimal() and len(text) < 19
-    return int(text) if is_version else None
 
 
 def served_model(url: str, key: str) -> str:

@@ -15,7 +15,8 @@ Only the text behind a thought counts (thoughts.py), and only the content of the
 4. If the reference is in words: the words behind "answer is", all of an <answer>, or the last line.
 5. If the reference is a formula: also what math-verify finds in the response.
 
-equal_answers.py compares the answer with the reference. decimal_commas.py lets numbers have a
+boxes.py finds the boxes, and answer_expressions.py the expressions. equal_answers.py compares the
+answer with the reference. decimal_commas.py lets numbers have a
 decimal comma in the languages that write one.
 """
 
@@ -25,20 +26,23 @@ import re
 from typing import Literal
 
 from pa_npu.data.records import ANSWER_MARK, LETTERS
+from pa_npu.rewards.answer_expressions import (
+    DENIED,
+    EXPRESSION,
+    VALUE,
+    expression_at,
+    last_expression,
+)
+from pa_npu.rewards.boxes import last_boxed, several_boxes
 from pa_npu.rewards.comparer import equal_expressions
 from pa_npu.rewards.decimal_commas import with_points
 from pa_npu.rewards.equal_answers import (
-    BOUND,
     CHOICE,
-    OTHER_AFTER,
     SEVERAL,
-    SEVERAL_ELSEWHERE,
     equal_answers,
     with_base,
 )
 from pa_npu.rewards.numbers import (
-    DIGITS,
-    TEXT,
     in_base,
     is_in_words,
     plain_text,
@@ -54,8 +58,6 @@ from pa_npu.rewards.phrases import (
 from pa_npu.rewards.thoughts import without_thought
 from pa_npu.rewards.words import is_text
 
-# how many \boxed from the end are tried, which bounds the time for a response full of open ones
-_MAX_BOXES = 4
 _SEARCHED_CHARACTERS = 10_000  # at the end of a response, for an answer without a mark
 
 _TAGGED = re.compile(
@@ -63,70 +65,11 @@ _TAGGED = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 _OPEN_TAG = re.compile(r"<(?:final_)?answer>\s*([^\n<>]{1,200})\s*\Z", re.IGNORECASE)
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
-_SIMPLE_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
-_BETWEEN_BOXES = re.compile(
-    r"(?:[\s$,;&*]|\\[,;: "
-    r"]|\\\\|\\q?quad|\\text\{\s*(?:and|or)\s*\}|\band\b|\bor\b|\\[()\[\]]|[A-Za-z](?:_\{?\d+\}?)?\s*=)*"
-)
 _ANSWER_MARK = re.compile(rf"{ANSWER_MARK}#*")
 _CLOSED_HEADING = re.compile(r"(?<=\S)[ \t]+#+[ \t]*$", re.MULTILINE)  # #### 46 ####
 _MAX_MARKS = 20  # of #### that are looked at
-_BARE_BOX = re.compile(r"\\boxed\s+([^\s{}$.,;]+)|\\boxed(\d+)")
-_WORDS = (
-    "plus|minus|negative|times|divided by|over|squared|cubed|factorial|mod|percent|per "
-    "cent|dozen|hundred|thousand|million|"
-    "billion|trillion|tausend|millionen|milliarden?|mille|millions|milliards?|mil|millones|milhões|milioni|тысяч[аи]?|"
-    "миллион(?:а|ов)?|миллиард(?:а|ов)?|and a half|and one "
-    "half|pi|sqrt|log|ln|sin|cos|tan|exp|infinity"
-)
-_ATOM = (
-    rf"\{{,\}}|{TEXT}\{{[^{{}}]{{0,100}}\}}|\\[dtc]?frac\d{{2}}|\\sqrt\d|\\[A-Za-z]+|\\[^\sA-Za-z]"
-    rf"|(?<![A-Za-z])(?:{DIGITS})[A-Za-z]*|[½¼-¾⅐-⅞²³]"
-    rf"|(?<![A-Za-z])(?:{_WORDS}|USD|EUR|GBP|INR|Rs\.?)(?![A-Za-z])"
-    r"|(?<![A-Za-z])(?![aAI]\s+[^-+*/=^<>])[A-Za-z](?![A-Za-z0-9'\u2019])"
-    r"|[-+*/^_=<>()\[\]{}|!%'$€£¥₹°√π∞±×·÷≤≥≠≈~\u2212\u2013\u2044]"
-    r"|(?<=\d)[百千万萬亿億만억]|(?<=\d):(?=\d)|(?<=\d ):(?= \d)|(?:mm|cm|dm|km|in|ft|yd|mi)\s?\^\s?\{?[23]\}?"
-)
-_EXPRESSION = re.compile(
-    rf"(?:{_ATOM})(?:(?:[ \t]|[,;](?=[ \d\\])|(?:and|or)(?![A-Za-z]))*(?:{_ATOM}))*"
-)
-_VALUE = re.compile(r"[\d½¼-¾⅐-⅞]")
-_OTHER_BEFORE = re.compile(
-    r"(?:\b(?:not|never|nor|cannot be|than|half|twice|double|triple|out of|\d of)|n't|(?:root|square|cube|log|logarithm|power"
-    r"|factorial|reciprocal|opposite|inverse|half|third|quarter|percent|%|\w+th|sine|cosine|tangent) of"
-    rf"|\b(?:{BOUND}|under|over|above|below|beyond|exceed(?:s|ed|ing)?|up to|within|as (?:many|much|few|little) as)"
-    r"|\b(?:no longer|anything but|far from|instead of|except(?: for)?|without|neither)"
-    r"|(?:not|n't|never) (?:be|equal|equal to|exactly))(?: the| a| an)?[\s*$]*$"
-    r"|(?:不是|并非|不等于|以外|分之|ではなく|아니라|(?:至少|至多|最多|大于|小于|超过|不到|不足)(?:是|为|等于)?"
-    r"|\b(?:nicht|kein|mindestens|höchstens|weniger als|mehr als|über|unter|keineswegs|pas|au moins|au plus|plus de|moins de"
-    r"|no es|al menos|como (?:mucho|máximo|mínimo)|más de|menos de|não é|pelo menos|no máximo|mais de|non è|almeno|più di|meno di"
-    r"|не|не менее|не более|более|менее|больше|меньше|минимум|максимум)"
-    rf"|\d[\s*$]*(?:{SEVERAL_ELSEWHERE}))[\s*$]*$",
-    re.IGNORECASE,
-)
-_DENIED = re.compile(
-    r"(?:(?:\bnot|n't|\bnever) (?:think|thought|believed?|sa(?:y|id)|claim(?:ed)?|mean|expect|true|certain|the case)"
-    r"|(?<!\bno )(?<!\bwithout )\bdoubt|\b(?:false|unlikely|impossible|(?:wrong|incorrect) to (?:say|claim|think)))"
-    r"(?: that| if| whether)?(?: (?:the|for|its?|this|that|my|our|final|correct|answer|result|value|total|sum|number|is|was|to"
-    r"|would|could|be|equals?))*[\s*$]*$",
-    re.IGNORECASE,
-)
-_UNIT_BEHIND = re.compile(
-    r"[\s$*]*((?:(?:square|cubic|sq|cu)\.? )?[A-Za-z]+(?: per [A-Za-z]+| ?/ "
-    r"?[A-Za-z]+)?(?:\^[23]|[²³])?)"
-)
-_LONGEST_UNIT = 40
 _HEADING = re.compile(r"^[ \t]*#{1,6}[ \t]*(\S.*)$", re.MULTILINE)
-_PERCENT_OF = re.compile(r"[^%\n]{0,40}(?:\\?%|percent)[\s*$]*of[\s$]+\d", re.IGNORECASE)
-_LONGEST_OF = 12
-_ORDINAL = re.compile(r"\d(?:st|nd|rd|th)$")
-# the 5th floor says which
-_NOUN = re.compile(r"\s+(?!(?:of|in|and|or|from|to|at|on|by)\b)[A-Za-z]")
-_OPERATOR = re.compile(r"[/^×·÷]|(?:times|divided by|over|mod)(?![a-z])")
 _ASIDE = re.compile(r"(?<=\S)\s+\((?=[^()]{0,200}[A-Za-z]{3})[^()]{1,200}\)(?=[.!*\s]*$)")
-_REMARK = re.compile(r"(?<=[\w%}$])\s+\((?!\s*[-+]?\d+\s*\)\s*[=^*/])")
-_NEXT_STATEMENT = re.compile(r"(?:,|;|\band\b)\s+(?=[\d\s.,+\-*/()$×·÷]+=[^=]+$)")
 _MARKED_LETTER = re.compile(
     r"(?:####|\b(?:answer|choice|option)\b(?:\s+is)?\s*:?)[\s*_:]*\(?([A-Za-z])(?![A-Za-z0-9'])(?!\s+[a-z])",
     re.IGNORECASE,
@@ -173,7 +116,7 @@ def extract_answer(response: str, reference: str, prompt: str = "") -> str | Non
     if marked is not None:
         return marked
     if _is_several(reference):
-        boxed = _several_boxes(text)
+        boxed = several_boxes(text)
     else:
         boxed = last_boxed(text)
     if boxed is not None:
@@ -249,9 +192,9 @@ def _is_heading(line: str, below: str, kind: str) -> bool:
         return False
     if is_heading(plain):
         return True
-    if kind == "number" and not _VALUE.search(plain):
+    if kind == "number" and not VALUE.search(plain):
         return True
-    if kind == "number" and _EXPRESSION.match(plain):
+    if kind == "number" and EXPRESSION.match(plain):
         return False
     phrase = last_phrase(below[-_SEARCHED_CHARACTERS:])
     return phrase is not None and bool(below[-_SEARCHED_CHARACTERS:][phrase[1] :].strip())
@@ -268,7 +211,7 @@ def _in_words(text: str, reference: str) -> str | None:
         lines = [line for line in text.splitlines() if line.strip(" *_`#$")]
         return lines[-1].strip() if lines else None
     begin, end = phrase
-    if _DENIED.search(text[max(0, begin - 200) : end]):
+    if DENIED.search(text[max(0, begin - 200) : end]):
         return None
     line = next((line for line in text[end:].splitlines() if line.strip(" *_`#$:")), "")
     return first_sentences(line, like=reference) or None
@@ -281,47 +224,6 @@ def _is_several(reference: str) -> bool:
         and read_number(reference) is None
         and not is_text(reference)
     )
-
-
-def _several_boxes(text: str) -> str | None:
-    """Returns the contents of the last boxes as a list, if only "," "and" or "or" separates them.
-
-    Otherwise returns the content of the last box.
-    """
-    last = last_boxed(text)
-    if last is None or SEVERAL.search(last):
-        return last
-    boxes = list(_SIMPLE_BOX.finditer(text))
-    contents: list[str] = []
-    begin = None
-    for box in reversed(boxes):
-        if begin is not None and not _BETWEEN_BOXES.fullmatch(text[box.end() : begin]):
-            break
-        contents.insert(0, box[1])
-        begin = box.start()
-    if len(contents) > 1 and contents[-1].strip() == last:
-        return ", ".join(contents)
-    return last
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Returns the content of the last \boxed{...} that is complete and not empty."""
-    boxes = list(_BOX.finditer(text))[-_MAX_BOXES:]
-    for box in reversed(boxes):
-        depth = 0
-        for position in range(box.end(), len(text)):
-            depth += (text[position] == "{") - (text[position] == "}")
-            if depth == 0:
-                content = text[box.end() + 1 : position].strip()
-                if content:
-                    return content
-                break
-    if boxes:
-        return None
-    bare = list(_BARE_BOX.finditer(text))
-    if not bare:
-        return None
-    return bare[-1][1] or bare[-1][2]
 
 
 def chosen_letter(response: str, letters: str, prompt: str = "") -> str | None:
@@ -365,7 +267,7 @@ def _of_line(line: str, kind: str, reference: str) -> str:
         return line if phrase is None else (_in_words(line, reference) or line)
     if kind == "formula":
         return line if phrase is None else (_stated(line, False, reference) or line)
-    if phrase is None and (first := _expression_at(line, 0)):
+    if phrase is None and (first := expression_at(line, 0)):
         return first
     return _stated(line, True, reference) or line
 
@@ -379,115 +281,26 @@ def _stated(text: str, numeric: bool, reference: str) -> str | None:
     phrase = last_phrase(text)
     if phrase is not None:
         _, behind = phrase
-        if (expression := _expression_at(text, behind)) is not None:
+        if (expression := expression_at(text, behind)) is not None:
             return expression
         end = SENTENCE_END.search(text, behind)
         sentence = text[behind : end.start() if end else len(text)]
-        if _VALUE.search(sentence):
-            return _last_expression(text[: behind + len(sentence)])
+        if VALUE.search(sentence):
+            return last_expression(text[: behind + len(sentence)])
         if not numeric:
             return first_sentences(text[behind:], like=reference) or None
         if read_number(sentence) is not None:  # in words
             return sentence.strip() or None
-    if numeric and not _VALUE.search(text):
+    if numeric and not VALUE.search(text):
         parts = reversed(SENTENCE_END.split(text))
         last = next((part for part in parts if part.strip(" *.!")), "")
         words = re.split(r"\b(?:is|are|equals)\s", last)[-1].strip(" *.!")
         return words if is_in_words(words) else None
     aside = _ASIDE.search(text)
-    stands_alone = aside and _VALUE.search(text[: aside.start()].rpartition("\n")[2])
+    stands_alone = aside and VALUE.search(text[: aside.start()].rpartition("\n")[2])
     if aside and stands_alone:
         text = text[: aside.start()]
-    return _last_expression(text)
-
-
-def _expression_at(text: str, position: int) -> str | None:
-    """Returns the expression that begins at `position`, or None if there is none."""
-    match = _EXPRESSION.match(text, position)
-    if not match or not _VALUE.search(match[0]) or _is_other(text, match):
-        return None
-    return _with_unit(_trimmed(match[0]), match[0], text[match.end() : match.end() + _LONGEST_UNIT])
-
-
-def _with_unit(trimmed: str | None, expression: str, behind: str) -> str | None:
-    """Returns the trimmed expression with the unit of measurement behind it: `120 minutes`."""
-    unit = _UNIT_BEHIND.match(behind)
-    if trimmed is None or unit is None or not expression.rstrip(" $").endswith(trimmed.strip("$")):
-        return trimmed
-    measured = f"{trimmed.strip('$')} {unit[1]}"
-    number = read_number(measured)
-    return measured if number is not None and number.unit is not None else trimmed
-
-
-def _is_other(text: str, expression: re.Match[str]) -> bool:
-    """Returns whether an expression is not the answer, by the words around it or its own form."""
-    if _ORDINAL.search(expression[0]) and not _NOUN.match(text, expression.end()):
-        return True
-    behind = text[expression.start() : expression.end() + _LONGEST_OF]
-    if _PERCENT_OF.match(behind):  # 50% of 8
-        return True
-    if _OPERATOR.match(expression[0]):  # the rest of an expression in words
-        return True
-    before = text[max(0, expression.start() - 200) : expression.start()]
-    return bool(OTHER_AFTER.match(text, expression.end()) or _DENIED.search(before))
-
-
-def _last_expression(text: str) -> str | None:
-    """Returns the last expression with a number.
-
-    Returns None where the words around it say that it is not the answer.
-    """
-    match = None
-    for candidate in _EXPRESSION.finditer(text):
-        if _VALUE.search(candidate[0]):
-            match = candidate
-    if match is None or _is_other(text, match):
-        return None
-    before = text[: match.start()]
-    expression = match[0]
-    if re.match(r"[-*+\u2013]\s", expression) and not before.rpartition("\n")[2].strip():
-        expression = expression[1:]  # a list's bullet
-    elif re.match(r"\+|[-*]\s", expression):
-        return None  # the rest of an expression in words
-    elif _OTHER_BEFORE.search(before[-60:]):
-        # Of "6, not 5" the 6 counts.
-        parts = re.split(r",? (?:and |but )?(?:not|rather than|instead of)[\s*$]*$", before[-200:])
-        if len(parts) > 1 and _EXPRESSION.search(parts[0][-1:]):
-            return _last_expression(parts[0])
-        return None
-    return _with_unit(
-        _trimmed(expression), expression, text[match.end() : match.end() + _LONGEST_UNIT]
-    )
-
-
-def _trimmed(expression: str) -> str | None:
-    """Returns an expression without unmatched brackets, remarks and earlier equations.
-
-    Unmatched brackets belong to the text around the expression. A remark stands in brackets behind
-    it. Of several equations only the last one is kept.
-    """
-    start = 0
-    open_at: list[int] = []
-    for position, character in enumerate(expression):
-        if character in "([{":
-            open_at.append(position)
-        elif character in ")]}":
-            if open_at:
-                open_at.pop()
-            else:
-                start = position + 1
-    end = len(expression)
-    if open_at:
-        if _VALUE.search(expression, start, open_at[0]):
-            end = open_at[0]
-        else:
-            start = open_at[-1] + 1
-    expression = expression[start:end]
-    if remark := _REMARK.search(expression):
-        expression = expression[: remark.start()]
-    expression = _NEXT_STATEMENT.split(expression)[-1]
-    # A "!" at the end is no factorial but the end of a sentence.
-    return expression.strip(" \t,;*~").rstrip("-!") or None
+    return last_expression(text)
 
 
 def is_correct(response: str, reference: str, prompt: str = "") -> bool:

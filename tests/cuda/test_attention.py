@@ -11,7 +11,7 @@ from pa_npu.attention import PrefixLayout, shared_prompt_attention
 from pa_npu.attention.forms import gather_attention, kernel_for, kernel_name, merge_attention
 from pa_npu.attention.kernels import cuda
 from pa_npu.attention.kernels.base import merge_lse
-from pa_npu.attention.layout import Rows
+from pa_npu.attention.rows import Rows
 
 LAYOUTS = {
     "group": PrefixLayout.from_groups([(300, [40, 1, 260])]),
@@ -105,7 +105,7 @@ def test_the_triton_merge_equals_the_formula_in_fp64() -> None:
             (48, [(1, 7), (9, 30)]),
             (128, [(0, 4000), (4096, 5000)]),
         ):
-            rows = Rows.of(spans)
+            rows = Rows.from_spans(spans)
             count, total = (
                 sum(end - start for start, end in spans),
                 50 if spans[-1][1] < 50 else 5000,

@@ -1,4 +1,4 @@
-"""VarlenKernel: what a platform provides for shared-prompt attention, and what several of them share."""
+"""VarlenKernel: what a platform provides for shared-prompt attention, and code that kernels share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Protocol
 
 import torch
 
-from pa_npu.attention.layout import CrossCall, PrefixLayout, Rows, VarlenCall
+from pa_npu.attention.layout import PrefixLayout
+from pa_npu.attention.plans import CrossCall, VarlenCall
+from pa_npu.attention.rows import Rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,11 +17,10 @@ class Partial:
     """Attention of some query rows over some of their keys.
 
     out: [query rows, heads, head_dim].
-    stats: what a kernel remembers about each row's softmax so that partial results can be merged
-    and differentiated:
-        the log-sum-exp, or maximum and sum. Layout and number of tensors are the kernel's own
-        affair.
-    call: the call it came from, which says how the rows are cut into sequences.
+    stats: what a kernel keeps of each row's softmax, so that partial results can be merged
+        and differentiated: the log-sum-exp, or maximum and sum. Each kernel decides on the number
+        and layout of these tensors.
+    call: the call that computed it, which says how the rows are cut into sequences.
     """
 
     out: torch.Tensor
@@ -33,11 +34,11 @@ class VarlenKernel(Protocol):
     Shapes: q, grad [query rows, heads, head_dim]; k, v [key rows, kv_heads, head_dim].
     """
 
-    # whether the merge plan should have one cross call per depth (see layout.merge_plan)
+    # True if the merge plan should have one cross call per depth (see plans.merge_plan).
     per_depth: bool
 
     def prefers_gather(self, layout: PrefixLayout) -> bool:
-        """Whether the gather form is faster than the merge form, by measurement on this platform."""
+        """Returns True if the gather form was measured to be faster here than the merge form."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float
@@ -48,8 +49,9 @@ class VarlenKernel(Protocol):
         """Merge the result of a cross call into the running result over all rows, in place."""
 
     def select(self, running: Partial, cross: CrossCall) -> Partial:
-        """The rows of the running result that a cross call computed, as the cross call's backward
-        wants them.
+        """Returns the rows of the running result that a cross call computed.
+
+        They are in the form that the backward of the cross call needs.
         """
 
     def backward(
@@ -71,7 +73,7 @@ class VarlenKernel(Protocol):
 def merge_lse(
     out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor, rows: Rows
 ) -> None:
-    """Merging two partial attention results by log-sum-exp, on every device.
+    """Merges two partial attention results by log-sum-exp, on every device.
 
     Updates out [T, heads, head_dim] and lse [T, heads] in place at `rows` by a part over disjoint
     keys.

@@ -7,10 +7,11 @@ from functools import cache
 import torch
 
 from pa_npu.attention.kernels.base import MergesByLse, Partial
-from pa_npu.attention.layout import PrefixLayout, Run, VarlenCall
+from pa_npu.attention.layout import PrefixLayout
+from pa_npu.attention.plans import Run, VarlenCall
 
 # Elements: 1 MiB in fp32.
-_LARGEST_KEPT_MASK = 2**18
+_MAX_KEPT_MASK = 2**18
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -36,8 +37,10 @@ class CpuFlash(MergesByLse):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float
     ) -> Partial:
-        k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
-        outs, lses = [], []
+        k = _expand_heads(k, q.shape[1])
+        v = _expand_heads(v, q.shape[1])
+        outs = []
+        lses = []
         for run in call.runs:
             mask, causal = _mask(call, run, q)
             out, lse = _forward(
@@ -57,7 +60,8 @@ class CpuFlash(MergesByLse):
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         kv_heads = k.shape[1]
-        k, v = _expand_heads(k, q.shape[1]), _expand_heads(v, q.shape[1])
+        k = _expand_heads(k, q.shape[1])
+        v = _expand_heads(v, q.shape[1])
         grads = []
         for run in result.call.runs:
             mask, causal = _mask(result.call, run, q)
@@ -96,7 +100,7 @@ def _join(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _mask(call: VarlenCall, run: Run, like: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
-    """The operator's mask and causal flag for a bottom-right causal run.
+    """Returns the operator's mask and causal flag for a bottom-right causal run.
 
     All layers share a mask, unless it is large.
     """
@@ -109,7 +113,7 @@ def _mask(call: VarlenCall, run: Run, like: torch.Tensor) -> tuple[torch.Tensor 
         )
         return torch.zeros(blocked.shape, dtype=like.dtype).masked_fill_(blocked, float("-inf"))
 
-    if run.q_length * run.k_length > _LARGEST_KEPT_MASK:
+    if run.q_length * run.k_length > _MAX_KEPT_MASK:
         return build(), False
     return call.tensor(
         f"mask of {run.q_length} x {run.k_length}, {like.dtype}", like.device, build
@@ -118,9 +122,11 @@ def _mask(call: VarlenCall, run: Run, like: torch.Tensor) -> tuple[torch.Tensor 
 
 @cache
 def _has_gqa() -> bool:
-    """Whether the operator takes fewer key/value heads than query heads: newer torch does, older
-    reads out of bounds or raises. One tiny call decides; it stays in bounds because the spare heads
-    exist in memory."""
+    """Returns True if the operator takes fewer key/value heads than query heads.
+
+    Newer torch does; older torch reads out of bounds or raises. One tiny call decides. It stays in
+    bounds because the spare heads exist in memory.
+    """
     q = torch.arange(8.0).view(1, 4, 1, 2)
     v = torch.arange(16.0).view(1, 4, 2, 2)
     try:
@@ -132,9 +138,7 @@ def _has_gqa() -> bool:
 
 
 def _expand_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """Repeat key/value heads for the queries that share them, only where the operator cannot do it
-    itself.
-    """
+    """Repeats key/value heads for the queries that share them, unless the operator can do it."""
     if x.shape[1] == heads or _has_gqa():
         return x
     return x.repeat_interleave(heads // x.shape[1], dim=1)

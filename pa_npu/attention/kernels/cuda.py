@@ -1,4 +1,7 @@
-"""CUDA kernel: torch's flash-attention varlen operators, called directly so that they take merged outputs."""
+"""CUDA kernel: torch's flash-attention varlen operators.
+
+They are called directly, so that their backward takes merged outputs.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from typing import Any
 import torch
 
 from pa_npu.attention.kernels.base import Partial, merge_lse
-from pa_npu.attention.layout import CrossCall, PrefixLayout, VarlenCall
+from pa_npu.attention.layout import PrefixLayout
+from pa_npu.attention.plans import CrossCall, VarlenCall
 from pa_npu.errors import UserError
 
 # Positional arguments, the same from torch 2.7 to 2.13. Later versions add keywords with defaults
@@ -27,7 +31,7 @@ _FORWARD = (
 _BACKWARD = ("grad_out", "query", "key", "value", "out", "logsumexp", *_FORWARD[3:])
 _FORWARD_POSITIONS = len(_FORWARD) + 1  # and return_debug_mask
 _BACKWARD_POSITIONS = len(_BACKWARD) + 2  # and the generator tensors
-_MOST_COPIED_ROWS = 16 * 2048
+_MAX_COPIED_ROWS = 16 * 2048
 
 
 class CudaFlash:
@@ -46,7 +50,7 @@ class CudaFlash:
 
     @staticmethod
     def supports(q: torch.Tensor) -> bool:
-        """Whether the operators are CUDA's and take q's dtype and head size."""
+        """Returns True if the operators are CUDA's and take q's dtype and head size."""
         takes = (
             q.dtype in (torch.float16, torch.bfloat16)
             and q.shape[-1] % 8 == 0
@@ -58,7 +62,7 @@ class CudaFlash:
         # Gather copies the keys and values of every prefix once per response, merge starts further
         # kernels. Measured on an H100 (docs/results/attention_cuda.md): even at 16 prefixes of
         # 2,048 rows, gather first below that, merge above.
-        return 0 < sum(layout.offsets) <= _MOST_COPIED_ROWS
+        return 0 < sum(layout.offsets) <= _MAX_COPIED_ROWS
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: VarlenCall, scale: float
@@ -128,7 +132,7 @@ def _torch_merge(
 
 @cache
 def _triton_merge() -> Any:
-    """The Triton merge, or None where Triton is not installed (Windows)."""
+    """Returns the Triton merge, or None where Triton is not installed (Windows)."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -145,12 +149,12 @@ def _check_schemas() -> None:
         (torch.ops.aten._flash_attention_forward.default, _FORWARD, _FORWARD_POSITIONS),
         (torch.ops.aten._flash_attention_backward.default, _BACKWARD, _BACKWARD_POSITIONS),
     ):
-        found = [
+        taken = [
             argument.name for argument in operator._schema.arguments if not argument.kwarg_only
         ]
-        if tuple(found[: len(names)]) != names or len(found) != positions:
+        if tuple(taken[: len(names)]) != names or len(taken) != positions:
             raise UserError(
                 f"attention.implementation: {operator._schema.name} of torch {torch.__version__} "
-                f"takes {found}, which is not what torch 2.7 to 2.13 take; use one of these, or "
+                f"takes {taken}, which is not what torch 2.7 to 2.13 take; use one of these, or "
                 "attention.implementation=dense"
             )

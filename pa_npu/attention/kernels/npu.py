@@ -1,4 +1,7 @@
-"""Ascend kernel: npu_fusion_attention and its gradient in TND layout, merged by the Ascend C operator or torch."""
+"""Ascend kernel: npu_fusion_attention and its gradient in TND layout.
+
+Partial results are merged by the Ascend C operator or by torch.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from typing import Any
 import torch
 
 from pa_npu.attention.kernels.base import Partial
-from pa_npu.attention.layout import CrossCall, PrefixLayout, VarlenCall
+from pa_npu.attention.layout import PrefixLayout
 from pa_npu.attention.lse_merge import lse_merge_
+from pa_npu.attention.plans import CrossCall, VarlenCall
 from pa_npu.errors import UserError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -27,8 +31,8 @@ class StatsLayout:
 
     argument: what to pass as softmax_layout, None for the default.
     memory: "TND" as the shape says, or "NTD": [heads, length, 8] per sequence of the call, one
-    after another though
-        the shape says otherwise. That is the default, and all there is before CANN 8.3.
+        after another, though the shape says otherwise. NTD is the default, and the only layout
+        before CANN 8.3.
     """
 
     argument: str | None
@@ -155,8 +159,9 @@ def _causal_mask(device: torch.device) -> torch.Tensor:
 
 
 def _ntd_rows(running: VarlenCall, cross: CrossCall, heads: int) -> torch.Tensor:
-    """For each statistic of the cross call in NTD memory, its place in the NTD memory of the
-    running call.
+    """Returns for each statistic of the cross call its place in the NTD memory of the running call.
+
+    The statistics of the cross call are in the order of its NTD memory.
     """
     rows = torch.cat([torch.arange(start, end) for start, end in cross.q_rows.spans])
     index = torch.empty(len(rows) * heads, dtype=torch.int64)
@@ -167,7 +172,7 @@ def _ntd_rows(running: VarlenCall, cross: CrossCall, heads: int) -> torch.Tensor
 
 
 def _ntd_places(lengths: tuple[int, ...], heads: int) -> torch.Tensor:
-    """int64 [rows, heads]: where NTD memory holds the statistic of a row and head."""
+    """Returns where NTD memory holds the statistic of a row and head, int64 [rows, heads]."""
     starts = torch.tensor([0, *accumulate(lengths)][:-1]).repeat_interleave(torch.tensor(lengths))
     length = torch.tensor(lengths).repeat_interleave(torch.tensor(lengths))
     within = torch.arange(len(starts)) - starts
@@ -197,19 +202,21 @@ def stats_layout(device: torch.device, dtype: torch.dtype) -> StatsLayout:
 
 
 def _memory(device: torch.device, dtype: torch.dtype, keywords: dict[str, str]) -> str:
-    """TND or NTD.
+    """Returns the layout of the statistics in memory, TND or NTD.
 
     Raises UserError if it is neither, RuntimeError as torch_npu does when it takes no `keywords`.
     """
-    lengths, heads = (2, 3), 2
-    # one key per sequence and head: the maximum of row t and head n is their score, which is 1, 2,
-    # ... in TND order
+    lengths = (2, 3)
+    heads = 2
+    # There is one key per sequence and head: the maximum of row t and head n is their score, which
+    # is 1, 2, ... in TND order.
     scores = torch.arange(1.0, 1 + sum(lengths) * heads).view(-1, heads)
     q = torch.zeros(sum(lengths), heads, 16)
     q[:, :, 0] = scores
     k = torch.zeros(len(lengths), 1, 16)
     k[:, :, 0] = 1.0
-    q, k = q.to(dtype).to(device), k.to(dtype).to(device)
+    q = q.to(dtype).to(device)
+    k = k.to(dtype).to(device)
     _, maximum, *_ = torch.ops.npu.npu_fusion_attention(
         q,
         k,
@@ -221,13 +228,13 @@ def _memory(device: torch.device, dtype: torch.dtype, keywords: dict[str, str]) 
         actual_seq_kvlen=[1, 2],
         **keywords,
     )
-    found = maximum.cpu()[..., 0].flatten()
-    if torch.equal(found, scores.flatten()):
+    maxima = maximum.cpu()[..., 0].flatten()
+    if torch.equal(maxima, scores.flatten()):
         return "TND"
-    if torch.equal(found[_ntd_places(lengths, heads).flatten()], scores.flatten()):
+    if torch.equal(maxima[_ntd_places(lengths, heads).flatten()], scores.flatten()):
         return "NTD"
     raise UserError(
         "attention.implementation: npu_fusion_attention returned the softmax maxima "
-        f"{found.tolist()} in an order that is neither TND nor NTD; use CANN 8.3 or later, or "
+        f"{maxima.tolist()} in an order that is neither TND nor NTD; use CANN 8.3 or later, or "
         "attention.implementation=dense"
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from pa_npu.attention.kernels.base import MergesByLse, Partial
-from pa_npu.attention.layout import PrefixLayout, Run, VarlenCall
+from pa_npu.attention.layout import PrefixLayout
+from pa_npu.attention.plans import Run, VarlenCall
 
 # elements of a block of scores (256 MiB in fp32); longer queries are taken in blocks
 MAX_SCORES = 2**26
@@ -33,7 +34,8 @@ class Portable(MergesByLse):
         lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
         kv_heads = k.shape[1]
         for run in call.runs:
-            keys, values = run.keys(k).to(wide), run.keys(v).to(wide)
+            keys = run.keys(k).to(wide)
+            values = run.keys(v).to(wide)
             for first, stop in _blocks(run, q.shape[1]):
                 scores = _scores(
                     _batch_q(q, run, kv_heads, first, stop), keys, run, call.causal, first, scale
@@ -56,10 +58,13 @@ class Portable(MergesByLse):
         wide = torch.promote_types(q.dtype, torch.float32)
         kv_heads = k.shape[1]
         dq = torch.empty_like(q)
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
+        dk = torch.empty_like(k)
+        dv = torch.empty_like(v)
         for run in result.call.runs:
-            keys, values = run.keys(k).to(wide), run.keys(v).to(wide)
-            dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
+            keys = run.keys(k).to(wide)
+            values = run.keys(v).to(wide)
+            dkeys = torch.zeros_like(keys)
+            dvalues = torch.zeros_like(values)
             for first, stop in _blocks(run, q.shape[1]):
                 queries, grads, outs, lse = (
                     _batch_q(x, run, kv_heads, first, stop)
@@ -124,7 +129,7 @@ def _scores(
 
 
 def _put(x: torch.Tensor, run: Run, first: int, stop: int, block: torch.Tensor) -> None:
-    """Inverse of _batch_q: write a block of the run into packed rows."""
+    """Writes a block of the run into packed rows, the inverse of _batch_q."""
     target = x.narrow(0, run.q_start, run.count * run.q_length).unflatten(
         0, (run.count, run.q_length)
     )

@@ -196,12 +196,12 @@ TRITON_CHECK = """
 import torch
 from ops.triton.lse_merge import lse_merge_
 from pa_npu.attention.kernels.base import merge_lse
-from pa_npu.attention.layout import Rows
+from pa_npu.attention.rows import Rows
 
 torch.manual_seed(0)
 for dtype, bound in ((torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)):
     for head_dim, spans in ((64, [(5, 42)]), (48, [(1, 7), (9, 30)])):
-        rows = Rows.of(spans)
+        rows = Rows.from_spans(spans)
         count = sum(end - start for start, end in spans)
         out, part = torch.randn(50, 3, head_dim).to(dtype), torch.randn(count, 3, head_dim).to(dtype)
         lse, part_lse = 3 * torch.randn(3, 50), 3 * torch.randn(3, count)
@@ -217,7 +217,7 @@ for dtype, bound in ((torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat
 out, part = torch.randn(4, 1, 64), torch.randn(4, 1, 64)
 before = out.clone()
 lse = torch.tensor([[0.0, float("-inf"), float("-inf"), 1.0]])
-lse_merge_(out, lse, part, torch.tensor([[float("-inf"), 2.0, float("-inf"), 1.0]]), Rows.of([(0, 4)]))
+lse_merge_(out, lse, part, torch.tensor([[float("-inf"), 2.0, float("-inf"), 1.0]]), Rows.from_spans([(0, 4)]))
 assert torch.equal(out[0], before[0]) and torch.equal(out[1], part[1]) and not out.isnan().any()
 assert lse[0, :2].tolist() == [0.0, 2.0] and lse[0, 2] == float("-inf")
 assert torch.allclose(out[3], (before[3] + part[3]) / 2)

@@ -92,7 +92,9 @@ HANDS_ON = {
     "control/worker_process.py": "the pipe to a worker",
     "control/channel.py": "bytes into the store",
     "platform/ops.py": "norm and rotation on this platform",
-    "attention/layout.py": "what a layout knows of itself, and which rows a form gathers",
+    "attention/layout.py": "what a layout knows of itself",
+    "attention/plans.py": "which kernel calls a form makes of a layout",
+    "attention/rows.py": "which rows a form gathers",
 }
 # Looks at it, and nothing goes on from there.
 ASIDE = {

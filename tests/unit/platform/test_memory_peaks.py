@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from pa_npu.control import keeper
-from pa_npu.engines.client import _memory
 from pa_npu.engines.vllm.worker import WorkerExtension
+from pa_npu.engines.worker_answers import memory_peak
 from pa_npu.platform import memory_peaks
 from pa_npu.platform.memory_peaks import (
     MemoryPeak,
@@ -151,11 +151,11 @@ def test_the_fullest_of_engines_and_workers_counts() -> None:
         5, 9
     )
     answers = [{"memory": {"host": 70, "device": 5}}, {"memory": {"host": 0, "device": 8}}]
-    assert _memory(answers) == MemoryPeak(70, 8), (
+    assert memory_peak(answers) == MemoryPeak(70, 8), (
         "the first worker counts all processes of the engine"
     )
-    assert _memory([{"memory": {"host": 70, "device": None}}]) == MemoryPeak(70)
-    assert _memory([{}]) is None and _memory([{"memory": "a lot"}]) is None
+    assert memory_peak([{"memory": {"host": 70, "device": None}}]) == MemoryPeak(70)
+    assert memory_peak([{}]) is None and memory_peak([{"memory": "a lot"}]) is None
 
 
 def test_one_worker_of_an_engine_counts_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:

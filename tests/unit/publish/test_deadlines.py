@@ -19,7 +19,7 @@ from pa_npu.errors import ConfigError, DeadlineExceeded
 from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.process import commands
 from pa_npu.platform.base import Platform
-from pa_npu.publish import coordinator_side
+from pa_npu.publish import while_healthy
 from pa_npu.publish.coordinator_side import CoordinatorPublish
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -241,7 +241,7 @@ async def test_an_engine_that_hangs_has_a_publishs_time_from_when_the_trainers_s
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It was asked to load long before; its health page stays green."""
-    monkeypatch.setattr(coordinator_side, "_HEALTH_EVERY_S", 0.02)
+    monkeypatch.setattr(while_healthy, "_HEALTH_EVERY_S", 0.02)
     publish: Any = CoordinatorPublish.__new__(CoordinatorPublish)
     publish._limit_s = 0.2
     publish._rollout = SimpleNamespace(probe_timeout_s=1.0)

@@ -1,0 +1,76 @@
+"""TrainerReports: what the coordinator learns from the trainers while engines load a version."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from pa_npu.control.channel import StoreChannel
+from pa_npu.control.typed import Topic
+from pa_npu.engines.protocol import EngineError
+from pa_npu.publish.messages import READY, TRAINED, PublishBroken, SentWeights
+from pa_npu.weight_transfer.contents import added
+
+# Workers have the same deadline and a better message (which bucket, which stage); the client's only
+# catches workers that hang.
+GRACE_S = 15.0
+
+
+class TrainersBroke(EngineError):
+    """Raised when the trainers could not do their part of a publish. Engines are not to blame."""
+
+
+class TrainerReports:
+    """Waits for the messages of the trainers about a publish."""
+
+    def __init__(
+        self,
+        *,
+        channel: StoreChannel,
+        senders: Sequence[int],
+        num_stages: int,
+        deadline_s: float,
+    ) -> None:
+        """senders: the trainer ranks that send. num_stages: their pipeline stages."""
+        self._channel = channel
+        self._senders = senders
+        self._num_stages = num_stages
+        self._deadline_s = deadline_s
+
+    async def ready(self, version: int, within_s: float) -> float:
+        """Waits for the trainers; returns when they were seen to be ready (time.perf_counter)."""
+        await READY.wait_async(self._channel, within_s, version=version)
+        return time.perf_counter()
+
+    async def sent(self, topic: Topic[SentWeights], place: dict[str, int]) -> list[SentWeights]:
+        """Waits for each stage's leader to report what it sent.
+
+        A leader reports it when the last engine has the last bucket.
+        """
+        return [
+            await topic.wait_async(self._channel, self._deadline_s, stage=stage, **place)
+            for stage in range(self._num_stages)
+        ]
+
+    async def trained(self, place: dict[str, int]) -> dict[str, str]:
+        """Waits for the contents of each tensor that the trainers train, and sums them over ranks.
+
+        The trainers sum them up while engines load.
+        """
+        of_ranks = []
+        for rank in self._senders:
+            trained = await TRAINED.wait_async(self._channel, self._deadline_s, rank=rank, **place)
+            self._channel.delete(TRAINED.at(rank=rank, **place))  # a mixture has many tensors
+            of_ranks.append(trained.contents)
+        return added(of_ranks)
+
+    async def broken(
+        self, topic: Topic[PublishBroken], place: dict[str, int], longer_s: float = 0.0
+    ) -> None:
+        """Guards work that may never end: raises TrainersBroke if the trainers cannot do their part.
+
+        longer_s: how long the work may wait for the trainers, in addition to the time of a publish.
+        """
+        limit_s = 2 * self._deadline_s + GRACE_S + longer_s
+        broken = await topic.wait_async(self._channel, limit_s, **place)
+        raise TrainersBroke(f"the trainers could not send: {broken.reason}")
