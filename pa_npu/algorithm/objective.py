@@ -257,7 +257,10 @@ class Objective:
 
         Collective if only the last stage knows it.
         """
-        counts = Counts(totals.tokens_leading, totals.responses_leading)
+        counts = Counts(
+            tokens=totals.tokens_leading + totals.tokens_by_rule,
+            responses=totals.responses_leading + totals.responses_by_rule,
+        )
         if (metric := self._algorithm.counted_metric) is not None:
             counts = replace(counts, units=self.sums.total(metric, reductions))
         return self._algorithm.normaliser(counts)

@@ -112,6 +112,7 @@ class MicrobatchSource(Protocol):
     to this replica so far.
     advantages: of the groups handed out whose credit is known, by dispatch index: those of each
     sample's trained tokens, float32.
+    by_rule: the groups so far that are trained by rule, of which no microbatch comes.
     """
 
     @property
@@ -125,6 +126,9 @@ class MicrobatchSource(Protocol):
 
     @property
     def advantages(self) -> Mapping[int, Sequence[np.ndarray]]: ...
+
+    @property
+    def by_rule(self) -> Sequence[Notice]: ...
 
     def settle(self) -> int:
         """How many groups the update has; waits until that is known. Raises DeadlineExceeded."""

@@ -151,7 +151,22 @@ class ConfigTree(Section):
         """Whether gradients are reduced beside the last backward, where it is known beforehand
         which one that is.
         """
-        return self.trained_groups is not None and not self.unequal_groups
+        is_known = self.trained_groups is not None and not self.unequal_groups
+        return is_known and not self.schedule.skip_zero_advantage
+
+    @property
+    def fills_places(self) -> bool:
+        """Whether fillers take the places of groups that are trained by rule.
+
+        Stages of a pipeline agree on the number of microbatches beforehand. Ranks that compute one
+        microbatch at a time together add up the same ones with order=prompt, so that the sum is
+        that of a run without the rule, to the bit.
+        """
+        if self.trainer.pipeline_parallel > 1:
+            return True
+        in_step = self.trainer.backend == "fsdp" or self.mesh.expert > self.mesh.tensor
+        is_whole = self.microbatch.max_tokens is None
+        return self.schedule.order == "prompt" and in_step and is_whole and self.mesh.size > 1
 
     @property
     def trained_groups(self) -> int | None:

@@ -269,6 +269,7 @@ def rollout_source(
             freshness=freshness,
             algorithm=algorithm,
             size=partial(size, iteration) if is_told or unequal(iteration) else None,
+            fills_places=config.fills_places,
             dispatched=partial(DISPATCHED.get_if_there, channel, iteration=iteration),
         )
 
