@@ -188,6 +188,14 @@ class Objective:
         """Whether gradients flow through the entropy."""
         return self._config.algorithm.entropy_coef > 0
 
+    def begin(self) -> None:
+        """Looks at the update's start, once, before the first backward. Backends call it ahead of a
+        filler; what belongs to responses calls it by itself.
+        """
+        if self._before_first is not None:
+            before, self._before_first = self._before_first, None
+            before()
+
     def balance(self, microbatch: Targets) -> float:
         """The factor of the routers' auxiliary loss: with the microbatch's part of the normaliser,
         its weight in their mean.
@@ -302,9 +310,7 @@ class Objective:
         self.given.append(given)
 
     def _enter(self, microbatch: Targets, output: torch.Tensor) -> None:
-        if self._before_first is not None:
-            before, self._before_first = self._before_first, None
-            before()
+        self.begin()
         responses = [
             TrainedResponse(group, number, tokens)
             for (group, number), tokens in zip(

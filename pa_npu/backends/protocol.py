@@ -26,6 +26,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.publish.publisher import WeightSource
 from pa_npu.samples.microbatch import Microbatch
+from pa_npu.samples.notice import Notice
 from pa_npu.samples.replica_feed import ReplicaLinks, Traffic
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.weight_transfer.computation import Computation

@@ -74,6 +74,10 @@ class Delivery:
         self.assignment.finish(num_groups)
         return self.assignment.imbalance
 
+    def is_by_rule(self, number: int) -> bool:
+        """Says of a group that has been taken whether it is known to be trained by rule."""
+        return number in self._by_rule
+
     @property
     def numbers(self) -> dict[str, Any]:
         """More of the iteration's numbers for its record."""
@@ -113,7 +117,7 @@ class Delivery:
 
     def _decide(self, number: int, scored: ScoredGroup) -> None:
         """Decides whether the group is trained by rule: then it costs nothing, wherever it goes."""
-        if not self.config.schedule.skip_zero_advantage:
+        if not self.config.schedule.skip_zero_advantage or self.algorithm.needs_whole == "batch":
             return
         samples = scored.for_credit
         if self.algorithm.is_without_gradient(samples, self.algorithm.credit(samples)):
@@ -129,13 +133,10 @@ class HeldDelivery(Delivery):
     async def _deliver(self, number: int, scored: ScoredGroup) -> None:
         self._held.append((number, scored))
 
-    def _decide(self, number: int, scored: ScoredGroup) -> None:
-        """Decides nothing yet: credit may depend on all groups."""
-
     async def finish(self, num_groups: int) -> float:
         samples = [scored.for_credit for _, scored in self._held]
         advantages = self.algorithm.batch_credit(samples)
-        if self.config.schedule.skip_zero_advantage:
+        if self.config.schedule.skip_zero_advantage and self.algorithm.needs_whole == "batch":
             for (number, _), group, values in zip(self._held, samples, advantages, strict=True):
                 if self.algorithm.is_without_gradient(group, values):
                     self._by_rule.add(number)

@@ -39,7 +39,6 @@ from pa_npu.errors import InvariantViolation
 from pa_npu.platform.base import Platform
 from pa_npu.publish.late_engines import CopyGate, VersionGate
 from pa_npu.samples.microbatch import Microbatch
-from pa_npu.samples.notice import Notice
 from pa_npu.samples.replica_feed import Traffic
 from pa_npu.telemetry.sample_store import TrainerLogprobs
 from pa_npu.telemetry.timeline import Timeline
@@ -103,8 +102,6 @@ class Learner:
         self._kept = kept
         self._source: MicrobatchSource | None = None
         self._seen_traffic = Traffic()
-        self.by_rule: list[Notice] = []
-        """The groups of the last update that this replica trained by rule."""
         self._policy: PolicyState | None = None  # unknown until the first publish
         # the policy's that the reference was last made equal to; 0 is the HF model
         self._reference_version = 0
@@ -146,8 +143,7 @@ class Learner:
         # groups that were taken ahead, to measure rounding by, are this update's too
         traffic = self._seen_traffic if microbatches is self._source else Traffic()
         reduced = self.backend.accumulate(microbatches, self._objective)
-        self.by_rule = list(microbatches.by_rule)
-        for notice in self.by_rule:
+        for notice in microbatches.by_rule:
             self._objective.totals.add_by_rule(notice.leading_tokens)
         self._wait_s = microbatches.waited_s - waited_s
         self._train_s = time.perf_counter() - start - self._wait_s

@@ -89,10 +89,8 @@ def train(
             consumed = consume(
                 learner, rollouts(version), updates, measure, judge, border.before_step
             )
-            if rides:
-                # without a first microbatch nothing was compared
-                if consumed.first.n:
-                    probe = ProbeReport(consumed.first.largest, consumed.first.absolute_mean)
+            if rides and consumed.first.n:  # without a first microbatch nothing was compared
+                probe = ProbeReport(consumed.first.largest, consumed.first.absolute_mean)
         agreement = checks(version, consumed)
         report = IterationReport(
             version, consumed.report, probe, agreement, consumed.gradient_norms
@@ -183,7 +181,7 @@ def consume(
         if not steps:
             measure(share)
         trained += learner.accumulate(share, None if steps else judge_first)
-        by_rule += learner.by_rule
+        by_rule += share.by_rule
         before_step()
         steps.append(learner.step())
     microbatches.finish()

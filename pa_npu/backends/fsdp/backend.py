@@ -145,6 +145,7 @@ class FsdpBackend:
             for microbatch in steps:
                 start_s = now()
                 has_computed = True
+                objective.begin()
                 head = None if objective.entropy_gradient else HeadGradient()
                 logprobs, entropy, frozen = self._pass(
                     self._inputs(microbatch), objective.entropy_gradient, head

@@ -160,6 +160,7 @@ class MegatronBackend:
         source = held or microbatches
 
         def forward(microbatch: Microbatch) -> Any:
+            objective.begin()
             balance = None if microbatch.is_filler else objective.balance(microbatch)
             output = self._forward(microbatch, objective.entropy_gradient, balance)
             is_own = not isinstance(output, ModelOutput) and not microbatch.is_filler
