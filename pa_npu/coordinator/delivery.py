@@ -109,7 +109,9 @@ class Delivery:
         loop = asyncio.get_running_loop()
         for slot, part in slots.items():
             sent = group if part is None else replace(group, part=part)
-            put = partial(self.buffer.put, sent, *slot, by_rule=by_rule)
+            put = partial(self.buffer.put, sent, *slot)
+            if by_rule:
+                put = partial(put, by_rule=True)
             await loop.run_in_executor(self.store_thread, put)
         for tell in self.told:
             tell(group, scored)

@@ -172,7 +172,9 @@ def test_each_update_knows_its_own_groups_by_rule() -> None:
 
 def test_a_group_with_a_gradient_that_is_put_by_rule_ends_the_run() -> None:
     groups = groups_with_equal([])
-    with pytest.raises(InvariantViolation, match=r"I7 gradient: group 0 .* advantages that are not"):
+    with pytest.raises(
+        InvariantViolation, match=r"I7 gradient: group 0 .* advantages that are not"
+    ):
         list(iterator([notice_bytes(group) for group in groups]))
 
 
