@@ -4,7 +4,8 @@
     python tools/bench_zero_advantage.py [--groups 10] [--shares 0 20 40 60 100] [--repetitions 5] [--markdown FILE]
 
 One trainer on one core, both backends, a random model. Of each iteration's groups a share has advantages of 0; every share is
-trained with all groups computed and by rule, in turn, and the median times are compared. Expected is the share itself: of the
+trained with all groups computed and by rule, in turn, and the medians of processor time are compared. Expected
+is the share itself: of the
 time that is not the step, since that is the same. Both learners begin with the same weights, and at the end their digests have
 to be equal, or the comparison shows nothing; then the exit code is 1.
 """
@@ -25,12 +26,14 @@ from tools import bench_trainer  # noqa: I001  (before torch: it sets what Megat
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from pa_npu import platform as platforms
+from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.notice import Notice, notice_bytes, read_notice
+from pa_npu.telemetry.timeline import Timeline
 
 
 class SomeByRule(bench_trainer.FixedMicrobatches):
@@ -43,7 +46,7 @@ class SomeByRule(bench_trainer.FixedMicrobatches):
 
 @dataclass(frozen=True)
 class Row:
-    """Median seconds of an iteration's training with a share of the groups without gradient.
+    """Median processor seconds of training an iteration with a share of groups without gradient.
 
     step_s: of them, the optimizer's step.
     """
@@ -75,11 +78,11 @@ def train(learner, groups: Sequence[Group], responses: int, by_rule: bool) -> tu
             notices.append(read_notice(notice_bytes(group))[0])
         else:
             microbatches += build_microbatches(group, responses, True, 1)
-    start_s = time.perf_counter()
+    start_s = time.process_time()
     learner.accumulate(SomeByRule(microbatches, notices))
-    accumulated_s = time.perf_counter()
+    accumulated_s = time.process_time()
     learner.step()
-    return time.perf_counter() - start_s, time.perf_counter() - accumulated_s
+    return time.process_time() - start_s, time.process_time() - accumulated_s
 
 
 def measure(model: str, args: argparse.Namespace) -> list[Row]:
@@ -87,14 +90,16 @@ def measure(model: str, args: argparse.Namespace) -> list[Row]:
     spec = ModelSpec.read(model)
     config = bench_trainer.make_config(model, args)
     groups = bench_trainer.make_groups(args, spec.vocab_size)
-    makers = {
-        "megatron": lambda: bench_trainer.make_learner(config, spec),
-        "fsdp": lambda: bench_trainer.make_sharded(config, spec),
+    pairs = {
+        "megatron": (bench_trainer.make_learner(config, spec), make_second(config, spec)),
+        "fsdp": (
+            bench_trainer.make_sharded(config, spec),
+            bench_trainer.make_sharded(config, spec),
+        ),
     }
     rows = []
-    for backend, make in makers.items():
-        # the process group that the first one has joined is the second one's too
-        learners = {by_rule: make_again(make) for by_rule in (False, True)}
+    for backend, pair in pairs.items():
+        learners = dict(zip((False, True), pair, strict=True))
         for percent in args.shares:
             number = round(len(groups) * percent / 100)
             # spread over the iteration
@@ -125,15 +130,17 @@ def measure(model: str, args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def make_again(make):  # type: ignore[no-untyped-def]
-    """Makes a learner in a process that may have had one before."""
-    if dist.is_initialized():
-        from megatron.core import parallel_state
+def make_second(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-def]
+    """A Megatron learner in the groups that `bench_trainer.make_learner` has joined."""
+    from pa_npu.backends.megatron.backend import MegatronBackend
+    from pa_npu.backends.megatron.factory import load_stage
+    from pa_npu.trainer.learner import Learner
 
-        if make.__code__.co_names[-1] != "make_sharded":
-            parallel_state.destroy_model_parallel()
-            dist.destroy_process_group()
-    return make()
+    platform, timeline = platforms.get("cpu"), Timeline(None, "")
+    backend = MegatronBackend(
+        load_stage(config, spec, platform), config, spec, platform, platform.device(0), timeline
+    )
+    return Learner(config, backend, platform, timeline)
 
 
 def render(rows: Sequence[Row]) -> str:
