@@ -83,6 +83,7 @@ class FixedMicrobatches:
 
     waited_s = 0.0
     traffic = Traffic()
+    by_rule = ()
     advantages: Mapping[int, Sequence[float]] = MappingProxyType({})
 
     def __init__(self, microbatches: list[Microbatch]) -> None:

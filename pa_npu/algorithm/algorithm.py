@@ -217,6 +217,30 @@ class Algorithm(ABC):
             f"{expected[token]:.6g}"
         )
 
+    # Groups without a gradient
+
+    @property
+    def needs_every_gradient(self) -> str | None:
+        """Says, as a phrase, why a group whose advantages are all 0 may have a gradient; None where
+        its gradient is exactly 0, so that it may be trained by rule (schedule.skip_zero_advantage).
+
+        By default nothing is known of the loss. A subclass that returns None promises that every
+        term of its loss, and everything that is added to it, has the advantage as a factor.
+        """
+        return f"{type(self).__name__} does not promise it (needs_every_gradient in its class)"
+
+    def is_without_gradient(self, group: ScoredSamples, advantages: TokenValues) -> bool:
+        """Says whether the gradient of a group with these advantages [T] is exactly 0."""
+        if self.needs_every_gradient is not None or advantages.any():
+            return False
+        return bool(group.component.max(initial=0) <= 1)
+
+    def broken_rule(self, rewards: SampleValues) -> str | None:
+        """Says, as a phrase, why a group with these rewards [G] may not be trained by rule; None
+        where it may, or where its rewards alone do not say (I7).
+        """
+        return self.needs_every_gradient
+
     # The loss
 
     @property

@@ -188,6 +188,14 @@ class Objective:
         """Whether gradients flow through the entropy."""
         return self._config.algorithm.entropy_coef > 0
 
+    def begin(self) -> None:
+        """Looks at the update's start, once, before the first backward. Backends call it ahead of a
+        filler; what belongs to responses calls it by itself.
+        """
+        if self._before_first is not None:
+            before, self._before_first = self._before_first, None
+            before()
+
     def balance(self, microbatch: Targets) -> float:
         """The factor of the routers' auxiliary loss: with the microbatch's part of the normaliser,
         its weight in their mean.
@@ -257,7 +265,10 @@ class Objective:
 
         Collective if only the last stage knows it.
         """
-        counts = Counts(totals.tokens_leading, totals.responses_leading)
+        counts = Counts(
+            tokens=totals.tokens_leading + totals.tokens_by_rule,
+            responses=totals.responses_leading + totals.responses_by_rule,
+        )
         if (metric := self._algorithm.counted_metric) is not None:
             counts = replace(counts, units=self.sums.total(metric, reductions))
         return self._algorithm.normaliser(counts)
@@ -299,9 +310,7 @@ class Objective:
         self.given.append(given)
 
     def _enter(self, microbatch: Targets, output: torch.Tensor) -> None:
-        if self._before_first is not None:
-            before, self._before_first = self._before_first, None
-            before()
+        self.begin()
         responses = [
             TrainedResponse(group, number, tokens)
             for (group, number), tokens in zip(

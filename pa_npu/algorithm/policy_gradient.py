@@ -95,6 +95,29 @@ class PolicyGradient(RewardCredit):
 
         return expected_policy_gradient(batch, self.keys)
 
+    @property
+    def needs_every_gradient(self) -> str | None:
+        if type(self) is not PolicyGradient:
+            return super().needs_every_gradient  # a subclass may add to the loss
+        return self._term_without_advantage()
+
+    def _term_without_advantage(self) -> str | None:
+        """Names a term of the loss that has no advantage as a factor, as a phrase; None without."""
+        from pa_npu.algorithm.policy_losses import POLICY_LOSSES
+
+        keys = self.keys
+        coefficients = ("kl_coef", "entropy_coef", "router_aux_coef")
+        for name in coefficients:
+            if getattr(keys, name) > 0:
+                return f"algorithm.{name} = {getattr(keys, name):g} adds a term of its own"
+        promised = getattr(self.policy_loss, "zero_without_advantage", False)
+        if keys.loss not in POLICY_LOSSES and promised is not True:
+            return (
+                f"algorithm.loss = {keys.loss} does not promise it (set zero_without_advantage = "
+                "True on the function)"
+            )
+        return None
+
     # Its keys
 
     def broken_rules(self) -> Iterator[str]:

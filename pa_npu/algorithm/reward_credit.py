@@ -68,6 +68,20 @@ class RewardCredit(Algorithm):
             return "a sample has several advantages"
         return broken_advantages(group.rewards, of_samples, self.keys.advantage)
 
+    def broken_rule(self, rewards: SampleValues) -> str | None:
+        if (reason := super().broken_rule(rewards)) is not None:
+            return reason
+        if self.keys.advantage == BATCH_STD:
+            # a positive multiple of the centred rewards, whatever the batch
+            has_advantage = bool((rewards != rewards[0]).any())
+        elif type(self).credit is RewardCredit.credit:
+            has_advantage = bool(group_advantages(rewards, self.keys.advantage).any())
+        else:
+            return None
+        if not has_advantage:
+            return None
+        return f"its rewards {rewards.tolist()} give advantages that are not 0"
+
     def broken_rules(self) -> Iterator[str]:
         if self.needs_whole != "batch":
             return

@@ -18,6 +18,7 @@ _UNREAD = (
         "agent.port placement.colocate publish.mode publish.lora publish.divergence "
         "publish.probe_tokens publish.probe_tolerance publish.noise_margin publish.only_logged "
         "schedule.dispatch schedule.dynamic_sampling schedule.max_staleness "
+        "schedule.skip_zero_advantage "
         "schedule.tokens_per_update schedule.compare_iterations algorithm.router_replay "
         "evaluate.samples evaluate.temperature evaluate.top_p evaluate.max_response_tokens "
         "evaluate.overlap",

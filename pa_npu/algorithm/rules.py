@@ -43,6 +43,7 @@ def rules_of(algorithm: Algorithm) -> Iterator[str]:
     yield from broken_source(algorithm)
     yield from unread_keys(config, algorithm.unread)
     yield from algorithm.broken_rules()
+    yield from _broken_skipping(algorithm)
     if (
         config.environment.name == "agents"
         and (key := needs_whole_groups(config, algorithm)) is not None
@@ -51,6 +52,25 @@ def rules_of(algorithm: Algorithm) -> Iterator[str]:
             "environment.name: agents, whose sessions are one sample, several or none, while "
             f"{key} needs exactly rollout.responses_per_prompt = "
             f"{config.rollout.responses_per_prompt} samples of every prompt; change that key"
+        )
+
+
+def _broken_skipping(algorithm: Algorithm) -> Iterator[str]:
+    """Yields why groups with advantages of 0 may not be trained by rule, where a key asks for it."""
+    config = algorithm.config
+    if not config.schedule.skip_zero_advantage or algorithm.samples_from == "rows":
+        return
+    key = "schedule.skip_zero_advantage: true"
+    if (reason := algorithm.needs_every_gradient) is not None:
+        yield (
+            f"{key} needs a loss by which a group with advantages of 0 has no gradient, but "
+            f"{reason}; set skip_zero_advantage to false"
+        )
+    if config.trainer.pipeline_parallel > 1 and config.schedule.finite_difference_every:
+        yield (
+            f"{key} with trainer.pipeline_parallel = {config.trainer.pipeline_parallel} and "
+            f"schedule.finite_difference_every = {config.schedule.finite_difference_every}, which "
+            "compares whole groups that every stage computes; set one of them to its default"
         )
 
 

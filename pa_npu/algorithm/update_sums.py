@@ -78,7 +78,8 @@ class Totals:
     """Counts of what the objective was given for one update, equal on all ranks of a replica.
 
     tokens_response: trained tokens, whatever their component; the leading ones and the responses
-    that have any are what the normaliser counts.
+    that have any are what the normaliser counts, with those that are trained by rule, which are in
+    no other count.
     """
 
     tokens_response: int = 0
@@ -87,6 +88,15 @@ class Totals:
     tokens_computed: int = 0
     num_responses: int = 0
     num_microbatches: int = 0
+    groups_by_rule: int = 0
+    tokens_by_rule: int = 0
+    responses_by_rule: int = 0
+
+    def add_by_rule(self, leading_lengths: Sequence[int]) -> None:
+        """Counts a group that is trained by rule: its gradient is 0, and it is not computed."""
+        self.groups_by_rule += 1
+        self.tokens_by_rule += sum(leading_lengths)
+        self.responses_by_rule += sum(length > 0 for length in leading_lengths)
 
     def add(
         self, response_lengths: Sequence[int], leading_lengths: Sequence[int], tokens_computed: int
@@ -121,12 +131,13 @@ class Statistics:
 
     def metrics(self, tokens: int, normaliser: float) -> dict[str, Any]:
         """The fields of UpdateReport that say how the loss went. tokens: of the leading component,
-        of all replicas.
+        of all replicas, that were computed.
         """
-        sums, tokens = self.sums, max(1, tokens)
+        sums = self.sums
 
         def per_token(name: str) -> float | None:
-            return sums[name] / tokens if name in sums else None
+            # no mean where nothing was computed
+            return sums[name] / tokens if name in sums and tokens else None
 
         def per_pair(name: str) -> float | None:
             return sums[name] / max(1.0, sums["preference_pairs"]) if name in sums else None
@@ -148,7 +159,7 @@ class Statistics:
             "effective_sample_size": effective_sample_size(
                 sums["weight"], sums["weight_squared"], tokens
             )
-            if has_weights
+            if has_weights and tokens
             else None,
             "age_mean": per_token("age"),
             "age_max": self.age_max if "age" in sums else None,

@@ -13,33 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pa_npu.attention import PrefixLayout
 from pa_npu.samples.microbatch import Microbatch
-
-
-def filler(tokens: int, device: torch.device) -> Microbatch:
-    """A microbatch of so many tokens that belongs to no response.
-
-    Its loss is nothing, and no check hears of it.
-    """
-    none, one = torch.zeros(0, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    return Microbatch(
-        layout=PrefixLayout.from_sequences([tokens]),
-        tokens=torch.zeros(tokens, dtype=torch.int64, device=device),
-        rows=one,
-        targets=one,
-        columns={},
-        packed={},
-        ages=none,
-        response_index=none.long(),
-        response_lengths=(),
-        iteration=0,
-        versions=(0, 0),
-        group_indices=(),
-        sources=(),
-        num_computed_tokens=tokens,
-        repeats=1.0,
-    )
 
 
 def or_nothing(
@@ -81,13 +55,18 @@ class InStep:
         while True:
             own = next(self._own, None)
             goes_on = own is not None and (self._is_last is None or not self._is_last())
+            computes = own is not None and not own.is_filler
             said = torch.tensor(
-                [own is not None, goes_on], dtype=torch.int32, device=self._filler.tokens.device
+                [own is not None, computes, goes_on],
+                dtype=torch.int32,
+                device=self._filler.tokens.device,
             )
             dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)
-            anyone, self._others_go_on = (bool(value) for value in said.tolist())
+            anyone, anyone_computes, self._others_go_on = (bool(value) for value in said.tolist())
             if not anyone:
                 return
+            if not anyone_computes:
+                continue  # all have a place here whose group is trained by rule
             yield own if own is not None else self._filler
 
     def is_last(self) -> bool:

@@ -26,6 +26,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.publish.publisher import WeightSource
 from pa_npu.samples.microbatch import Microbatch
+from pa_npu.samples.notice import Notice
 from pa_npu.samples.replica_feed import ReplicaLinks, Traffic
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.weight_transfer.computation import Computation
@@ -112,6 +113,7 @@ class MicrobatchSource(Protocol):
     to this replica so far.
     advantages: of the groups handed out whose credit is known, by dispatch index: those of each
     sample's trained tokens, float32.
+    by_rule: the groups so far that are trained by rule, of which no microbatch comes.
     """
 
     @property
@@ -125,6 +127,9 @@ class MicrobatchSource(Protocol):
 
     @property
     def advantages(self) -> Mapping[int, Sequence[np.ndarray]]: ...
+
+    @property
+    def by_rule(self) -> Sequence[Notice]: ...
 
     def settle(self) -> int:
         """How many groups the update has; waits until that is known. Raises DeadlineExceeded."""

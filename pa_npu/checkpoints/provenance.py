@@ -62,7 +62,7 @@ _KEYS: dict[Change, dict[str, str]] = {
         "attention": "shared_prompt implementation",
         "evaluate": "sets samples temperature top_p max_response_tokens overlap metric",
         "schedule": "iterations epochs stream compare_iterations dispatch evaluate_every "
-        "finite_difference_every",
+        "finite_difference_every skip_zero_advantage",
         "placement": "colocate",
         "publish": "mode probe_tokens probe_tolerance noise_margin only_logged",
     },

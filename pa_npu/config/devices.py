@@ -68,7 +68,8 @@ class Devices:
         """Whether gradients are reduced during the last backward, because it is known beforehand
         which one that is.
         """
-        return self.schedule.trained_groups is not None and not self.unequal_groups
+        is_known = self.schedule.trained_groups is not None and not self.unequal_groups
+        return is_known and not self.schedule.skip_zero_advantage
 
     @property
     def engines_sleep(self) -> bool:

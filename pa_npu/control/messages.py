@@ -58,7 +58,7 @@ class UpdateReport:
     loss: Annotated[float, _mean]
     policy_loss: Annotated[float, _mean]
     kl: float | None
-    entropy: float
+    entropy: float | None
     clip_ratio: float | None
     logprob_diff_mean: float | None
     logprob_diff_max: Annotated[float | None, max]
@@ -105,15 +105,20 @@ def merge_updates(reports: Sequence[UpdateReport]) -> UpdateReport:
     tokens = [report.tokens_response for report in reports]
 
     def mean(values: list[Any]) -> Any:
-        if isinstance(values[0], dict):
-            return {key: mean([value[key] for value in values]) for key in values[0]}
-        return sum(v * n for v, n in zip(values, tokens, strict=True)) / max(1, sum(tokens))
+        # an update that has computed nothing has no means
+        known = [(v, n) for v, n in zip(values, tokens, strict=True) if v is not None]
+        first = known[0][0]
+        if isinstance(first, dict):
+            return {key: mean([value and value[key] for value in values]) for key in first}
+        return sum(v * n for v, n in known) / max(1, sum(n for _, n in known))
 
     merged: dict[str, Any] = {}
     for name, kind in get_type_hints(UpdateReport, include_extras=True).items():
         (rule,) = getattr(kind, "__metadata__", (mean,))
         values = [getattr(report, name) for report in reports]
-        merged[name] = None if values[0] is None else rule(values)
+        is_mean = rule is mean
+        present = [value for value in values if value is not None]
+        merged[name] = rule(values if is_mean else present) if present else None
     return UpdateReport(**merged)
 
 
@@ -234,6 +239,7 @@ class DispatchedGroup:
     response_tokens: number of trained tokens of each response.
     first: number of the first of these responses in the group.
     leading_tokens: as response_tokens, for the leading component only; None if it trains all.
+    by_rule: whether its gradient is 0 by rule, so that it is counted and not computed.
     """
 
     index: int
@@ -241,6 +247,7 @@ class DispatchedGroup:
     response_tokens: tuple[int, ...]
     first: int = 0
     leading_tokens: tuple[int, ...] | None = None
+    by_rule: bool = False
 
     @property
     def leading(self) -> tuple[int, ...]:

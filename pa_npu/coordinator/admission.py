@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import iterations_ahead
 from pa_npu.coordinator.episode import ScoredGroup
+from pa_npu.coordinator.group_source import DeliveryTimes
 from pa_npu.coordinator.updates import EveryGroup
 from pa_npu.coordinator.variants import Pace, Points
 from pa_npu.data.prompts import Prompt
@@ -151,12 +152,8 @@ class Admission:
             tell_admitted(lease)
         return Admitted(index, prompt, lease)
 
-    def delivered(
-        self, index: int, group: ScoredGroup, lease: Lease, scored_s: float, put_s: float
-    ) -> None:
-        """A group has been scored, at scored_s, and what it released delivered, which took put_s.
-        lease: closed.
-        """
+    def delivered(self, index: int, group: ScoredGroup, lease: Lease, times: DeliveryTimes) -> None:
+        """A group has been scored, and what it released delivered. lease: closed."""
         lengths = group.lengths
         self._lengths[index] = group.prompt, lengths
         end_s = lease.start_s + lease.duration_s
@@ -167,10 +164,11 @@ class Admission:
             end_s=end_s,
             prompt_tokens=len(group.prompt.tokens),
             lengths=tuple(lengths),
-            delivered_s=scored_s - end_s + put_s,
+            delivered_s=times.scored_s - end_s + times.put_s,
             trained=self.choice.trains(group),
             moved=lease.first is not lease,
             computed=group.computed,
+            by_rule=times.by_rule,
         )
         self.planner.observe(timing, self.iteration)
 

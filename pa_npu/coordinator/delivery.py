@@ -55,12 +55,15 @@ class Delivery:
     store_thread: Executor
     told: Sequence[Callable[[Group, ScoredGroup], None]]
     _held: list[tuple[int, ScoredGroup]] = field(default_factory=list, init=False)
+    # of those that have been taken, by number
+    _by_rule: set[int] = field(default_factory=set, init=False)
 
     async def take(self, number: int, scored: ScoredGroup) -> None:
         """A group that is trained under this number."""
         check_size(self.config, self.algorithm, scored.prompt, scored.samples)
         check_components(self.algorithm, scored)
         self.production.add(number, scored)
+        self._decide(number, scored)
         await self._deliver(number, scored)
 
     async def finish(self, num_groups: int) -> float:
@@ -71,6 +74,10 @@ class Delivery:
         self.assignment.finish(num_groups)
         return self.assignment.imbalance
 
+    def is_by_rule(self, number: int) -> bool:
+        """Says of a group that has been taken whether it is known to be trained by rule."""
+        return number in self._by_rule
+
     @property
     def numbers(self) -> dict[str, Any]:
         """More of the iteration's numbers for its record."""
@@ -80,7 +87,8 @@ class Delivery:
         """End what runs beside the iteration, which may have failed."""
 
     async def _deliver(self, number: int, scored: ScoredGroup) -> None:
-        await self._deliver_to(number, scored, self.assignment.assign(number, self._cost(scored)))
+        slot = self.assignment.assign(number, self._cost(number, scored))
+        await self._deliver_to(number, scored, slot)
 
     async def _deliver_to(self, number: int, scored: ScoredGroup, slot: tuple[int, int]) -> None:
         await self._put(number, scored, self.algorithm.credit, {slot: None})
@@ -97,16 +105,28 @@ class Delivery:
         slots: each (replica, slot) that gets it, and which samples that replica trains; None: all.
         """
         group = scored.group(self.config.run.seed, self.production.iteration, number, credit)
+        by_rule = number in self._by_rule
         loop = asyncio.get_running_loop()
         for slot, part in slots.items():
             sent = group if part is None else replace(group, part=part)
-            await loop.run_in_executor(self.store_thread, self.buffer.put, sent, *slot)
+            put = partial(self.buffer.put, sent, *slot)
+            if by_rule:
+                put = partial(put, by_rule=True)
+            await loop.run_in_executor(self.store_thread, put)
         for tell in self.told:
             tell(group, scored)
-        self.production.put(group, scored, slots)
+        self.production.put(group, scored, slots, by_rule=by_rule)
 
-    def _cost(self, scored: ScoredGroup) -> float:
-        return self.work(*scored.trained_as)
+    def _decide(self, number: int, scored: ScoredGroup) -> None:
+        """Decides whether the group is trained by rule: then it costs nothing, wherever it goes."""
+        if not self.config.schedule.skip_zero_advantage or self.algorithm.needs_whole == "batch":
+            return
+        samples = scored.for_credit
+        if self.algorithm.is_without_gradient(samples, self.algorithm.credit(samples)):
+            self._by_rule.add(number)
+
+    def _cost(self, number: int, scored: ScoredGroup) -> float:
+        return 0.0 if number in self._by_rule else self.work(*scored.trained_as)
 
 
 class HeldDelivery(Delivery):
@@ -116,9 +136,15 @@ class HeldDelivery(Delivery):
         self._held.append((number, scored))
 
     async def finish(self, num_groups: int) -> float:
-        advantages = self.algorithm.batch_credit([scored.for_credit for _, scored in self._held])
+        samples = [scored.for_credit for _, scored in self._held]
+        advantages = self.algorithm.batch_credit(samples)
+        if self.config.schedule.skip_zero_advantage and self.algorithm.needs_whole == "batch":
+            for (number, _), group, values in zip(self._held, samples, advantages, strict=True):
+                if self.algorithm.is_without_gradient(group, values):
+                    self._by_rule.add(number)
         slots = self.assignment.assign_all(
-            [number for number, _ in self._held], [self._cost(scored) for _, scored in self._held]
+            [number for number, _ in self._held],
+            [self._cost(number, scored) for number, scored in self._held],
         )
         for (number, scored), values, slot in zip(self._held, advantages, slots, strict=True):
             await self._put(number, scored, partial(_known, values), {slot: None})
@@ -168,6 +194,8 @@ class Production(Variant):
         self._digests: list[GroupDigest] = []
         self._outcomes: dict[int, Outcome] = {}  # by dispatch index
         self._dispatched_correct = 0.0
+        self._num_skipped = 0
+        self._tokens_skipped = 0
         # sizes of each group that is trained, and of those with rewards what they were worth; see
         # add and end
         self._trained: list[tuple[int, ...]] = []
@@ -228,11 +256,17 @@ class Production(Variant):
         group: Group,
         scored: ScoredGroup,
         slots: Mapping[tuple[int, int], tuple[int, int] | None],
+        *,
+        by_rule: bool = False,
     ) -> None:
         """Notes a group that is in the buffer; the run's records have what was put.
 
-        slots: by (replica, slot), which samples that replica trains; None: all.
+        slots: by (replica, slot), which samples that replica trains; None: all. by_rule: whether
+        only a notice of it is there.
         """
+        if by_rule:
+            self._num_skipped += 1
+            self._tokens_skipped += sum(scored.lengths)
         self._digests.append(digest_group(group, slots))
         leading = group.leading_lengths.tolist()
         for (replica, _), part in slots.items():
@@ -246,6 +280,7 @@ class Production(Variant):
                     leading_tokens=None
                     if leading == scored.lengths
                     else tuple(leading[first:last]),
+                    by_rule=by_rule,
                 )
             )
         if group.index < min(self._num_kept, SAMPLES_IN_SHORT):
@@ -274,6 +309,9 @@ class Production(Variant):
             "generate_s": time.perf_counter() - self._start_s,
             "replica_imbalance": replica_imbalance,
         }
+        if self._num_skipped:
+            numbers["groups_skipped"] = self._num_skipped
+            numbers["tokens_skipped"] = self._tokens_skipped
         if self._judged:
             numbers |= self._reward_numbers(groups, responses)
         if counted.get("tokens"):

@@ -129,7 +129,7 @@ class IterationOnEngines:
         """A group, from its engine to the buffer."""
         group, lease = await self._generate(admitted, points)
         times = await deliver(admitted.index, group)
-        admission.delivered(admitted.index, group, lease, times.scored_s, times.put_s)
+        admission.delivered(admitted.index, group, lease, times)
 
     async def _generate(self, admitted: Admitted, points: Points) -> tuple[ScoredGroup, Lease]:
         """The group with its rewards, and the lease under which it ended, closed."""

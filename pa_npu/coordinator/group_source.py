@@ -23,11 +23,12 @@ from pa_npu.data.prompts import Prompt
 @dataclass(frozen=True)
 class DeliveryTimes:
     """When a group was scored (time.perf_counter), and the seconds that delivering took what it
-    released.
+    released. by_rule: whether it is known that the group is trained by rule.
     """
 
     scored_s: float
     put_s: float
+    by_rule: bool = False
 
 
 Deliver = Callable[[int, ScoredGroup], Awaitable[DeliveryTimes]]

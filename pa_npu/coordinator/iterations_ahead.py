@@ -42,6 +42,7 @@ from pa_npu.data.stream import TrainingStream
 from pa_npu.errors import DataError
 from pa_npu.samples.columns import NONE, RunColumns
 from pa_npu.samples.group_digest import digest_group
+from pa_npu.samples.notice import is_notice, read_notice
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.wire import from_bytes
 from pa_npu.telemetry.timeline import Timeline
@@ -94,17 +95,17 @@ class IterationsAhead:
         for one in whole:
             dispatched, digests = [], []
             for number, data in enumerate(one.groups):
-                group, (replica, slot) = (
-                    from_bytes(data, buffer.columns),
-                    self.config.mesh.slot_of(number),
-                )
-                buffer.put(group, replica, slot)
+                by_rule = is_notice(data)
+                group = from_bytes(read_notice(data)[1] if by_rule else data, buffer.columns)
+                replica, slot = self.config.mesh.slot_of(number)
+                buffer.put(group, replica, slot, by_rule=by_rule)
                 dispatched.append(
                     DispatchedGroup(
                         index=group.index,
                         replica=replica,
                         response_tokens=tuple(group.trained_lengths.tolist()),
                         leading_tokens=tuple(group.leading_lengths.tolist()),
+                        by_rule=by_rule,
                     )
                 )
                 digests.append(digest_group(group, {(replica, slot): group.part}))

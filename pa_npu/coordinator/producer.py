@@ -62,7 +62,10 @@ class _Iteration:
         start_s = time.perf_counter()
         for number, chosen in released:
             await self.delivery.take(number, chosen)
-        return DeliveryTimes(scored_s, time.perf_counter() - start_s)
+        by_rule = any(
+            chosen is group and self.delivery.is_by_rule(number) for number, chosen in released
+        )
+        return DeliveryTimes(scored_s, time.perf_counter() - start_s, by_rule)
 
 
 @dataclass(eq=False, repr=False)

@@ -116,6 +116,11 @@ class RunRecords:
                 f"| no verdict by {names}, which count as the mean of their group's others: see "
                 "logs/coordinator.log"
             )
+        if record.get("groups_skipped", 0) == record.get("groups"):
+            say(
+                "| all groups of this iteration have advantages of 0 and are trained by rule "
+                "(schedule.skip_zero_advantage): the step is that of a gradient of 0"
+            )
         total = self._config.schedule.iterations
         say(progress_line(record, total, remaining_s(self._seconds, total - self._first)))
         return RecordDigests(lines_digest([json_line(written)]), lines_digest(lines))

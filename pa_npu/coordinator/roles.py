@@ -312,7 +312,7 @@ class RolesDelivery(Delivery):
     @property
     def held_work(self) -> list[float]:
         """Work of the groups that no replica has."""
-        return [self._cost(scored) for _, scored in self._held]
+        return [self._cost(number, scored) for number, scored in self._held]
 
     @property
     def work_per_token(self) -> float:
@@ -333,7 +333,7 @@ class RolesDelivery(Delivery):
         self._changed.set()
 
     async def _deliver(self, number: int, scored: ScoredGroup) -> None:
-        self._worked.append((self._cost(scored), scored.tokens))
+        self._worked.append((self._cost(number, scored), scored.tokens))
         self._held.append((number, scored))
         self._changed.set()
         if self._pump is None:
@@ -398,14 +398,14 @@ class RolesDelivery(Delivery):
             return None  # every replica trains something, so that its first tokens are compared
         starved = [replica for replica in free if replica in untouched]
         replica = min(starved or free, key=self._given_s.__getitem__)
-        works = [self._cost(scored) for _, scored in self._held]
+        works = self.held_work
         ahead_s = 0.0 if self.roles.all_written else _AHEAD * self._mean_s()
         in_s = self._given_s[replica] - time.perf_counter() - ahead_s
         return max(range(len(works)), key=works.__getitem__), replica, in_s
 
     async def _give(self, place: int, replica: int) -> None:
         number, scored = self._held.pop(place)
-        work = self._cost(scored)
+        work = self._cost(number, scored)
         self._given_s[replica] = (
             max(self._given_s[replica], time.perf_counter()) + work * self.seconds_per_work
         )
@@ -419,6 +419,8 @@ class RolesDelivery(Delivery):
         prompt, lengths = scored.trained_as
 
         def seconds(first: int, last: int) -> float:
+            if number in self._by_rule:
+                return 0.0
             return self.work(prompt, lengths[first:last]) * self.seconds_per_work
 
         at_s = time.perf_counter()

@@ -55,6 +55,13 @@ def _division_rules(config: Config, spec: ModelSpec) -> list[str]:
 
 def _expert_rules(config: Config, spec: ModelSpec) -> list[str]:
     ranks = config.trainer.expert_parallel
+    skips = config.schedule.skip_zero_advantage and config.trainer.backend == "fsdp"
+    if spec.experts is not None and skips:
+        return [
+            f"schedule.skip_zero_advantage: true, but {spec.path} is a mixture of experts: with "
+            "trainer.backend=fsdp an expert to which no computed token goes gets no step, not that "
+            "of a gradient of 0; set it to false, or trainer.backend to megatron"
+        ]
     if spec.experts is not None:
         return _indivisible("trainer.expert_parallel", ranks, "experts", spec.experts.count, spec)
     algorithm = config.algorithm

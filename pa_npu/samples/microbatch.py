@@ -114,6 +114,31 @@ def _attachments_on(
     return tuple(moved)
 
 
+def filler(tokens: int, device: torch.device) -> Microbatch:
+    """A microbatch of so many tokens that belongs to no response.
+
+    Its loss is nothing, and no check hears of it.
+    """
+    none, one = torch.zeros(0, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    return Microbatch(
+        layout=PrefixLayout.from_sequences([tokens]),
+        tokens=torch.zeros(tokens, dtype=torch.int64, device=device),
+        rows=one,
+        targets=one,
+        columns={},
+        packed={},
+        ages=none,
+        response_index=none.long(),
+        response_lengths=(),
+        iteration=0,
+        versions=(0, 0),
+        group_indices=(),
+        sources=(),
+        num_computed_tokens=tokens,
+        repeats=1.0,
+    )
+
+
 def cut(group: Group, samples: int) -> list[Group]:
     """The group in pieces of up to `samples` consecutive samples; the last has what is left."""
     return [group[start : start + samples] for start in range(0, group.num_samples, samples)]

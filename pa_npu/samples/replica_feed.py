@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, astuple, dataclass, field
 from operator import add, sub
@@ -37,6 +37,7 @@ import torch.distributed as dist
 from pa_npu.config.mesh import LONE_RANK, Mesh
 from pa_npu.errors import DeadlineExceeded, PaNpuError
 from pa_npu.samples.group import Group
+from pa_npu.samples.notice import Notice
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 
 
@@ -60,14 +61,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Parsed:
-    """A group and the pieces that it is trained in, which remember their layouts.
+    """A group and the pieces that it is trained in, which remember their layouts; or the notice of
+    one that is trained by rule, with None for each place that a filler takes instead.
 
     advantages: those of each sample's trained tokens, where they were checked to be the group's
     credit.
     """
 
-    group: Group
-    pieces: list[Group]
+    group: Group | Notice
+    pieces: Sequence[Group | None]
     advantages: list[np.ndarray] | None = None
 
 

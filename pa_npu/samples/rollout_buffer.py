@@ -47,6 +47,7 @@ from pa_npu.control.messages import SHARD, ShardAddress
 from pa_npu.errors import DeadlineExceeded, InvariantViolation, PaNpuError
 from pa_npu.samples.columns import LOGPROBS, NONE, Column, RunColumns
 from pa_npu.samples.group import Group
+from pa_npu.samples.notice import notice_bytes
 from pa_npu.samples.routes import routes_of
 from pa_npu.samples.wire import from_bytes, to_bytes
 
@@ -71,6 +72,7 @@ class RolloutBuffer:
     is not used).
     ahead: how many newer iterations may have begun when a group is put. payloads: where groups lie;
     None: in the store.
+    keeps_whole: whether a notice has its group with it, for checkpoints of what is ahead.
     columns: those of the run, and which of them are read here. head_bytes: read from the store on
     the head so far.
     """
@@ -81,6 +83,7 @@ class RolloutBuffer:
     ahead: int = 0
     payloads: ShardPayloads | None = None
     columns: RunColumns = NONE
+    keeps_whole: bool = False
     head_bytes: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -91,10 +94,14 @@ class RolloutBuffer:
         self._filled: dict[int, dict[tuple[int, int], int]] = {}  # by iteration
         self._newest = 0
 
-    def put(self, group: Group, replica: int, slot: int) -> None:
+    def put(self, group: Group, replica: int, slot: int, *, by_rule: bool = False) -> None:
         """Makes a group available to a replica as its slot-th group of `group.iteration`, with the
         columns that the coordinator makes. Each slot once (I2). Raises GroupFormatError for a
-        column that is missing or unknown."""
+        column that is missing or unknown.
+
+        by_rule: only a notice of the group goes there, with the group's bytes where a checkpoint
+        may keep them (samples/notice.py).
+        """
         if group.iteration > self._newest:
             self._newest = group.iteration
             self._filled = {
@@ -112,7 +119,11 @@ class RolloutBuffer:
                     else f"group {filled[replica, slot]} of that iteration is already there"
                 )
             )
-        data = to_bytes(group.made(self.columns.makers("coordinator")), self.columns)
+        if by_rule and not self.keeps_whole:
+            data = notice_bytes(group)
+        else:
+            data = to_bytes(group.made(self.columns.makers("coordinator")), self.columns)
+            data = notice_bytes(group, data) if by_rule else data
         if self.payloads is not None:
             self.payloads.put(key, replica, data, str(group))
             data = str(len(data)).encode()
@@ -192,7 +203,8 @@ def open_buffer(
     """
     place = payloads(config, channel, own)
     columns = trained_columns(config) if trains else run_columns(config)
-    return RolloutBuffer(channel, _NAME, readers, ahead, place, columns)
+    keeps_whole = config.schedule.max_staleness > 0
+    return RolloutBuffer(channel, _NAME, readers, ahead, place, columns, keeps_whole)
 
 
 def run_columns(config: Config) -> RunColumns:

@@ -101,7 +101,10 @@ class Agreement:
         due = self._yardstick is None or iteration - self._measured_at >= YARDSTICK_EVERY
         if self._margin is None or not due:
             return
-        self._yardstick, self._measured_at = self._rounding(first(self._measured)), iteration
+        yardstick = self._rounding(first(self._measured))
+        if not yardstick.n:
+            return  # nothing is computed in this iteration; a later one measures it
+        self._yardstick, self._measured_at = yardstick, iteration
         logger.info(
             "rounding of the trainer's log-probs, from %d responses: mean |difference| %.3g, of "
             "log-odds %.3g",

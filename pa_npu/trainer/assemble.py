@@ -271,6 +271,7 @@ def rollout_source(
             freshness=freshness,
             algorithm=algorithm,
             size=partial(size, iteration) if is_told or unequal(iteration) else None,
+            fills_places=fills_places(config),
             dispatched=partial(DISPATCHED.get_if_there, channel, iteration=iteration),
         )
 
@@ -305,3 +306,18 @@ def trainers_run_on(
         fallback=kernels.fallback,
         computation=msgspec.to_builtins(backend.computation(), str_keys=True),
     )
+
+
+def fills_places(config: Config) -> bool:
+    """Returns whether fillers take the places of groups that are trained by rule.
+
+    Stages of a pipeline agree on the number of microbatches beforehand. Ranks that compute one
+    microbatch at a time together add up the same ones with order=prompt, so that the sum is that of
+    a run without the rule, to the bit.
+    """
+    mesh = config.mesh
+    if mesh.pipeline > 1:
+        return True
+    in_step = config.trainer.backend == "fsdp" or mesh.expert > mesh.tensor
+    is_whole = config.microbatch.max_tokens is None
+    return config.schedule.order == "prompt" and in_step and is_whole and mesh.size > 1

@@ -85,6 +85,7 @@ class _Listed:
 
     waited_s = 0.0
     traffic = Traffic()
+    by_rule = ()
 
     def __init__(self, microbatches: Sequence[Microbatch], groups: int) -> None:
         self._left = list(microbatches)

@@ -35,6 +35,7 @@ from pa_npu.algorithm.objective import TrainedResponse
 from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
 from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.errors import InvariantViolation
+from pa_npu.samples.notice import Notice
 
 _NAMED = 4
 # fp32 sums in another order, as a share of a response's advantages.
@@ -236,14 +237,39 @@ def check_dispatched(
         )
 
 
-def check_trained(dispatched: Dispatched, replica: int, trained: Sequence[TrainedResponse]) -> None:
-    """Raises InvariantViolation unless `trained` is each response of this replica's groups once,
-    with all its tokens.
+def check_trained(
+    dispatched: Dispatched,
+    replica: int,
+    trained: Sequence[TrainedResponse],
+    by_rule: Sequence[Notice] = (),
+) -> None:
+    """Raises InvariantViolation unless `trained` and `by_rule` together are each response of this
+    replica's groups once, with all its tokens.
+
+    by_rule: the groups that the replica has counted and not computed, which must be those that the
+    coordinator dispatched so.
     """
+    counted = [
+        TrainedResponse(notice.index, number, tokens)
+        for notice in by_rule
+        for number, tokens in enumerate(notice.response_tokens, start=notice.first)
+    ]
+    own = [group for group in dispatched.groups if group.replica == replica]
+    _check_responses(dispatched, replica, counted, [one for one in own if one.by_rule], " by rule")
+    _check_responses(dispatched, replica, trained, [one for one in own if not one.by_rule])
+
+
+def _check_responses(
+    dispatched: Dispatched,
+    replica: int,
+    trained: Sequence[TrainedResponse],
+    groups: Sequence[DispatchedGroup],
+    how: str = "",
+) -> None:
+    """Raises InvariantViolation unless `trained` is each response of `groups` once."""
     expected = Counter(
         TrainedResponse(group.index, number, tokens)
-        for group in dispatched.groups
-        if group.replica == replica
+        for group in groups
         for number, tokens in enumerate(group.response_tokens, start=group.first)
     )
     found = Counter(trained)
@@ -261,7 +287,7 @@ def check_trained(dispatched: Dispatched, replica: int, trained: Sequence[Traine
     ]
     parts = [
         f"{what} {_some(items)}"
-        for what, items in (("trained too much:", excess), ("left out:", missing))
+        for what, items in ((f"trained too much{how}:", excess), (f"left out{how}:", missing))
         if items
     ]
     raise InvariantViolation(

@@ -143,6 +143,8 @@ class Learner:
         # groups that were taken ahead, to measure rounding by, are this update's too
         traffic = self._seen_traffic if microbatches is self._source else Traffic()
         reduced = self.backend.accumulate(microbatches, self._objective)
+        for notice in microbatches.by_rule:
+            self._objective.totals.add_by_rule(notice.leading_tokens)
         self._wait_s = microbatches.waited_s - waited_s
         self._train_s = time.perf_counter() - start - self._wait_s
         self._source, self._seen_traffic = microbatches, microbatches.traffic

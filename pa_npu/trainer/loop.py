@@ -14,7 +14,7 @@ in when the coordinator hands groups over; this loop is the same for both.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -39,6 +39,7 @@ from pa_npu.control.messages import (
 from pa_npu.errors import CheckpointError, ExportError
 from pa_npu.platform.base import Platform
 from pa_npu.samples.iterator import MicrobatchIterator
+from pa_npu.samples.notice import Notice
 from pa_npu.telemetry.records import RecordFile, json_line
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
@@ -88,7 +89,7 @@ def train(
             consumed = consume(
                 learner, rollouts(version), updates, measure, judge, border.before_step
             )
-            if rides:
+            if rides and consumed.first.n:  # without a first microbatch nothing was compared
                 probe = ProbeReport(consumed.first.largest, consumed.first.absolute_mean)
         agreement = checks(version, consumed)
         report = IterationReport(
@@ -143,7 +144,8 @@ def measure_first(
 
 @dataclass(frozen=True)
 class Consumed:
-    """An iteration that has been trained. trained: by this replica. exact, aged: differences of all
+    """An iteration that has been trained. trained: by this replica; by_rule: what it counted
+    without computing it. exact, aged: differences of all
     replicas' tokens from the engines', of updates with Update.exact and of others. first: of those
     in the first microbatches. normalisers, gradient_norms: of its updates."""
 
@@ -154,6 +156,7 @@ class Consumed:
     aged: DifferenceSums
     first: DifferenceSums
     gradient_norms: tuple[float, ...] = ()
+    by_rule: Sequence[Notice] = ()
 
 
 def consume(
@@ -172,11 +175,13 @@ def consume(
         before_step: called before every step.
     """
     trained: list[TrainedResponse] = []
+    by_rule: list[Notice] = []
     steps: list[Update] = []
     for share in microbatches.updates(updates):
         if not steps:
             measure(share)
         trained += learner.accumulate(share, None if steps else judge_first)
+        by_rule += share.by_rule
         before_step()
         steps.append(learner.step())
     microbatches.finish()
@@ -189,7 +194,16 @@ def consume(
         [step.normaliser for step in steps],
     )
     gradient_norms = tuple(step.report.grad_norm for step in steps)
-    return Consumed(report, trained, normalisers, exact, aged, steps[0].first, gradient_norms)
+    return Consumed(
+        report=report,
+        trained=trained,
+        normalisers=normalisers,
+        exact=exact,
+        aged=aged,
+        first=steps[0].first,
+        gradient_norms=gradient_norms,
+        by_rule=by_rule,
+    )
 
 
 def profiled(
@@ -237,6 +251,6 @@ class IterationChecks:
             ).groups
         unequal = self._config.devices.unequal_groups and self._config.schedule.streams(iteration)
         check_dispatched(dispatched, iteration, self._config.mesh.data, size, unequal=unequal)
-        check_trained(dispatched, self._replica, consumed.trained)
+        check_trained(dispatched, self._replica, consumed.trained, consumed.by_rule)
         check_normalisers(dispatched, consumed.normalisers, self._algorithm)
         return self.agreement.check_trained(iteration, consumed.exact, consumed.aged)

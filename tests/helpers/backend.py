@@ -28,6 +28,7 @@ class Source(Iterator[Microbatch]):
     is_last = False  # of one replica nobody asks
 
     advantages: Mapping[int, Sequence[np.ndarray]] = {}
+    by_rule = ()
 
     def __init__(
         self, microbatches: Iterable[Microbatch], waited_s: float = 0.0, each: Traffic = NONE

@@ -122,9 +122,12 @@ class Shelf:
 
     def __init__(self) -> None:
         self.groups: dict[tuple[int, int], Group] = {}
+        self.by_rule: set[int] = set()
 
-    def put(self, group: Group, replica: int, slot: int) -> None:
+    def put(self, group: Group, replica: int, slot: int, *, by_rule: bool = False) -> None:
         assert (replica, slot) not in self.groups
+        if by_rule:
+            self.by_rule.add(group.index)
         self.groups[replica, slot] = group
 
 

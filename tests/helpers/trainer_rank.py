@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,13 @@ def main(job_file: str) -> None:
         if rank == 0:
             buffer = RolloutBuffer(channel, "run", readers=1)
             dispatched = put_groups(
-                config, buffer, iteration, job["order"], job.get("sizes"), job.get("fault")
+                config=config,
+                buffer=buffer,
+                iteration=iteration,
+                order=job["order"],
+                sizes=job.get("sizes"),
+                fault=job.get("fault"),
+                equal=job["equal"][iteration] if "equal" in job else None,
             )
             DISPATCHED.put(channel, dispatched, iteration=iteration)
             if "sizes" in job:
@@ -192,7 +198,7 @@ def main(job_file: str) -> None:
         said = DISPATCHED.wait(channel, 60, iteration=iteration)
         replicas = config.mesh.data
         check_dispatched(said, iteration, replicas, len(said.groups) // replicas)
-        check_trained(said, backend.place.replica, consumed.trained)
+        check_trained(said, backend.place.replica, consumed.trained, consumed.by_rule)
         check_normalisers(said, consumed.normalisers, build_algorithm(config))
         reports.append(numbers(consumed.report, checkpoints.at_border(iteration + 1)))
     if config.checkpoint.every:
@@ -219,10 +225,12 @@ def put_groups(
     order: list[int] | None,
     sizes: list[int] | None = None,
     fault: str | None = None,
+    equal: list[int] | None = None,
 ) -> Dispatched:
     """Slots as the coordinator assigns them with order=prompt, or in the given arrival order;
     advantages are those of the rewards.
 
+    equal: indices of groups whose rewards are all the same.
     sizes: of every iteration, as many groups for each replica as schedule.tokens_per_update is said
     to take; None: all.
     """
@@ -232,6 +240,10 @@ def put_groups(
         config.rollout.responses_per_prompt,
         config.run.seed,
     )
+    for index in equal or ():
+        groups[index] = replace(
+            groups[index], rewards=np.ones(groups[index].num_samples, np.float32)
+        )
     kind = config.algorithm.advantage
     rewards = [group.rewards for group in groups]
     every = (
@@ -246,12 +258,12 @@ def put_groups(
     taken = len(groups) if sizes is None else sizes[iteration] * config.mesh.data
     sent = []
     for place, index in enumerate(order or range(taken)):
-        buffer.put(groups[index], place % config.mesh.data, place // config.mesh.data)
-        sent.append(
-            DispatchedGroup(
-                index, place % config.mesh.data, tuple(groups[index].trained_lengths.tolist())
-            )
-        )
+        group = groups[index]
+        by_rule = config.schedule.skip_zero_advantage and not group.advantages.any()
+        replica, slot = place % config.mesh.data, place // config.mesh.data
+        buffer.put(group, replica, slot, by_rule=by_rule)
+        lengths = tuple(group.trained_lengths.tolist())
+        sent.append(DispatchedGroup(index, replica, lengths, by_rule=by_rule))
     return Dispatched(iteration, tuple(sent))
 
 

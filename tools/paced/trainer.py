@@ -17,6 +17,7 @@ from pa_npu.algorithm.update_sums import ReducedGradient
 from pa_npu.backends.megatron import factory
 from pa_npu.backends.protocol import MicrobatchSource, TrainBackend
 from pa_npu.samples.microbatch import Microbatch
+from pa_npu.samples.notice import Notice
 from pa_npu.samples.replica_feed import Traffic
 from tools.groups import separate
 from tools.paced.device import Device
@@ -51,6 +52,10 @@ class PacedMicrobatches:
     @property
     def traffic(self) -> Traffic:
         return self._source.traffic
+
+    @property
+    def by_rule(self) -> Sequence[Notice]:
+        return self._source.by_rule
 
     def settle(self) -> int:
         return self._source.settle()

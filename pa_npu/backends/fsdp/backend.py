@@ -29,7 +29,7 @@ from pa_npu.backends.fsdp.model import ScoredModel, count_reductions
 from pa_npu.backends.fsdp.optimizer import ShardedAdamW, counted, local
 from pa_npu.backends.fsdp.weights import ShardedWeights
 from pa_npu.backends.hf_directory import BUCKET_BYTES, write_hf
-from pa_npu.backends.in_step import InStep, filler
+from pa_npu.backends.in_step import InStep
 from pa_npu.backends.optimizer import OffloadedState
 from pa_npu.backends.protocol import (
     DTYPES,
@@ -44,7 +44,7 @@ from pa_npu.config.mesh import Place
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
-from pa_npu.samples.microbatch import Microbatch
+from pa_npu.samples.microbatch import Microbatch, filler
 from pa_npu.telemetry.timeline import Timeline, now
 from pa_npu.weight_transfer.computation import Computation, computation_of
 from pa_npu.weight_transfer.digest import digest_of
@@ -140,20 +140,27 @@ class FsdpBackend:
         for reduction in self._reductions:
             reduction.restart()
             reduction.first = objective.first_sampled
+        has_computed = False
         with closing(self._in_step(microbatches)) as steps:
             for microbatch in steps:
                 start_s = now()
+                has_computed = True
+                objective.begin()
                 head = None if objective.entropy_gradient else HeadGradient()
                 logprobs, entropy, frozen = self._pass(
                     self._inputs(microbatch), objective.entropy_gradient, head
                 )
                 if microbatch.is_filler:
-                    ((logprobs.sum() + entropy.sum()) * 0.0).backward()
+                    _backward_of_nothing(logprobs, entropy)
                     continue
                 policy = Logprobs(logprobs, self._weights.get("policy"))
                 objective.loss(microbatch, Outputs(policy, entropy, frozen, head)).backward()
                 groups = ", ".join(map(str, microbatch.group_indices))
                 self._timeline.complete(f"group {groups}", start_s, now(), lane="microbatches")
+        if not has_computed:
+            # all is trained by rule, on every rank: the step is that of a gradient of 0
+            logprobs, entropy, _ = self._pass(self._inputs(filler(1, self.device)), False)
+            _backward_of_nothing(logprobs, entropy)
         self._platform.synchronize()
         return counted(self._reductions, self.device) if self._reductions else None
 
@@ -313,3 +320,8 @@ class FsdpBackend:
         """What a model is given of a microbatch. Raises ConfigError for attachments."""
         refuse_attachments(microbatch, self._config)
         return microbatch.tokens, microbatch.layout, microbatch.rows, microbatch.targets
+
+
+def _backward_of_nothing(logprobs: torch.Tensor, entropy: torch.Tensor) -> None:
+    """Runs the backward of a filler, whose gradient is 0 and comes to every weight."""
+    ((logprobs.sum() + entropy.sum()) * 0.0).backward()

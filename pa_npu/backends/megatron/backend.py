@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout
-from pa_npu.backends.in_step import InStep, filler, most, or_nothing
+from pa_npu.backends.in_step import InStep, most, or_nothing
 from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.checkpoint import CheckpointContents, PlannedShards
 from pa_npu.backends.megatron.frozen_passes import HeldMicrobatches
@@ -41,7 +41,7 @@ from pa_npu.checkpoints.directories import CheckpointMeta
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
-from pa_npu.samples.microbatch import Microbatch
+from pa_npu.samples.microbatch import Microbatch, filler
 from pa_npu.samples.routes import ROUTES
 from pa_npu.telemetry.timeline import Timeline, now
 from pa_npu.weight_transfer.computation import Computation
@@ -160,6 +160,7 @@ class MegatronBackend:
         source = held or microbatches
 
         def forward(microbatch: Microbatch) -> Any:
+            objective.begin()
             balance = None if microbatch.is_filler else objective.balance(microbatch)
             output = self._forward(microbatch, objective.entropy_gradient, balance)
             is_own = not isinstance(output, ModelOutput) and not microbatch.is_filler
@@ -277,7 +278,8 @@ class MegatronBackend:
         """
         forward_only = is_last is None
         group = self._step_group
-        loss = loss if group is None else or_nothing(loss)
+        # fillers take the places of groups that are trained by rule, too
+        loss = or_nothing(loss)
         if group is not None and self._config.trainer.pipeline_parallel > 1:
             total = most(num_microbatches, group, self.device)
             fillers = (self._filler() for _ in range(total - num_microbatches))

@@ -79,6 +79,15 @@ class ScheduleConfig(Section):
         description="Replace groups whose responses are all right or all wrong by further prompts "
         "until an iteration has prompts_per_iteration other groups (DAPO).",
     )
+    skip_zero_advantage: bool = Field(
+        False,
+        description="Train groups whose advantages are all 0 (zero variance of rewards) by rule: "
+        "they count in the normaliser and in the records, and no model computes them. "
+        "The update is the same to the bit where a microbatch is a group or less, and "
+        "within rounding where several groups share one. Entropy, agreement (I5) and other "
+        "means over tokens are over what was computed. Needs a loss without KL, entropy "
+        "bonus and router_aux_coef; a function or class of your own must promise it.",
+    )
     finite_difference_every: int = Field(
         0,
         ge=0,

@@ -214,7 +214,8 @@ class Learned:
         self._work = work
         self._engines = EngineFit(rules.max_num_seqs)
         self._seconds_per_work: float | None = None
-        # work that trainers compute over work that was written (several turns, branches)
+        # work that trainers compute over work that was written (several turns, branches, groups
+        # that are trained by rule)
         self._work_ratio = 1.0
         self._step_s = 0.0
         self._delivery_s = 0.0

@@ -98,6 +98,7 @@ class GroupTiming:
     moved: whether it moved between engines, so that its seconds do not show the speed of one.
     computed: prompt and lengths as trainers compute them, where they differ from what was written
         (group_lengths).
+    by_rule: whether its gradient is 0 by rule, so that trainers do not compute it.
     """
 
     index: int
@@ -110,9 +111,14 @@ class GroupTiming:
     trained: bool = True
     moved: bool = False
     computed: tuple[int, tuple[int, ...]] | None = None
+    by_rule: bool = False
 
     def work(self, cost: GroupCost) -> float:
-        """Returns what training it costs. A turn that branches of a session share is computed once."""
+        """Returns what training it costs: nothing by rule, and a turn that branches of a session
+        share is computed once.
+        """
+        if self.by_rule:
+            return 0.0
         return cost(*(self.computed or (self.prompt_tokens, self.lengths)))
 
 

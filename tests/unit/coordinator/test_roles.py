@@ -426,7 +426,7 @@ class Given(module.RolesDelivery):
             roles=roles,
         )
 
-    def _cost(self, scored: Any) -> float:
+    def _cost(self, number: int, scored: Any) -> float:
         return 1.0
 
     async def _deliver_to(self, number: int, scored: Any, slot: tuple[int, int]) -> None:

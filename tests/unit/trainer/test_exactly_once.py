@@ -16,6 +16,7 @@ from pa_npu.control.channel import StoreChannel
 from pa_npu.control.messages import DISPATCHED, Dispatched, DispatchedGroup
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.microbatch import build_microbatches
+from pa_npu.samples.notice import Notice
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.invariants import check_dispatched, check_trained
 from pa_npu.trainer.loop import Consumed, IterationChecks
@@ -239,3 +240,45 @@ def test_a_coordinator_that_never_says_what_it_dispatched_ends_the_wait(
     )
     with pytest.raises(DeadlineExceeded, match="the coordinator: what iteration 3 consists of"):
         checks(3, None)
+
+
+def notice(group: int) -> Notice:
+    """Group `group` as a replica counts it that trains it by rule."""
+    lengths = list(LENGTHS[group])
+    return Notice(
+        iteration=4,
+        index=group,
+        prompt_id=group,
+        first=0,
+        rewards=[1.0, 1.0],
+        response_tokens=lengths,
+        leading_tokens=lengths,
+        version_range=(4, 4),
+    )
+
+
+# replica 0 has groups 1 and 2, of which 2 is trained by rule
+BY_RULE = Dispatched(
+    4, tuple(replace(group, by_rule=group.index == 2) for group in DISPATCH.groups)
+)
+
+
+def test_a_group_by_rule_is_counted_once_and_not_computed() -> None:
+    check_dispatched(BY_RULE, 4, replicas=2, groups_per_replica=2)
+    check_trained(BY_RULE, 0, responses(1), [notice(2)])
+
+
+@pytest.mark.parametrize(
+    ("computed", "counted", "said"),
+    [
+        (responses(1), [], r"left out by rule: response 0 of group 2"),
+        (responses(1, 2), [notice(2)], r"trained too much: response 0 of group 2"),
+        (responses(1), [notice(2), notice(2)], r"trained too much by rule: response 0 of group 2"),
+        ([], [notice(2), notice(1)], r"trained too much by rule: response 0 of group 1"),
+    ],
+)
+def test_a_group_by_rule_that_is_trained_otherwise_is_named(
+    computed: list[TrainedResponse], counted: list[Notice], said: str
+) -> None:
+    with pytest.raises(InvariantViolation, match=said):
+        check_trained(BY_RULE, 0, computed, counted)
