@@ -64,7 +64,7 @@ from pa_npu.telemetry.tracker_libraries import TRACKERS
 
 if TYPE_CHECKING:
     from pa_npu.data.prompts import Prompt, PromptSet
-    from pa_npu.data.row_sets import RowSet
+    from pa_npu.data.trained_sets import TrainedSet
 
 T = TypeVar("T")
 
@@ -257,7 +257,7 @@ def _check_rows(
 
     local: runs a check of which this machine may lack the files.
     """
-    from pa_npu.data.row_sets import first_row_lines, load_held_out_rows
+    from pa_npu.data.trained_sets import load_held_out_rows
 
     if findings.spec is not None:
         check_tokenizer(findings.spec, tokenizer)
@@ -266,24 +266,27 @@ def _check_rows(
     for number in range(len(config.data.datasets)):
         summary = loaded[number].summary if loaded else "not here"
         findings.counts.append(f"{config.data.key_of(number)}: {summary}")
-    held_out = config.evaluation_sets
+    held_out, row_is = config.evaluation_sets, build_algorithm(config).row_is
     sets = local(
-        lambda: load_held_out_rows(config, tokenizer), *(one.path for one in held_out.values())
+        lambda: load_held_out_rows(config, tokenizer, row_is),
+        *(one.path for one in held_out.values()),
     )
     for name in held_out:
         summary = sets[name].summary if sets else "not here"
         findings.counts.append(f"{config.key_of_set(name)}: {summary}")
     if loaded:
-        findings.num_rows = sum(len(rows.rows) for rows in loaded)
-        findings.counts += first_row_lines(loaded[0].rows[0], tokenizer)
+        findings.num_rows = sum(len(rows.items) for rows in loaded)
+        findings.counts += loaded[0].first_lines(tokenizer)
 
 
 def with_epochs(config: Config, findings: Findings) -> Config:
     """The configuration with the iterations that schedule.epochs makes, once rows are counted."""
+    from pa_npu.data.trained_sets import num_items
+
     schedule, num_rows = config.schedule, findings.num_rows
     if schedule.epochs is None or num_rows is None:
         return config
-    rows = schedule.prompts_per_iteration * config.rollout.responses_per_prompt
+    rows = num_items(config, build_algorithm(config).row_is)
     iterations = max(1, math.ceil(schedule.epochs * num_rows / rows))
     changed = schedule.model_copy(update={"iterations": iterations})
     return config.model_copy(update={"schedule": changed})
@@ -453,19 +456,22 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
     return loaded
 
 
-def check_training_rows(tokenizer: Any, config: Config) -> list[RowSet]:
+def check_training_rows(tokenizer: Any, config: Config) -> list[TrainedSet]:
     """Read data.train as a coordinator without engines will."""
-    from pa_npu.data.row_sets import load_training_rows
+    from pa_npu.data.trained_sets import load_training_rows, num_items
 
-    loaded = load_training_rows(config, tokenizer)
-    of_iteration = config.schedule.prompts_per_iteration * config.rollout.responses_per_prompt
+    row_is = build_algorithm(config).row_is
+    loaded = load_training_rows(config, tokenizer, row_is)
+    of_iteration = num_items(config, row_is)
+    product = "schedule.prompts_per_iteration"
+    if row_is == "sequence":
+        product += " x rollout.responses_per_prompt"
     for number, (rows, share) in enumerate(zip(loaded, config.data.shares, strict=True)):
-        if len(rows.rows) < math.ceil(share * of_iteration):
+        if len(rows.items) < math.ceil(share * of_iteration):
             raise DataError(
-                f"{config.data.key_of(number)}: {rows.path} has {counted(len(rows.rows), 'row')} "
-                f"for the {math.ceil(share * of_iteration)} of an iteration "
-                "(schedule.prompts_per_iteration x rollout.responses_per_prompt), so that it would "
-                "hold some twice; lower one of these or give more rows"
+                f"{config.data.key_of(number)}: {rows.path} has {counted(len(rows.items), 'row')} "
+                f"for the {math.ceil(share * of_iteration)} of an iteration ({product}), so that "
+                "it would hold some twice; lower that or give more rows"
             )
     return loaded
 
