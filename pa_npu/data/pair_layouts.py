@@ -26,7 +26,7 @@ from pa_npu.data.records import (
     named_column,
     row_messages,
 )
-from pa_npu.data.row_layouts import Conversation, PlainText, RowContent, row_weight, without_weights
+from pa_npu.data.row_layouts import Conversation, PlainText, RowContent, read_weight, without_weights
 from pa_npu.data.rows import TableRow, read_rows
 from pa_npu.errors import DataError
 
@@ -112,7 +112,7 @@ def _of_texts(
     for column, value in zip(ANSWERS, values, strict=True):
         if not value.strip():
             raise DataError(f"{location}: {column} is empty; give an answer or remove the row")
-    weight = row_weight(location, row.get("weight"), "weight")
+    weight = read_weight(location, row.get("weight"), "weight")
     if asked is None or (name == "prompt" and isinstance(asked, str)):
         chosen, rejected = (PlainText(location, asked or "", value, weight) for value in values)
         return PairContent(location, chosen, rejected, shares_beginning=asked is None)
@@ -178,7 +178,7 @@ def _content(
         )
     tools_column = row.get("tools")
     tools = read_tools(without_nulls(tools_column) if isinstance(row, TableRow) else tools_column)
-    weight = row_weight(location, row.get("weight"), "weight")
+    weight = read_weight(location, row.get("weight"), "weight")
     asked, _ = without_weights(location, before, weight)
     answered, weights = without_weights(location, answer, weight)
     if any(value not in (0.0, weight) for value in weights):

@@ -74,7 +74,7 @@ def read_conversations(
 def _content(
     location: str, row: Mapping[str, Any], options: DataConfig, optional: bool
 ) -> RowContent:
-    weight = row_weight(location, row.get(_WEIGHT), "weight")
+    weight = read_weight(location, row.get(_WEIGHT), "weight")
     tools_column = row.get(_TOOLS)
     tools = read_tools(without_nulls(tools_column) if isinstance(row, TableRow) else tools_column)
     question = named_column(location, row, "question_column", options.question_column, optional)
@@ -171,13 +171,13 @@ def without_weights(
     weights: list[float] = []
     for number, message in enumerate(messages):
         rest = {name: value for name, value in message.items() if name != _WEIGHT}
-        of_message = row_weight(location, message.get(_WEIGHT), f"the weight of message {number}")
+        of_message = read_weight(location, message.get(_WEIGHT), f"the weight of message {number}")
         plain.append(rest)
         weights.append(row_weight * of_message if message["role"] == "assistant" else 0.0)
     return tuple(plain), tuple(weights)
 
 
-def row_weight(location: str, value: Any, named: str) -> float:
+def read_weight(location: str, value: Any, named: str) -> float:
     if value is None:
         return 1.0
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
