@@ -26,7 +26,13 @@ from pa_npu.data.records import (
     named_column,
     row_messages,
 )
-from pa_npu.data.row_layouts import Conversation, PlainText, RowContent, read_weight, without_weights
+from pa_npu.data.row_layouts import (
+    Conversation,
+    PlainText,
+    RowContent,
+    read_weight,
+    without_weights,
+)
 from pa_npu.data.rows import TableRow, read_rows
 from pa_npu.errors import DataError
 
