@@ -10,6 +10,8 @@ writes
     OUT/train.jsonl    questions in GSM8K's layout:
                        {"question": "What is 47+38?", "answer": "7+8=15\\n4+3+1=8\\n#### 85"}
     OUT/test.jsonl     held-out questions, disjoint from the training ones
+    OUT/pairs.jsonl, OUT/test_pairs.jsonl
+                       the same questions (--task add) with a chosen and a rejected answer, in which the teacher slips
     OUT/tiny_model.json  the arguments and what came out; a second call with the same arguments does nothing
 
 The supervised phase has two parts. First the model learns to add two-digit numbers step by step. Then its teacher
@@ -49,7 +51,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools import tiny_edits
 
 # raise it when the same arguments give another result, so that old caches are made anew
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 END_OF_TEXT, END_OF_TURN, SYSTEM, USER, ASSISTANT = (
     "<|endoftext|>",
     "<|end|>",
@@ -241,6 +243,9 @@ def make(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     rest = pairs[arguments.test_questions + NUM_VALIDATION :]
     write_questions(directory / "train.jsonl", rest[: arguments.train_questions], arguments.task)
     write_questions(directory / "test.jsonl", test, arguments.task)
+    if arguments.task == "add":
+        write_pairs(directory / "pairs.jsonl", rest[: arguments.train_questions])
+        write_pairs(directory / "test_pairs.jsonl", test)
 
     tokenizer = make_tokenizer(
         arguments.vocab, {"agent": CALL_PARTS, "edit": tiny_edits.PARTS}.get(arguments.task, ())
@@ -309,6 +314,19 @@ def write_questions(path: Path, pairs: list[tuple[int, int]], task: str) -> None
         rows = [{"question": product_question(x, y), "answer": f"#### {x * y}"} for x, y in pairs]
     else:
         rows = [{"question": question(x, y), "answer": solution(x, y)} for x, y in pairs]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_pairs(path: Path, pairs: list[tuple[int, int]]) -> None:
+    """Writes each question with its right answer, and the one that a slip of the teacher makes."""
+    rows = [
+        {
+            "question": question(x, y),
+            "chosen": solution(x, y),
+            "rejected": solution(x, y, slip=1),
+        }
+        for x, y in pairs
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

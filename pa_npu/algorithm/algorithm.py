@@ -7,7 +7,7 @@
     launcher      the rules between the keys that it reads
 
 A kind of algorithm is a subclass in a file of its own: policy_gradient.py, preference_pairs.py,
-supervised.py.
+row_preferences.py, supervised.py.
 registry.py makes the run's object of its configuration. A class of the user's own is named by
 algorithm.name=module:Class (docs/algorithms.md).
 
@@ -104,10 +104,15 @@ class Algorithm(ABC):
     normaliser counts its tokens, its samples, or what it makes of them.
     samples_from: engines write the samples that are trained, or they are rows of data; then
     rollout.engines is 0, and nothing is generated, rewarded or published.
+    row_is: what a row of data is: a sequence, or a pair of which the first is preferred. A pair is
+    a group of its own.
+    held_out_names: of what `held_out_sums` returns.
     """
 
     components: ClassVar[tuple[Component, ...]]
     samples_from: ClassVar[Literal["engines", "rows"]] = "engines"
+    row_is: ClassVar[Literal["sequence", "pair"]] = "sequence"
+    held_out_names: ClassVar[tuple[str, ...]] = ("loss",)
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -300,6 +305,18 @@ class Algorithm(ABC):
         from pa_npu.algorithm.component_sums import gradient_by_autograd
 
         return gradient_by_autograd(lambda wide: self.loss_sums(wide).loss, batch)
+
+    # Held-out rows
+
+    def held_out_sums(self, batch: TokenBatch) -> Mapping[str, torch.Tensor]:
+        """Returns sums over a microbatch of held-out rows by name; "loss", which chooses the best
+        checkpoint, is among them. By default it is the cross-entropy of their trained tokens.
+        """
+        return {"loss": -batch.logprobs.float().sum()}
+
+    def held_out_count(self, *, rows: int, tokens: int) -> int:
+        """Returns what those sums are divided by. tokens: trained ones."""
+        return tokens
 
     # The normaliser
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pa_npu.algorithm.algorithm import Algorithm
 from pa_npu.algorithm.policy_gradient import PolicyGradient
 from pa_npu.algorithm.preference_pairs import PreferencePairs
+from pa_npu.algorithm.row_preferences import RowPreferences
 from pa_npu.algorithm.supervised import Supervised
 from pa_npu.config.schema import Config
 from pa_npu.config.user_code import import_object
@@ -14,6 +15,7 @@ from pa_npu.errors import ConfigError
 KINDS: dict[str, type[Algorithm]] = {
     **dict.fromkeys(("clip", "gspo", "cispo", "reinforce"), PolicyGradient),
     "dpo": PreferencePairs,
+    "preference": RowPreferences,
     "cross-entropy": Supervised,
 }
 

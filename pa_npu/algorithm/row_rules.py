@@ -38,6 +38,12 @@ _OF_ROWS = Condition(
     "it is for rows of data, set schedule.iterations where engines write the samples",
 )
 
+_OF_PAIRS = Condition(
+    "algorithm.preference_loss algorithm.label_smoothing",
+    never_read,
+    "it is for pairs that rows of data give, set algorithm.name=dpo",
+)
+
 
 def broken_source(algorithm: Algorithm) -> Iterator[str]:
     """Yields a line for each conflict between where samples come from and other keys."""
@@ -46,6 +52,8 @@ def broken_source(algorithm: Algorithm) -> Iterator[str]:
     named = f"algorithm.loss={config.algorithm.loss}"
     if config.algorithm.name is not None:
         named = f"algorithm.name={config.algorithm.name}"
+    if algorithm.row_is != "pair":
+        yield from unread_keys(config, (_OF_PAIRS,))
     if algorithm.samples_from == "engines":
         if not engines:
             yield (

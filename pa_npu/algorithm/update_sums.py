@@ -166,6 +166,8 @@ class Statistics:
             "preference_pairs": round(sums["preference_pairs"]) if has_pairs else None,
             "preference_margin": per_pair("preference_margin"),
             "preference_accuracy": per_pair("preference_right"),
+            "preference_chosen_reward": per_pair("preference_chosen"),
+            "preference_rejected_reward": per_pair("preference_rejected"),
         }
 
 

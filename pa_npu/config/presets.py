@@ -19,6 +19,7 @@ PresetName = Literal[
     "critic-free-ppo",
     "online-dpo",
     "sft",
+    "dpo",
 ]
 
 
@@ -125,6 +126,13 @@ PRESETS: dict[PresetName, Preset] = {
         {"loss": "cross-entropy", "aggregation": "token-mean"},
         schedule={"order": "prompt"},
         rollout={"engines": 0},
+    ),
+    "dpo": Preset(
+        "DPO on pairs that rows of data give, arXiv 2305.18290, eq. 7, with the beta of its "
+        "appendix B",
+        {"loss": "preference", "preference_loss": "sigmoid", "kl_coef": 0.1},
+        schedule={"order": "prompt"},
+        rollout={"engines": 0, "responses_per_prompt": 2},
     ),
 }
 

@@ -32,9 +32,12 @@ HELD_OUT_SETS = Topic("held_out/sets", HeldOutSets, "the coordinator to read the
 
 @dataclass(frozen=True)
 class HeldOutLoss:
-    """Mean cross-entropy of the trained tokens of each set, in nats, under a weight version."""
+    """The means of each set under a weight version, by set and by name: "loss", of sequences the
+    cross-entropy of their trained tokens in nats, and what else the algorithm measures
+    (Algorithm.held_out_sums).
+    """
 
-    losses: dict[str, float]
+    means: dict[str, dict[str, float]]
     seconds: float
 
 

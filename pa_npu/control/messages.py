@@ -40,8 +40,10 @@ class UpdateReport:
     None with max_staleness=0.
     kl, clip_ratio, logprob_*: None for rows of data, which no policy wrote.
     learning_rate: the step's.
-    preference_*: with loss=dpo, else None: the number of groups whose responses are not all equal,
-    their mean margin, and the share of them with a positive margin.
+    preference_*: with loss=dpo and preference, else None: the number of pairs, which are groups
+    whose responses are not all equal, their mean margin, and the share of them with a positive
+    margin. preference_chosen_reward, preference_rejected_reward: with loss=preference, whose
+    difference the margin is.
     expert_*, routing_entropy, experts_untouched, replay_changed, routes_missing: of a mixture of
     experts, see backends.protocol.Routing.
     tokens_computed: tokens through the model, without padding.
@@ -73,6 +75,8 @@ class UpdateReport:
     preference_pairs: Annotated[int | None, sum]
     preference_margin: float | None
     preference_accuracy: float | None
+    preference_chosen_reward: float | None
+    preference_rejected_reward: float | None
     expert_imbalance: float | None
     expert_imbalance_max: Annotated[float | None, max]
     expert_imbalance_layers: dict[str, float] | None

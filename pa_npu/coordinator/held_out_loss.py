@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,7 @@ from pa_npu.control.milestones import Milestones
 from pa_npu.coordinator.evaluate import Evaluations
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.coordinator.row_groups import group_of
-from pa_npu.data.row_sets import Row, RowSet
-from pa_npu.data.row_stream import groups_of_rows
+from pa_npu.data.trained_sets import TrainedSet, groups_of_set
 from pa_npu.samples.rollout_buffer import run_columns
 from pa_npu.samples.wire import to_bytes
 from pa_npu.telemetry.timeline import Timeline
@@ -35,14 +34,19 @@ class HeldOutLosses(Evaluations):
 
     config: Config
     channel: StoreChannel
-    sets: Mapping[str, RowSet]
+    sets: Mapping[str, TrainedSet]
     records: RunRecords
     timeline: Timeline
     milestones: Milestones
 
+    @property
+    def _is_cross_entropy(self) -> bool:
+        """Whether a set's loss is the mean surprise of a token, which has a perplexity."""
+        return build_algorithm(self.config).row_is == "sequence"
+
     def send(self) -> None:
         """Puts all sets where the trainers find them, once."""
-        known = [self._send(name, rows.rows) for name, rows in self.sets.items()]
+        known = [self._send(name, held_out) for name, held_out in self.sets.items()]
         self._known = {held_out.name: held_out for held_out in known}
         HELD_OUT_SETS.put(self.channel, HeldOutSets(tuple(known)))
 
@@ -58,23 +62,20 @@ class HeldOutLosses(Evaluations):
                 self.channel, self.config.deadlines.wait_timeout_s, version=version
             )
         sets: dict[str, dict[str, Any]] = {}
-        for name, loss in told.losses.items():
-            known = self._known[name]
+        for name, means in told.means.items():
+            known, values = self._known[name], dict(means)
+            if self._is_cross_entropy:
+                values["perplexity"] = _perplexity(means["loss"])
             sets[name] = {
-                "loss": loss,
-                "perplexity": _perplexity(loss),
+                **values,
                 "rows": known.rows,
                 "tokens": known.tokens,
-                "metrics": {
-                    "loss": {"value": loss},
-                    "perplexity": {"value": _perplexity(loss)},
-                },
+                "metrics": {metric: {"value": value} for metric, value in values.items()},
             }
         first = next(iter(sets.values()))
         record = {
             "version": version,
-            "loss": first["loss"],
-            "perplexity": first["perplexity"],
+            **{metric: first[metric] for metric in first["metrics"]},
             "seconds": told.seconds,
             "best_by": -self._chosen(sets),
             "sets": sets,
@@ -91,14 +92,15 @@ class HeldOutLosses(Evaluations):
         chosen = sets.get(name) or next(iter(sets.values()))
         return float(chosen["loss"])
 
-    def _send(self, name: str, rows: Sequence[Row]) -> HeldOutSet:
+    def _send(self, name: str, held_out: TrainedSet) -> HeldOutSet:
         algorithm, columns = build_algorithm(self.config), run_columns(self.config)
-        groups = groups_of_rows(rows, self.config.microbatch_responses)
+        groups = groups_of_set(held_out, self.config.microbatch_responses)
+        seed = self.config.run.seed
         for number, prompt in enumerate(groups):
-            group = group_of(prompt, algorithm).group(self.config.run.seed, 0, number)
+            group = group_of(prompt, algorithm).group(seed, 0, number, algorithm.credit)
             put_group(self.channel, name, number, to_bytes(group, columns))
-        tokens = sum(row.num_trained for row in rows)
-        return HeldOutSet(name, len(groups), len(rows), tokens)
+        tokens = sum(row.num_trained for row in held_out.rows)
+        return HeldOutSet(name, len(groups), len(held_out.rows), tokens)
 
 
 def _perplexity(loss: float) -> float:

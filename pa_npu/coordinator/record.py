@@ -150,11 +150,19 @@ class RunRecords:
         """The loss of held-out rows under a version, and its lines on the console."""
         self._trackers.write_evaluation(self._metrics.write_evaluation(record))
         sets = ", ".join(
-            f"{name} {found['loss']:.4f} (perplexity {found['perplexity']:.3f}, "
-            f"{found['rows']} rows)"
+            f"{name} {found['loss']:.4f} ({_held_out_metrics(found)}, {found['rows']} rows)"
             for name, found in record["sets"].items()
         )
         say(f"| evaluation of version {record['version']}: loss {sets}, {record['seconds']:.1f} s")
+
+
+def _held_out_metrics(found: Mapping[str, Any]) -> str:
+    """What a held-out set has beside its loss."""
+    return ", ".join(
+        f"{name.replace('_', ' ')} {metric['value']:.3f}"
+        for name, metric in found["metrics"].items()
+        if name != "loss"
+    )
 
 
 def tracked_config(config: Config) -> dict[str, Any]:

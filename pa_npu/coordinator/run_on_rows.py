@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
@@ -29,9 +29,13 @@ from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.row_groups import RowGroups
 from pa_npu.coordinator.start import first_version, lead, make_records, store_address
 from pa_npu.coordinator.updates import EveryGroup, Updates
-from pa_npu.data.row_sets import RowSet, load_held_out_rows, load_training_rows
 from pa_npu.data.row_stream import RowGroupStream
-from pa_npu.data.stream import TrainingStream
+from pa_npu.data.trained_sets import (
+    TrainedSet,
+    load_held_out_rows,
+    load_training_rows,
+    stream_of,
+)
 from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.families.model_directory import load_tokenizer
 from pa_npu.families.spec import ModelSpec
@@ -50,8 +54,9 @@ async def run_on_rows(config: Config) -> None:
     limit_s = config.run.startup_timeout_s
     async with AsyncExitStack() as stack:
         tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-        train = open_stream(config, load_training_rows(config, tokenizer))
-        held_out = load_held_out_rows(config, tokenizer)
+        row_is = build_algorithm(config).row_is
+        train = open_stream(config, load_training_rows(config, tokenizer, row_is))
+        held_out = load_held_out_rows(config, tokenizer, row_is)
         channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
         timeline = stack.enter_context(Timeline.for_run(config.run.dir, "coordinator"))
         records = stack.enter_context(make_records(config, first, tokenizer))
@@ -125,12 +130,11 @@ class NothingScheduled:
         return Prediction("", None, None)
 
 
-def open_stream(config: Config, loaded: list[RowSet]) -> RowGroupStream:
+def open_stream(config: Config, loaded: list[TrainedSet]) -> RowGroupStream:
     """The stream of groups of rows, at the position of the checkpoint."""
     for rows in loaded:
         logger.info("training on %s", rows.summary)
-    rows_of: TrainingStream[Any] = TrainingStream(config.data, loaded, config.run.seed)
-    stream = RowGroupStream(rows_of, config.rollout.responses_per_prompt)
+    stream = stream_of(config, loaded, build_algorithm(config).row_is)
     if config.checkpoint.load:
         stream.restore(read_meta(Path(config.checkpoint.load)).data)
     return stream

@@ -74,7 +74,7 @@ def read_conversations(
 def _content(
     location: str, row: Mapping[str, Any], options: DataConfig, optional: bool
 ) -> RowContent:
-    weight = _weight(location, row.get(_WEIGHT), "weight")
+    weight = read_weight(location, row.get(_WEIGHT), "weight")
     tools_column = row.get(_TOOLS)
     tools = read_tools(without_nulls(tools_column) if isinstance(row, TableRow) else tools_column)
     question = named_column(location, row, "question_column", options.question_column, optional)
@@ -123,7 +123,7 @@ def _conversation(
             f"{location}: {name} has no message of role assistant, which is what is trained; add "
             "the answer, or remove the row"
         )
-    plain, weights = _without_weights(location, messages, weight)
+    plain, weights = without_weights(location, messages, weight)
     return Conversation(location, plain, weights, tools)
 
 
@@ -153,8 +153,8 @@ def _pair(
             f"{location}: what follows {name} has no message of role assistant, which is what is "
             "trained; correct the row"
         )
-    asked_messages, _ = _without_weights(location, before, weight)
-    answer_messages, weights = _without_weights(location, after, weight)
+    asked_messages, _ = without_weights(location, before, weight)
+    answer_messages, weights = without_weights(location, after, weight)
     return Conversation(
         location,
         (*asked_messages, *answer_messages),
@@ -163,7 +163,7 @@ def _pair(
     )
 
 
-def _without_weights(
+def without_weights(
     location: str, messages: Sequence[Message], row_weight: float
 ) -> tuple[tuple[Message, ...], tuple[float, ...]]:
     """The messages as templates read them, and the weight of each."""
@@ -171,13 +171,13 @@ def _without_weights(
     weights: list[float] = []
     for number, message in enumerate(messages):
         rest = {name: value for name, value in message.items() if name != _WEIGHT}
-        of_message = _weight(location, message.get(_WEIGHT), f"the weight of message {number}")
+        of_message = read_weight(location, message.get(_WEIGHT), f"the weight of message {number}")
         plain.append(rest)
         weights.append(row_weight * of_message if message["role"] == "assistant" else 0.0)
     return tuple(plain), tuple(weights)
 
 
-def _weight(location: str, value: Any, named: str) -> float:
+def read_weight(location: str, value: Any, named: str) -> float:
     if value is None:
         return 1.0
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.config.schema import Config
 from pa_npu.config.sections.inputs import DataConfig, Dataset, TrainingDataset
 from pa_npu.config.sections.rollout import RolloutConfig
 from pa_npu.config.words import counted
@@ -83,6 +82,10 @@ class RowSet:
         """What a stream gives of the set."""
         return self.rows
 
+    def first_lines(self, tokenizer: Any) -> list[str]:
+        """Shows which tokens of the first row are trained."""
+        return first_row_lines(self.rows[0], tokenizer)
+
     @property
     def summary(self) -> str:
         """One line for logs and the dry run."""
@@ -134,7 +137,7 @@ def load_rows(
                     f"data.max_prompt_tokens + rollout.max_response_tokens = {max_tokens}; raise "
                     "one of them, or set data.overlong_prompt to truncate or skip"
                 )
-            row = _cut(row, max_tokens)
+            row = cut_row(row, max_tokens)
             if options.overlong_prompt == "skip" or not row.num_trained:
                 num_skipped += 1
                 continue
@@ -159,39 +162,6 @@ def load_rows(
 def max_row_tokens(data: DataConfig, rollout: RolloutConfig) -> int:
     """Returns the length of the longest row that is trained: a prompt and a response together."""
     return data.max_prompt_tokens + rollout.max_response_tokens
-
-
-def load_training_rows(config: Config, tokenizer: Any) -> list[RowSet]:
-    """The training datasets, in the configuration's order, with row_ids of their own.
-
-    Raises DataError.
-    """
-    loaded: list[RowSet] = []
-    for number, dataset in enumerate(config.data.datasets):
-        rows = load_rows(
-            dataset,
-            tokenizer,
-            config.data,
-            config.data.key_of(number),
-            max_tokens=max_row_tokens(config.data, config.rollout),
-            first_id=sum(rows.num_read for rows in loaded),
-        )
-        loaded.append(rows)
-    return loaded
-
-
-def load_held_out_rows(config: Config, tokenizer: Any) -> dict[str, RowSet]:
-    """The held-out sets by name. Raises DataError."""
-    return {
-        name: load_rows(
-            dataset,
-            tokenizer,
-            config.data,
-            config.evaluate.key_of(name),
-            max_tokens=max_row_tokens(config.data, config.rollout),
-        )
-        for name, dataset in config.evaluate.all_sets(config.data.test).items()
-    }
 
 
 MARKS = ("[[", "]]")
@@ -245,6 +215,11 @@ def _texts(read: Iterator[Any], renderer: Renderer) -> Iterator[_Encoded]:
         yield from _encoded(texts, renderer)
 
 
+def encoded_rows(texts: Sequence[TrainedText], renderer: Renderer, source: str) -> list[Row]:
+    """The texts as rows, numbered from 0."""
+    return [_row(text, number, source) for number, text in enumerate(_encoded(texts, renderer))]
+
+
 def _encoded(texts: Sequence[TrainedText], renderer: Renderer) -> Iterator[_Encoded]:
     encodings = renderer.encode(texts)
     for text, (tokens, offsets) in zip(texts, encodings, strict=True):
@@ -267,7 +242,8 @@ def _row(text: _Encoded, row_id: int, source: str) -> Row:
     return Row(row_id, tokens, weight, text.text, prompt_characters, source=source)
 
 
-def _cut(row: Row, max_tokens: int) -> Row:
+def cut_row(row: Row, max_tokens: int) -> Row:
+    """The first tokens of a row."""
     return Row(
         row.row_id,
         row.tokens[:max_tokens],

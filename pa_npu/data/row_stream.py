@@ -9,7 +9,7 @@ allows; a group may also hold rows that have nothing in common, which then are c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class RowGroup(Prompt):
     @classmethod
     def of(cls, rows: Sequence[Row]) -> RowGroup:
         first = rows[0]
-        tokens = first.tokens[: _num_common([row.tokens for row in rows])]
+        tokens = first.tokens[: num_common([row.tokens for row in rows])]
         sources = {row.source for row in rows}
         return cls(
             prompt_id=first.row_id,
@@ -46,17 +46,26 @@ class RowGroup(Prompt):
 
 
 class RowGroupStream:
-    """Has the calls of a TrainingStream of prompts. size: rows of a group."""
+    """Has the calls of a TrainingStream of prompts.
 
-    def __init__(self, rows: TrainingStream[Row], size: int) -> None:
-        self._rows = rows
+    size: items of a group. groups_of: makes groups of so many; None: of rows (groups_of_rows).
+    """
+
+    def __init__(
+        self,
+        items: TrainingStream[Any],
+        size: int,
+        groups_of: Callable[[Sequence[Any], int], list[RowGroup]] | None = None,
+    ) -> None:
+        self._rows = items
         self._size = size
+        self._groups_of = groups_of_rows if groups_of is None else groups_of
 
     def take(self, num_groups: int) -> list[RowGroup]:
-        """The next groups, of the next num_groups x size rows, in an order by which replicas that
+        """The next groups, of the next num_groups x size items, in an order by which replicas that
         take turns get about as many tokens.
         """
-        groups = groups_of_rows(self._rows.take(num_groups * self._size), self._size)
+        groups = self._groups_of(self._rows.take(num_groups * self._size), self._size)
         groups.sort(key=_num_tokens, reverse=True)
         return groups
 
@@ -84,7 +93,7 @@ def _num_tokens(group: RowGroup) -> tuple[int, int]:
     return sum(len(row.tokens) for row in group.rows), -group.prompt_id
 
 
-def _num_common(arrays: Sequence[npt.NDArray[np.int32]]) -> int:
+def num_common(arrays: Sequence[npt.NDArray[np.int32]]) -> int:
     """How many tokens all of them begin with."""
     shortest = min(len(array) for array in arrays)
     heads = np.stack([array[:shortest] for array in arrays])

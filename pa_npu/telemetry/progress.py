@@ -42,6 +42,7 @@ def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float
             f"epoch {show('epoch', '6.2f')} rows {show('rows', '5.0f')}",
             f"loss {show('loss', '8.4f')} entropy {show('entropy', '6.3f')} grad "
             f"{show('grad_norm', '7.3f')} rate {show('learning_rate', '9.2e')}",
+            *_preferences(record),
             f"tokens/s {show('tokens_per_s', '8.0f')}",
             f"idle trainer {show('trainer_idle', '3.0f', 100)}%",
             f"ETA {format_duration(eta_s):>7}",
@@ -68,9 +69,17 @@ def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float
     return PREFIX + " | ".join(fields)
 
 
+def _preferences(record: Mapping[str, Any]) -> list[str]:
+    """How well the policy tells the answers of pairs apart; nothing of other rows."""
+    margin, accuracy = record.get("preference_margin"), record.get("preference_accuracy")
+    if margin is None or accuracy is None:
+        return []
+    return [f"margin {margin:8.4f} acc {accuracy:5.3f}"]
+
+
 # Fields of the line, by their first word, in the order in which a narrow terminal can do without
 # them.
-_LEAVE_OUT = ("publish", "loss", "length", "TPSPD", "idle", "reward", "epoch", "tokens/s")
+_LEAVE_OUT = ("publish", "loss", "length", "TPSPD", "idle", "reward", "epoch", "margin", "tokens/s")
 _SEPARATOR = " | "
 
 

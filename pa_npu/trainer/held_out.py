@@ -13,6 +13,8 @@ import torch
 
 from pa_npu.algorithm.agreement import NUM_MAXIMA, NUM_SUMS
 from pa_npu.algorithm.objective import Outputs, Targets
+from pa_npu.algorithm.policy_losses import TokenBatch
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.algorithm.update_sums import MetricSums
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
@@ -29,8 +31,6 @@ from pa_npu.samples.rollout_buffer import trained_columns
 from pa_npu.samples.wire import from_bytes
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Learner
-
-_SURPRISE = "surprise"
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class HeldOutRows:
         with self.timeline.span("evaluate", version=version):
             if self._shares is None:
                 self._shares = self._read()
-            losses = {share.held_out.name: self._loss(share) for share in self._shares}
+            means = {share.held_out.name: self._means(share) for share in self._shares}
         if self.learner.backend.place.rank == 0:
-            told = HeldOutLoss(losses, time.perf_counter() - start_s)
+            told = HeldOutLoss(means, time.perf_counter() - start_s)
             HELD_OUT_LOSS.put(self.channel, told, version=version)
 
     def _read(self) -> list[_Share]:
@@ -89,9 +89,10 @@ class HeldOutRows:
             )
         return _Share(held_out, microbatches, counted)
 
-    def _loss(self, share: _Share) -> float:
-        backend = self.learner.backend
-        sums = MetricSums(backend.device, (_SURPRISE,))
+    def _means(self, share: _Share) -> dict[str, float]:
+        backend, held_out = self.learner.backend, share.held_out
+        algorithm = build_algorithm(self.config)
+        sums = MetricSums(backend.device, algorithm.held_out_names)
         none = torch.zeros(NUM_SUMS + NUM_MAXIMA, device=backend.device)
         taken = 0
 
@@ -99,9 +100,30 @@ class HeldOutRows:
             nonlocal taken
             counts = float(taken < share.counted)
             taken += 1
-            surprise = -outputs.policy.values.float().sum() * counts
-            sums.add({_SURPRISE: surprise}, none, microbatch.ages.max())
+            named = algorithm.held_out_sums(_batch(microbatch, outputs, self.config))
+            counted = {name: value * counts for name, value in named.items()}
+            sums.add(counted, none, microbatch.ages.max())
 
         backend.evaluate(share.microbatches, take)
-        total = sums.over_ranks(backend.reductions).sums[_SURPRISE]
-        return total / share.held_out.tokens
+        totals = sums.over_ranks(backend.reductions).sums
+        count = algorithm.held_out_count(rows=held_out.rows, tokens=held_out.tokens)
+        return {name: total / count for name, total in totals.items()}
+
+
+def _batch(microbatch: Targets, outputs: Outputs, config: Config) -> TokenBatch:
+    """The tokens of held-out rows, all with the weight 1."""
+    reference = outputs.frozen.get("reference")
+    logprobs = outputs.policy.values
+    return TokenBatch(
+        logprobs=logprobs,
+        entropy=outputs.entropy,
+        old_logprobs=logprobs,
+        reference_logprobs=None if reference is None else reference.values,
+        engine_logprobs=microbatch.engine_logprobs,
+        advantages=microbatch.advantages,
+        weights=torch.ones_like(logprobs),
+        response_index=microbatch.response_index,
+        num_responses=len(microbatch.response_lengths),
+        group_size=config.rollout.responses_per_prompt,
+        columns=microbatch.columns,
+    )

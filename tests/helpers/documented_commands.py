@@ -37,6 +37,7 @@ AS_WRITTEN = {
 
 PLANNED = {
     "pa-npu run --config configs/sft_tiny.yaml": {},
+    "pa-npu run --config configs/dpo_rows_tiny.yaml": {},
     "pa-npu run --config configs/grpo_tiny.yaml model.path=runs/sft_tiny/hf": {
         "runs/sft_tiny/hf": ".cache/tiny/model"
     },

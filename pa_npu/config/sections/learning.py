@@ -49,7 +49,21 @@ class AlgorithmConfig(Section):
     loss: str = Field(
         "clip",
         description="Policy loss: clip, gspo, cispo, reinforce, dpo, or module:function of your "
-        "own; or cross-entropy, on rows of data.",
+        "own; or, on rows of data, cross-entropy, and preference on pairs of them.",
+    )
+    preference_loss: Literal["sigmoid", "robust", "sigmoid-norm", "ipo"] = Field(
+        "sigmoid",
+        description="With loss=preference, a pair's loss as a function of its margin. sigmoid: "
+        "-log sigmoid of it (DPO). robust: the same, unbiased where a share label_smoothing of "
+        "the pairs is the wrong way round. sigmoid-norm: of log-probs per token. ipo: squared "
+        "distance of that difference per token from 1 / (2 kl_coef).",
+    )
+    label_smoothing: float = Field(
+        0.0,
+        ge=0,
+        lt=0.5,
+        description="With loss=preference, the share of pairs that are taken to be the wrong way "
+        "round (sigmoid, sigmoid-norm and robust).",
     )
     advantage: str = Field(
         "group-std",
@@ -83,8 +97,8 @@ class AlgorithmConfig(Section):
     kl_coef: float = Field(
         0.0,
         ge=0,
-        description="Coefficient of the KL divergence to the reference model; with loss=dpo, its "
-        "beta. 0 loads no reference model.",
+        description="Coefficient of the KL divergence to the reference model; with loss=dpo and "
+        "preference, its beta. 0 loads no reference model.",
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(
         "k3",

@@ -7,6 +7,7 @@ import tempfile
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.errors import DataError
@@ -16,7 +17,7 @@ from pa_npu.rewards.functions import needs_answers
 
 if TYPE_CHECKING:
     from pa_npu.data.prompts import Prompt, PromptSet
-    from pa_npu.data.row_sets import RowSet
+    from pa_npu.data.trained_sets import TrainedSet
 
 _ABSENT = "not here"
 
@@ -63,7 +64,7 @@ def check_rows(config: Config, findings: Findings, tokenizer: Any, local: LocalC
     """Checks all datasets and held-out sets whose rows are trained as they are, counts them, and
     shows what of the first row is trained.
     """
-    from pa_npu.data.row_sets import first_row_lines, load_held_out_rows
+    from pa_npu.data.trained_sets import load_held_out_rows
 
     if findings.spec is not None:
         check_tokenizer(findings.spec, tokenizer)
@@ -78,25 +79,27 @@ def check_rows(config: Config, findings: Findings, tokenizer: Any, local: LocalC
 
     evaluation_sets = config.evaluate.all_sets(config.data.test)
     held_out = local.run(
-        partial(load_held_out_rows, config, tokenizer),
+        partial(load_held_out_rows, config, tokenizer, build_algorithm(config).row_is),
         *(dataset.path for dataset in evaluation_sets.values()),
     )
     for name in evaluation_sets:
         summary = held_out[name].summary if held_out else _ABSENT
         findings.counts.append(f"{config.evaluate.key_of(name)}: {summary}")
     if training:
-        findings.num_rows = sum(len(rows.rows) for rows in training)
-        findings.counts += first_row_lines(training[0].rows[0], tokenizer)
+        findings.num_rows = sum(len(rows.items) for rows in training)
+        findings.counts += training[0].first_lines(tokenizer)
 
 
 def with_epochs(config: Config, findings: Findings) -> Config:
     """Returns the configuration with the iterations that schedule.epochs makes, once rows are
     counted.
     """
+    from pa_npu.data.trained_sets import num_items
+
     schedule = config.schedule
     if schedule.epochs is None or findings.num_rows is None:
         return config
-    rows_per_iteration = schedule.prompts_per_iteration * config.rollout.responses_per_prompt
+    rows_per_iteration = num_items(config, build_algorithm(config).row_is)
     iterations = max(1, math.ceil(schedule.epochs * findings.num_rows / rows_per_iteration))
     changed = schedule.model_copy(update={"iterations": iterations})
     return config.model_copy(update={"schedule": changed})
@@ -125,20 +128,23 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
     return loaded
 
 
-def check_training_rows(tokenizer: Any, config: Config) -> list[RowSet]:
+def check_training_rows(tokenizer: Any, config: Config) -> list[TrainedSet]:
     """Reads data.train as a coordinator without engines will."""
-    from pa_npu.data.row_sets import load_training_rows
+    from pa_npu.data.trained_sets import load_training_rows, num_items
 
-    loaded = load_training_rows(config, tokenizer)
-    rows_per_iteration = config.schedule.prompts_per_iteration * config.rollout.responses_per_prompt
+    row_is = build_algorithm(config).row_is
+    loaded = load_training_rows(config, tokenizer, row_is)
+    rows_per_iteration = num_items(config, row_is)
+    product = "schedule.prompts_per_iteration"
+    if row_is == "sequence":
+        product += " x rollout.responses_per_prompt"
     for number, (rows, share) in enumerate(zip(loaded, config.data.shares, strict=True)):
         num_needed = math.ceil(share * rows_per_iteration)
-        if len(rows.rows) < num_needed:
+        if len(rows.items) < num_needed:
             raise DataError(
-                f"{config.data.key_of(number)}: {rows.path} has {counted(len(rows.rows), 'row')} "
-                f"for the {num_needed} of an iteration "
-                "(schedule.prompts_per_iteration x rollout.responses_per_prompt), so that it would "
-                "hold some twice; lower one of these or give more rows"
+                f"{config.data.key_of(number)}: {rows.path} has {counted(len(rows.items), 'row')} "
+                f"for the {num_needed} of an iteration ({product}), so that it would hold some "
+                "twice; lower that or give more rows"
             )
     return loaded
 

@@ -38,6 +38,22 @@ const CHARTS = [
     ],
   },
   {
+    topic: "preference_margin",
+    title: "Preferences",
+    unit: "log-prob ratio x beta, mean over pairs",
+    keys: [
+      ["preference_margin", "margin"],
+      ["preference_chosen_reward", "chosen"],
+      ["preference_rejected_reward", "rejected"],
+    ],
+  },
+  {
+    topic: "preference_accuracy",
+    title: "Preferred answers told apart",
+    unit: "share of pairs",
+    keys: [["preference_accuracy", "positive margin"]],
+  },
+  {
     topic: "grad_norm",
     title: "Gradient norm",
     unit: "before clipping",

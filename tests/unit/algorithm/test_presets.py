@@ -31,12 +31,13 @@ LENGTHS = [[3, 5, 2], [1, 4, 6]]
 
 
 def preset_config(name: PresetName, **algorithm: object) -> Config:
+    size = PRESETS[name].rollout.get("responses_per_prompt", len(LENGTHS[0]))
     tree = {
         "model": {"path": "m"},
         "data": {"train": "t"},
         "algorithm": {"name": name, **algorithm},
         "schedule": {"stream": PRESETS[name].algorithm.get("advantage") != "batch-std"},
-        "rollout": {"max_response_tokens": MAX_LENGTH, "responses_per_prompt": 3},
+        "rollout": {"max_response_tokens": MAX_LENGTH, "responses_per_prompt": size},
     }
     return Config.model_validate(tree)
 
@@ -145,6 +146,13 @@ def online_dpo(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor
     return -torch.stack([torch.sigmoid(0.1 * margin).log() for margin in margins]).mean()
 
 
+def dpo(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
+    gained = [(new - before).sum() for new, before in zip(logprobs, reference, strict=True)]
+    # three pairs, the chosen one first
+    margins = [gained[0] - gained[1], gained[2] - gained[3], gained[4] - gained[5]]
+    return -torch.stack([torch.sigmoid(0.1 * margin).log() for margin in margins]).mean()
+
+
 def cross_entropy(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
     return -torch.cat(logprobs).mean()
 
@@ -160,6 +168,7 @@ FORMULAS: dict[PresetName, Callable[[Tokens, Tokens, Tokens], torch.Tensor]] = {
     "critic-free-ppo": token_mean(centred(REWARDS), 0.2, 0.2),
     "online-dpo": online_dpo,
     "sft": cross_entropy,
+    "dpo": dpo,
 }
 
 
@@ -168,8 +177,11 @@ def our_loss(
 ) -> torch.Tensor:
     """As trainer and coordinator compute it, from rewards to the normalised loss."""
     algorithm = build_algorithm(config)
-    groups = []
-    for rewards, responses in zip(REWARDS, LENGTHS, strict=True):
+    groups, size = [], config.rollout.responses_per_prompt
+    all_rewards = [reward for group in REWARDS for reward in group]
+    all_lengths = [length for group in LENGTHS for length in group]
+    for start in range(0, len(all_lengths), size):
+        rewards, responses = all_rewards[start : start + size], all_lengths[start : start + size]
         tokens = np.zeros(sum(responses), np.int32)
         trained = np.ones(sum(responses), np.bool_)
         groups.append(
@@ -189,7 +201,7 @@ def our_loss(
         weights=algorithm.token_weights(lengths, torch.device("cpu")).double(),
         response_index=index,
         num_responses=len(lengths),
-        group_size=3,
+        group_size=size,
     )
     sums = algorithm.loss_sums(batch)
     units = (
@@ -224,8 +236,8 @@ def test_loss_and_gradient_of_a_preset_are_its_papers(name: PresetName) -> None:
     torch.testing.assert_close(gradient, expected, rtol=5e-4, atol=1e-7)
 
     wrong = "centred" if name in ("rloo", "grpo") else "leave-one-out"
-    # of the second the advantage is an order alone, and the last one has none
-    if name not in ("reinforce++-baseline", "online-dpo", "sft"):
+    # of the second the advantage is an order alone, and the last two read none
+    if name not in ("reinforce++-baseline", "online-dpo", "sft", "dpo"):
         other = our_loss(preset_config(name, advantage=wrong), logprobs, old, reference)
         assert other.item() != pytest.approx(theirs.item(), rel=1e-2), "another advantage must show"
 

@@ -41,7 +41,7 @@ def play(run: Run, first: int = 0) -> None:
         report = None if version == first else {"loss": 0.5}
         run.announce(version, report, publishes=False)
         HELD_OUT_LOSS.put(
-            run.channel, HeldOutLoss({"test": 2.0 / (1 + version)}, 0.1), version=version
+            run.channel, HeldOutLoss({"test": {"loss": 2.0 / (1 + version)}}, 0.1), version=version
         )
         if not first and version == SAVED:
             run._save_checkpoint(version)
