@@ -46,8 +46,8 @@ def check_prompts(
         findings.counts.append(line)
 
     sample: Prompt | None = None
-    for name, dataset in config.evaluation_sets.items():
-        held_out = local.run(partial(check_held_out, name, tokenizer, config), dataset.path)
+    for name, held_out_set in config.evaluation_sets.items():
+        held_out = local.run(partial(check_held_out, name, tokenizer, config), held_out_set.path)
         summary = held_out.summary if held_out else _ABSENT
         findings.counts.append(f"{config.key_of_set(name)}: {summary}")
         if sample is None and held_out:
