@@ -98,17 +98,16 @@ _WRITTEN = (
 
 
 def throughput(tokens: Mapping[str, float], seconds: float, devices: int) -> dict[str, float]:
-    """Tokens per second per device by name: of samples, of their responses alone, and of tokens
-    that were computed.
-
-    Raises ValueError on non-positive seconds or devices.
+    """Returns tokens per second per device by name: of samples, of their responses alone, and of
+    tokens that were computed.
 
     Args:
-        tokens: tokens_prompt, the prompt once per sample; tokens_response; tokens_computed, those
-        that went through the trainer, a
-            shared prompt once.
+        tokens: tokens_prompt, with the prompt once per sample; tokens_response; tokens_computed,
+            which went through the trainer, with a shared prompt once.
         seconds: from publish to publish.
         devices: trainers and engines together.
+
+    Raises ValueError on non-positive seconds or devices.
     """
     if not seconds > 0 or devices < 1:
         raise ValueError(
@@ -125,13 +124,14 @@ def throughput(tokens: Mapping[str, float], seconds: float, devices: int) -> dic
 def run_throughput(
     records: Sequence[Mapping[str, Any]], warmup_iterations: int
 ) -> dict[str, float | None]:
-    """Numbers of a run from its iteration records, the first `warmup_iterations` of them left out,
-    by name.
+    """Returns the numbers of a run by name, from its iteration records without the first
+    `warmup_iterations`.
 
     Rates (tpspd and its kin) come from sums, seconds are means per iteration, ratios are means
     weighted by the iterations' seconds. tail_waste, replica_imbalance: None where records do not
-    have them. Of a run with iterations of both kinds only the periodic ones count; synchronous_s is
+    have them. In a run with iterations of both kinds only the periodic ones count; synchronous_s is
     the mean of the others, which are there for comparison.
+
     Raises DataError when nothing is left, a record lacks a number, or the number of devices changed
     on the way.
     """
@@ -237,46 +237,52 @@ def load_report(run_dir: Path | str, warmup_iterations: int = WARMUP_ITERATIONS)
 
 
 def named_devices(config: Mapping[str, Any]) -> str:
-    """Names single engines' devices in words; empty if the configuration names none. config: plain
-    values, of any version.
+    """Names single engines' devices in words; empty if the configuration names none.
+
+    config: plain values, as a file of any version has them.
     """
     rollout = config.get("rollout")
     entries = rollout.get("engine_settings") if isinstance(rollout, dict) else None
-    said = [
-        f"{entry['device']} (engine{'s' if len(entry['engines']) > 1 else ''} "
-        f"{', '.join(map(str, entry['engines']))})"
-        for entry in (entries if isinstance(entries, list) else [])
-        if isinstance(entry, dict)
-        and entry.get("device")
-        and isinstance(entry.get("engines"), list)
-    ]
-    return ", ".join(said)
+    if not isinstance(entries, list):
+        return ""
+    devices = []
+    for entry in entries:
+        if not isinstance(entry, dict) or not entry.get("device"):
+            continue
+        engines = entry.get("engines")
+        if isinstance(engines, list):
+            plural = "s" if len(engines) > 1 else ""
+            numbers = ", ".join(map(str, engines))
+            devices.append(f"{entry['device']} (engine{plural} {numbers})")
+    return ", ".join(devices)
 
 
 def learned(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """By names of LEARNED, the mean over the last quarter of the iterations."""
+    """Returns the means over the last quarter of the iterations, by names of LEARNED."""
     last = records[-max(1, len(records) // 4) :]
-    found = {
-        name: [record[name] for record in last if isinstance(record.get(name), (int, float))]
-        for name in LEARNED
-    }
-    return {name: fmean(values) for name, values in found.items() if values}
+    means = {}
+    for name in LEARNED:
+        values = [record[name] for record in last if isinstance(record.get(name), (int, float))]
+        if values:
+            means[name] = fmean(values)
+    return means
 
 
 def memory_peaks(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """By names of PEAKS, the mean over the iterations' records of what was needed at most, in
-    bytes.
+    """Returns the means over the iterations of the largest memory use in bytes, by names of
+    PEAKS.
     """
-    found = {
-        name: [number(record, name) for record in records if record.get(name) is not None]
-        for name in PEAKS
-    }
-    return {name: fmean(values) for name, values in found.items() if values}
+    means = {}
+    for name in PEAKS:
+        values = [number(record, name) for record in records if record.get(name) is not None]
+        if values:
+            means[name] = fmean(values)
+    return means
 
 
 def each_run(reports: Sequence[RunReport]) -> list[RunReport]:
-    """The reports under the names that they have in a table: directory names, numbered where two
-    runs share one.
+    """Returns the reports under the names that they have in a table: directory names, numbered
+    where two runs share one.
     """
     names = [report.name for report in reports]
     return [
@@ -286,7 +292,7 @@ def each_run(reports: Sequence[RunReport]) -> list[RunReport]:
 
 
 def render_text(reports: Sequence[RunReport]) -> str:
-    """A table with a column of equal width per run, followed by what the numbers mean."""
+    """Returns a table with a column of equal width per run, followed by what the numbers mean."""
     from rich.box import ASCII2  # logs and terminals of any locale can show it
     from rich.console import Console
     from rich.table import Table
@@ -366,7 +372,11 @@ def table_rows(reports: Sequence[RunReport]) -> list[tuple[str, list[str]]]:
 
 
 def _cell(name: str, value: float | None, layout: str) -> str:
-    return "-" if value is None else format(value / _MIB if name in PEAKS else value, layout)
+    if value is None:
+        return "-"
+    if name in PEAKS:
+        value /= _MIB
+    return format(value, layout)
 
 
 def _ratio(report: RunReport, reports: Sequence[RunReport]) -> float:
