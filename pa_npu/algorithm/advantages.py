@@ -54,6 +54,15 @@ GROUP_ADVANTAGES: dict[str, GroupAdvantage] = {
     "leave-one-out": leave_one_out,
 }
 
+LINEAR_ADVANTAGES: dict[str, Callable[[int], float]] = {
+    "centred": lambda size: 1.0,
+    "leave-one-out": lambda size: size / max(1, size - 1),
+}
+"""Those that are linear in the rewards: from G to the factor of the centred rewards.
+
+Trainers can add the part of a KL in the reward to them later (algorithm.kl_in).
+"""
+
 BATCH_STD = "batch-std"
 """Needs every group of an iteration: see batch_advantages."""
 KNOWN_ADVANTAGES = (*GROUP_ADVANTAGES, BATCH_STD)

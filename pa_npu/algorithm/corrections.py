@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pa_npu.algorithm.advantages import LINEAR_ADVANTAGES
 from pa_npu.algorithm.policy_losses import TokenBatch
 from pa_npu.config.sections.learning import AlgorithmConfig
 
@@ -46,9 +47,8 @@ def kl_reward_advantages(
     response's reward.
 
     KL is estimated by the sum over the response's tokens: with k1 the reward of RLOO, arXiv
-    2402.14740. Advantages that are linear in the rewards (centred, leave-one-out) are the sum of
-    the rewards' and the KL's, so that the coordinator need not know the KL. Every group of the
-    batch must be whole.
+    2402.14740. `kind` is one of LINEAR_ADVANTAGES, which are the sum of the rewards' and the KL's,
+    so that the coordinator need not know the KL. Every group of the batch must be whole.
     """
     if batch.reference_logprobs is None or batch.num_responses % batch.group_size:
         raise ValueError(
@@ -57,9 +57,8 @@ def kl_reward_advantages(
         )
     kl = KL_ESTIMATORS[estimator](batch.old_logprobs, batch.reference_logprobs)
     rewards = -coefficient * batch.response_sum(kl).view(-1, batch.group_size)
-    advantages = rewards - rewards.mean(dim=1, keepdim=True)
-    if kind == "leave-one-out":
-        advantages = advantages * (batch.group_size / (batch.group_size - 1))
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    advantages = centred * LINEAR_ADVANTAGES[kind](batch.group_size)
     return batch.per_token(advantages.flatten())
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pa_npu.algorithm.advantages import LINEAR_ADVANTAGES
 from pa_npu.algorithm.loss_gradient import ExpectedGradient, Values
 from pa_npu.algorithm.policy_losses import TokenBatch, find_policy_loss
 from pa_npu.config.sections.learning import AlgorithmConfig
@@ -99,8 +100,7 @@ class _Tokens:
             -1, size
         )
         centred = rewards - rewards.mean(axis=1, keepdims=True)
-        if self.config.advantage == "leave-one-out":
-            centred = centred * size / (size - 1)
+        centred = centred * LINEAR_ADVANTAGES[self.config.advantage](size)
         terms = np.abs(rewards).max(axis=1, keepdims=True).repeat(size, axis=1)
         return centred.ravel()[self.response], 2 * terms.ravel()[self.response]
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from pa_npu.algorithm.advantages import LINEAR_ADVANTAGES
 from pa_npu.algorithm.algorithm import OLD_POLICY, Component, NeededModel
 from pa_npu.algorithm.normaliser import (
     token_weights,
@@ -32,8 +33,6 @@ POLICY = Component(1, "policy", "those that the policy wrote")
 # Losses that take no ratio to the policy that sampled, and those that bound no ratio from above.
 _WITHOUT_RATIO = ("reinforce",)
 _WITHOUT_BOUNDS = ("cispo", "reinforce")
-# Advantages that are linear in the rewards, so that a KL's part can be added to them later.
-_LINEAR = ("centred", "leave-one-out")
 
 
 class PolicyGradient(RewardCredit):
@@ -173,11 +172,11 @@ def _broken_kl_in_reward(algorithm: PolicyGradient) -> Iterator[str]:
     config, keys = algorithm.config, algorithm.keys
     if not algorithm.has_kl_in_reward:
         return
-    if keys.advantage not in _LINEAR:
+    if keys.advantage not in LINEAR_ADVANTAGES:
         yield (
             f"algorithm.kl_in: reward with algorithm.advantage={keys.advantage}: the trainer knows "
             "the KL only after the coordinator has divided rewards by their deviation; set "
-            "advantage to centred or leave-one-out, or kl_in to loss"
+            f"advantage to {' or '.join(LINEAR_ADVANTAGES)}, or kl_in to loss"
         )
     responses = config.rollout.responses_per_prompt
     if config.microbatch_responses != responses:
