@@ -19,6 +19,7 @@ PresetName = Literal[
     "critic-free-ppo",
     "online-dpo",
     "sft",
+    "distill",
 ]
 
 
@@ -125,6 +126,11 @@ PRESETS: dict[PresetName, Preset] = {
         {"loss": "cross-entropy", "aggregation": "token-mean"},
         schedule={"order": "prompt"},
         rollout={"engines": 0},
+    ),
+    "distill": Preset(
+        "On-policy distillation: the reverse KL at the sampled token as its advantage, MiniLLM, "
+        "arXiv 2306.08543, eq. 2, and GKD, arXiv 2306.13649, without later tokens' part",
+        _keys("clip", "none", "token-mean", (0.2, 0.2), 0.0, distill_coef=1.0),
     ),
 }
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from pydantic import Field
+
 from pa_npu.config.deadlines import Deadlines
 from pa_npu.config.mesh import Mesh
 from pa_npu.config.sections import Section
@@ -18,6 +20,7 @@ from pa_npu.config.sections.learning import (
     LoraConfig,
     MicrobatchConfig,
     OptimizerConfig,
+    TeacherConfig,
     TrainerConfig,
 )
 from pa_npu.config.sections.operation import (
@@ -54,6 +57,10 @@ class ConfigTree(Section):
     reward: RewardConfig = RewardConfig()
     lora: LoraConfig = LoraConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    teacher: dict[str, TeacherConfig] = Field(
+        default_factory=dict,
+        description="The teacher of algorithm.distill_coef, by a name of yours.",
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerConfig = TrainerConfig()
     microbatch: MicrobatchConfig = MicrobatchConfig()

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from pa_npu import platform as platforms
 from pa_npu.agents.parser_trial import check_tool_parser
 from pa_npu.algorithm.registry import build_algorithm
+from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.trial import check_algorithm
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
@@ -58,6 +59,7 @@ from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.memory import adapter_parameters, without_adapters
 from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.shortages import shortages
+from pa_npu.planning.teachers import check_teacher, check_vocabularies, of_teacher
 from pa_npu.platform.base import Platform
 from pa_npu.platform.vendor_tools import busy_devices
 from pa_npu.telemetry.tracker_libraries import TRACKERS
@@ -169,9 +171,15 @@ def check_surroundings(
         findings.spec = _planned_model(config, findings)
     if config.has_adapters:
         local(lambda: check_adapters(config), config.model.adapter)
+    directories = trainer_models(config).directories
+    local(lambda: check_teachers(config, findings.spec), *directories.values())
     check_memory(config, findings)
     path, trusted = config.model.path, config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trusted) if Path(path).is_dir() else None
+    if tokenizer is not None:
+        for name, directory in directories.items():
+            if Path(directory).is_dir():
+                check_vocabularies(name, directory, tokenizer, load_tokenizer(directory, trusted))
     backend_module(config.trainer.backend)
     if build_algorithm(config).samples_from == "rows":
         if tokenizer is not None:
@@ -429,6 +437,19 @@ def check_model_files(config: Config) -> ModelSpec:
     check_weights(spec)
     check_end_tokens(spec)
     return spec
+
+
+def check_teachers(config: Config, spec: ModelSpec | None) -> None:
+    """Every teacher that trainers hold can be read and goes with the policy. spec: the policy's."""
+    for name, directory in trainer_models(config).directories.items():
+        try:
+            teacher = ModelSpec.from_config(of_teacher(config, directory))
+            check_plain_files(directory)
+            check_weights(teacher)
+        except DataError as error:
+            raise DataError(str(error).replace("model.path:", f"{name}.model:", 1)) from None
+        if spec is not None:
+            check_teacher(config, spec, name, teacher)
 
 
 def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
