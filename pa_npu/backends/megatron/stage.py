@@ -83,9 +83,14 @@ class TriModel(MegatronModule):
         together: bool = True,
         other_rotaries: Mapping[str, RotaryTable] | None = None,
     ) -> None:
-        """other_rotaries: of the models that are no copies of the policy, by name. published: memory for a copy of the weights that engines have been given, which is never
-        computed with. together: frozen models go through the policy's pass; otherwise each has
-        passes of its own."""
+        """
+        Args:
+            other_rotaries: of the models that are no copies of the policy, by name.
+            published: memory for a copy of the weights that engines have been given, which is never
+            computed with.
+            together: frozen models go through the policy's pass; otherwise each has passes of its
+            own.
+        """
         super().__init__(config)
         self.policy = policy
         # plain dicts keep them out of the module tree: DDP, optimizer and checkpoints must see the
