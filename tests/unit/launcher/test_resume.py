@@ -21,7 +21,6 @@ from pa_npu.checkpoints.provenance import (
     config_tree,
     differences,
     fingerprints,
-    model_fingerprint,
 )
 from pa_npu.config.keys import all_keys
 from pa_npu.config.load import load_config
