@@ -299,8 +299,8 @@ TREE = {
             "teacher: large would be read by nothing",
         ),
         (
-            {"algorithm": {"advantage": "none"}, "teacher": {}},
-            "algorithm.advantage: none .* trains nothing",
+            {"algorithm": {"advantage": "zero"}, "teacher": {}},
+            "algorithm.advantage: zero .* trains nothing",
         ),
         (
             {"algorithm": {"name": "online-dpo", "distill_coef": 0.5}},
