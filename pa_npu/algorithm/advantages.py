@@ -48,7 +48,7 @@ def leave_one_out(rewards: Rewards) -> Rewards:
     return (_centre(rewards) * (len(rewards) / max(1, len(rewards) - 1))).astype(np.float32)
 
 
-def zero(rewards: Rewards) -> Rewards:
+def no_reward(rewards: Rewards) -> Rewards:
     """A_i = 0: rewards are recorded and train nothing."""
     return np.zeros(len(rewards), np.float32)
 
@@ -57,7 +57,7 @@ GROUP_ADVANTAGES: dict[str, GroupAdvantage] = {
     "group-std": group_std,
     "centred": centred,
     "leave-one-out": leave_one_out,
-    "zero": zero,
+    "no-reward": no_reward,
 }
 
 BATCH_STD = "batch-std"

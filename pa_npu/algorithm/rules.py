@@ -73,9 +73,9 @@ def _broken_teachers(algorithm: Algorithm) -> Iterator[str]:
             f"teacher: {', '.join(config.teacher)} would be read by nothing; set "
             "algorithm.distill_coef, or remove the section"
         )
-    if keys.advantage == "zero" and not config.algorithm.is_users_own:
+    if keys.advantage == "no-reward" and not config.algorithm.is_users_own:
         yield (
-            "algorithm.advantage: zero with algorithm.distill_coef = 0 trains nothing; set "
+            "algorithm.advantage: no-reward with algorithm.distill_coef = 0 trains nothing; set "
             "distill_coef, or another advantage"
         )
 

@@ -130,7 +130,7 @@ PRESETS: dict[PresetName, Preset] = {
     "distill": Preset(
         "On-policy distillation: the reverse KL at the sampled token as its advantage, MiniLLM, "
         "arXiv 2306.08543, eq. 2, and GKD, arXiv 2306.13649, without later tokens' part",
-        _keys("clip", "zero", "token-mean", (0.2, 0.2), 0.0, distill_coef=1.0),
+        _keys("clip", "no-reward", "token-mean", (0.2, 0.2), 0.0, distill_coef=1.0),
     ),
 }
 

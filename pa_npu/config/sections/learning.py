@@ -55,7 +55,7 @@ class AlgorithmConfig(Section):
         description="How rewards become advantages. group-std: minus the group's mean, divided by "
         "its standard deviation. centred: minus the group's mean. batch-std: minus the "
         "group's mean, divided by the batch's standard deviation. leave-one-out: minus "
-        "the mean of the other responses of the group. zero: no advantage, where "
+        "the mean of the other responses of the group. no-reward: no advantage, where "
         "distillation alone trains. module:function: your own.",
     )
     clip_low: float = Field(

@@ -299,8 +299,8 @@ TREE = {
             "teacher: large would be read by nothing",
         ),
         (
-            {"algorithm": {"advantage": "zero"}, "teacher": {}},
-            "algorithm.advantage: zero .* trains nothing",
+            {"algorithm": {"advantage": "no-reward"}, "teacher": {}},
+            "algorithm.advantage: no-reward .* trains nothing",
         ),
         (
             {"algorithm": {"name": "online-dpo", "distill_coef": 0.5}},
