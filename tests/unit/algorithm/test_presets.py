@@ -38,6 +38,8 @@ def preset_config(name: PresetName, **algorithm: object) -> Config:
         "schedule": {"stream": PRESETS[name].algorithm.get("advantage") != "batch-std"},
         "rollout": {"max_response_tokens": MAX_LENGTH, "responses_per_prompt": 3},
     }
+    if name == "distill":
+        tree["teacher"] = {"large": {"model": "t"}}
     return Config.model_validate(tree)
 
 
@@ -92,6 +94,15 @@ def token_mean(advantages: list[float], low: float, high: float) -> Callable[...
         return -torch.cat(terms).mean()
 
     return formula
+
+
+def distilled(logprobs: Tokens, old: Tokens, teacher: Tokens) -> torch.Tensor:
+    terms = []
+    for new, before, taught in zip(logprobs, old, teacher, strict=True):
+        advantages = taught - new.detach()
+        ratio = (new - before).exp()
+        terms.append(torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages))
+    return -torch.cat(terms).mean()
 
 
 def rloo(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
@@ -160,6 +171,7 @@ FORMULAS: dict[PresetName, Callable[[Tokens, Tokens, Tokens], torch.Tensor]] = {
     "critic-free-ppo": token_mean(centred(REWARDS), 0.2, 0.2),
     "online-dpo": online_dpo,
     "sft": cross_entropy,
+    "distill": distilled,
 }
 
 
@@ -190,6 +202,7 @@ def our_loss(
         response_index=index,
         num_responses=len(lengths),
         group_size=3,
+        columns={"teacher.large": reference},
     )
     sums = algorithm.loss_sums(batch)
     units = (
