@@ -127,7 +127,11 @@ def remarks(imported: Imported) -> list[str]:
     """
     lines = [f"not translated: {name} = {why}" for name, why in imported.untranslated.items()]
     lines += [f"changed: {key} = {why}" for key, why in imported.adapted.items()]
-    needed = [key.name for key in all_keys() if key.required and key.name not in imported.values]
+    needed = [
+        key.name
+        for key in all_keys()
+        if key.required and ".NAME." not in key.name and key.name not in imported.values
+    ]
     lines += [f"still needed: {name}" for name in needed]
     tree = imported.tree()
     for name in needed:

@@ -10,7 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from pa_npu.config.keys import ENTRIES, Key, all_keys, preset_lines, section_of, show
+from pa_npu.config.keys import ENTRIES, Key, all_keys, entry_of, preset_lines, section_of, show
 from pa_npu.config.presets import PRESETS
 from pa_npu.config.schema import Config
 
@@ -46,7 +46,9 @@ def keys_markdown() -> str:
     """Every key as markdown, a table per section."""
     lines: list[str] = []
     for section, field in Config.model_fields.items():
-        model = section_of(field.annotation)
+        model, prefix = section_of(field.annotation), f"{section}."
+        if (named := entry_of(field.annotation)) is not None:
+            model, prefix = named, f"{section}.NAME."
         if model is None:
             continue
         lines += [
@@ -56,7 +58,7 @@ def keys_markdown() -> str:
             "| key | type | default | meaning |",
             "|---|---|---|---|",
         ]
-        for key in all_keys(model, f"{section}."):
+        for key in all_keys(model, prefix):
             lines.append(_row(key))
             if entry := ENTRIES.get(key.name):
                 lines += [

@@ -48,10 +48,16 @@ def leave_one_out(rewards: Rewards) -> Rewards:
     return (_centre(rewards) * (len(rewards) / max(1, len(rewards) - 1))).astype(np.float32)
 
 
+def no_reward(rewards: Rewards) -> Rewards:
+    """A_i = 0: rewards are recorded and train nothing."""
+    return np.zeros(len(rewards), np.float32)
+
+
 GROUP_ADVANTAGES: dict[str, GroupAdvantage] = {
     "group-std": group_std,
     "centred": centred,
     "leave-one-out": leave_one_out,
+    "no-reward": no_reward,
 }
 
 LINEAR_ADVANTAGES: dict[str, Callable[[int], float]] = {

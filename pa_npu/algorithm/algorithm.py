@@ -7,7 +7,7 @@
     launcher      the rules between the keys that it reads
 
 A kind of algorithm is a subclass in a file of its own: policy_gradient.py, preference_pairs.py,
-row_preferences.py, supervised.py.
+row_preferences.py, supervised.py, distillation.py.
 registry.py makes the run's object of its configuration. A class of the user's own is named by
 algorithm.name=module:Class (docs/algorithms.md).
 
@@ -63,13 +63,17 @@ class Component:
 class NeededModel:
     """A model that the loss reads beside the policy.
 
-    source: where its weights come from: the policy as it was when the iteration began, or the run's
-    initial weights, which algorithm.reference_refresh_every may renew. computed_by: who runs it.
+    source: where its weights come from: the policy as it was when the iteration began; the run's
+    initial weights, which algorithm.reference_refresh_every may renew; or `directory`, whose model
+    may have another shape and never changes. computed_by: who runs it.
+
+    The log-probs of a model with a directory are a column of TokenBatch under the model's name.
     """
 
     name: str
-    source: Literal["policy at the iteration's start", "initial weights"]
+    source: Literal["policy at the iteration's start", "initial weights", "a directory"]
     computed_by: Literal["trainers"] = "trainers"
+    directory: str | None = None
 
 
 OLD_POLICY = NeededModel("old", "policy at the iteration's start")

@@ -47,6 +47,16 @@ class PolicyState:
 
 
 @dataclass(frozen=True)
+class FixedWeights:
+    """Which weights: those of an HF directory, which no run changes."""
+
+    directory: str
+
+
+Weights = PolicyState | FixedWeights
+
+
+@dataclass(frozen=True)
 class Logprobs:
     """[tokens] fp32, and the weights that they were computed with.
 
@@ -54,7 +64,7 @@ class Logprobs:
     """
 
     values: torch.Tensor
-    weights: PolicyState | Literal["engine"] | None
+    weights: Weights | Literal["engine"] | None
 
 
 @dataclass(frozen=True)
@@ -174,7 +184,11 @@ class Objective:
         self._before_first: Callable[[], None] | None = before_first
         self.first_sampled = first_sampled % SAMPLED_EVERY
         self._algorithm = build_algorithm(config) if algorithm is None else algorithm
-        self._computes_old = "old" in trainer_models(config, self._algorithm).computed
+        models = trainer_models(config, self._algorithm)
+        self._computes_old = "old" in models.computed
+        self._directories = {
+            name: FixedWeights(directory) for name, directory in models.directories.items()
+        }
         self._freshness = Freshness.from_sections(config.schedule, config.publish)
         self.totals = Totals()
         self.sums = MetricSums(device, all_metric_names(self._algorithm))
@@ -237,7 +251,7 @@ class Objective:
             num_responses=len(microbatch.response_lengths),
             group_size=self._config.rollout.responses_per_prompt,
             ages=microbatch.ages if self._freshness.max_staleness else None,
-            columns=microbatch.columns,
+            columns=self._with_teachers(microbatch, outputs),
         )
         self.advantages.append(batch.response_sum(batch.advantages))
         self.sums.moved = torch.maximum(
@@ -272,6 +286,23 @@ class Objective:
         if (metric := self._algorithm.counted_metric) is not None:
             counts = replace(counts, units=self.sums.total(metric, reductions))
         return self._algorithm.normaliser(counts)
+
+    def _with_teachers(self, microbatch: Targets, outputs: Outputs) -> dict[str, torch.Tensor]:
+        """The microbatch's columns, and the log-probs of each model with a directory of its own.
+
+        Raises InvariantViolation where these are of other weights (I7).
+        """
+        columns = dict(microbatch.columns)
+        for name, directory in self._directories.items():
+            logprobs = outputs.frozen[name]
+            if logprobs.weights != directory:
+                raise InvariantViolation(
+                    f"I7 gradient: iteration {microbatch.iteration}: a microbatch of groups "
+                    f"{microbatch.group_indices} learns from {_named(logprobs.weights)}, where "
+                    f"{name} is {_named(directory)}; give the log-probs of that one"
+                )
+            columns[name] = logprobs.values
+        return columns
 
     def _weights(self, microbatch: Targets) -> torch.Tensor:
         """float32 [N]: the aggregation's weights of the leading component, 1 of others, times those
@@ -344,7 +375,7 @@ class Objective:
         return replace(outputs.policy, values=outputs.policy.values.detach())
 
     def _check_denominator(
-        self, microbatch: Targets, found: Logprobs, policy: PolicyState | Literal["engine"] | None
+        self, microbatch: Targets, found: Logprobs, policy: Weights | Literal["engine"] | None
     ) -> None:
         """Raises InvariantViolation where these are not of the policy that the algorithm names
         (I7).
@@ -377,7 +408,9 @@ class Objective:
         )
 
 
-def _named(weights: PolicyState | str | None) -> str:
+def _named(weights: Weights | str | None) -> str:
+    if isinstance(weights, FixedWeights):
+        return f"the model of {weights.directory}"
     if isinstance(weights, PolicyState):
         return f"the policy of version {weights.version} after {weights.updates} updates"
     return "what the engines reported" if weights == "engine" else "weights that nobody has named"

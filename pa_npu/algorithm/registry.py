@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pa_npu.algorithm.algorithm import Algorithm
+from pa_npu.algorithm.distillation import Distillation
 from pa_npu.algorithm.policy_gradient import PolicyGradient
 from pa_npu.algorithm.preference_pairs import PreferencePairs
 from pa_npu.algorithm.row_preferences import RowPreferences
@@ -28,7 +29,10 @@ def build_algorithm(config: Config) -> Algorithm:
     """
     if config.algorithm.is_users_own:
         return _users_own(config)
-    return KINDS.get(config.algorithm.loss, PolicyGradient)(config)
+    kind = KINDS.get(config.algorithm.loss, PolicyGradient)
+    if kind is PolicyGradient and config.algorithm.distill_coef:
+        kind = Distillation
+    return kind(config)
 
 
 def _users_own(config: Config) -> Algorithm:

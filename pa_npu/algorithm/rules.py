@@ -12,6 +12,7 @@ from typing import Any
 
 from pa_npu.algorithm.advantages import KNOWN_ADVANTAGES
 from pa_npu.algorithm.algorithm import Algorithm
+from pa_npu.algorithm.distillation import Distillation
 from pa_npu.algorithm.registry import KINDS, build_algorithm
 from pa_npu.algorithm.row_rules import broken_source
 from pa_npu.config import load
@@ -44,6 +45,7 @@ def rules_of(algorithm: Algorithm) -> Iterator[str]:
     yield from unread_keys(config, algorithm.unread)
     yield from algorithm.broken_rules()
     yield from _broken_skipping(algorithm)
+    yield from _broken_teachers(algorithm)
     if (
         config.environment.name == "agents"
         and (key := needs_whole_groups(config, algorithm)) is not None
@@ -71,6 +73,30 @@ def _broken_skipping(algorithm: Algorithm) -> Iterator[str]:
             f"{key} with trainer.pipeline_parallel = {config.trainer.pipeline_parallel} and "
             f"schedule.finite_difference_every = {config.schedule.finite_difference_every}, which "
             "compares whole groups that every stage computes; set one of them to its default"
+        )
+
+
+def _broken_teachers(algorithm: Algorithm) -> Iterator[str]:
+    """Yields a line where teachers are named, or need one, and the algorithm has none, or nothing
+    else trains.
+    """
+    config, keys = algorithm.config, algorithm.keys
+    if keys.distill_coef and not config.algorithm.is_users_own:
+        if not isinstance(algorithm, Distillation):
+            yield (
+                f"algorithm.distill_coef: {keys.distill_coef:g} with algorithm.loss={keys.loss}, "
+                "which is no policy gradient on the policy's responses; set it to 0, or loss to clip"
+            )
+        return
+    if config.teacher and not any(model.directory for model in algorithm.models):
+        yield (
+            f"teacher: {', '.join(config.teacher)} would be read by nothing; set "
+            "algorithm.distill_coef, or remove the section"
+        )
+    if keys.advantage == "no-reward" and not config.algorithm.is_users_own:
+        yield (
+            "algorithm.advantage: no-reward with algorithm.distill_coef = 0 trains nothing; set "
+            "distill_coef, or another advantage"
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pa_npu.algorithm.algorithm import Algorithm
 from pa_npu.algorithm.registry import build_algorithm
@@ -14,6 +15,7 @@ class TrainerModels:
     """Models beside the policy.
 
     computed: by name, those that go through every microbatch, frozen.
+    directories: of those that come from a directory of their own and are no copies, by name.
     keeps_published: whether there is a copy of the published weights, which is never computed.
     keeps_reference: whether the reference has weights of its own. Without a change to come it is
     the policy with its adapters off.
@@ -22,11 +24,13 @@ class TrainerModels:
     computed: tuple[str, ...]
     keeps_published: bool
     keeps_reference: bool
+    directories: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """All of them by name, computed or not."""
-        return (*self.computed, "published") if self.keeps_published else self.computed
+        """The models of the policy's shape by name, computed or not."""
+        copies = tuple(name for name in self.computed if name not in self.directories)
+        return (*copies, "published") if self.keeps_published else copies
 
     @property
     def with_weights(self) -> tuple[str, ...]:
@@ -45,7 +49,8 @@ class TrainerModels:
 def trainer_models(config: Config, algorithm: Algorithm | None = None) -> TrainerModels:
     """algorithm: the configuration's; None makes it."""
     algorithm = build_algorithm(config) if algorithm is None else algorithm
-    computed = tuple(model.name for model in algorithm.models if model.computed_by == "trainers")
+    models = [model for model in algorithm.models if model.computed_by == "trainers"]
+    computed = tuple(model.name for model in models)
     # with max_staleness the policy changes while engines still need the weights that were published
     publish = config.publish
     old_is_published = (
@@ -56,4 +61,5 @@ def trainer_models(config: Config, algorithm: Algorithm | None = None) -> Traine
         computed=computed,
         keeps_published=config.schedule.max_staleness > 0 and not old_is_published,
         keeps_reference="reference" in computed and (begins_otherwise or not config.has_adapters),
+        directories={model.name: model.directory for model in models if model.directory},
     )

@@ -149,6 +149,7 @@ class Statistics:
             "loss": sums["loss"] / normaliser,
             "policy_loss": sums["policy_loss"] / normaliser,
             "kl": per_token("kl") or 0.0 if compares_policies else None,
+            "teacher_kl": per_token("teacher_kl"),
             "entropy": per_token("entropy"),
             "clip_ratio": per_token("clipped"),
             "logprob_diff_mean": self.all.absolute_mean if compares_policies else None,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pa_npu.algorithm.objective import Objective, Outputs, PolicyState
+from pa_npu.algorithm.objective import Objective, Outputs, Weights
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.checkpoints.directories import CheckpointMeta
 from pa_npu.checkpoints.saving import PlannedSave
@@ -185,8 +185,8 @@ class TrainBackend(Protocol):
         ("policy", or a copy), gathered in host memory over a group of its own.
         """
 
-    def name_policy(self, weights: PolicyState, name: str = "policy") -> None:
-        """Say which weights the policy holds, or the copy `name`.
+    def name_policy(self, weights: Weights, name: str = "policy") -> None:
+        """Say which weights the policy holds, or the model `name`.
 
         Copies take the name along, and log-probs carry it (Outputs).
         """

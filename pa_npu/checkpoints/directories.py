@@ -64,7 +64,8 @@ class CheckpointMeta:
     data: TrainingStream.state() before that iteration.
     seed: run.seed.
     layout: number of trainer ranks, and their TP and PP sizes.
-    model: path and fingerprint of the HF model that the run began with.
+    model: path and fingerprint of the HF model that the run began with; fingerprints of teachers,
+    by name.
     reference: version of the reference (0: the HF model), and whether it is in the checkpoint; null
         without one.
     config, config_digest: the run's resolved tree, with digests in place of secrets.

@@ -59,6 +59,7 @@ _KEYS: dict[Change, dict[str, str]] = {
         "frozen_pass",
         "microbatch": "responses max_tokens",
         "optimizer": "offload",
+        "teacher": "NAME.model",
         "attention": "shared_prompt implementation",
         "evaluate": "sets samples temperature top_p max_response_tokens overlap metric",
         "schedule": "iterations epochs stream compare_iterations dispatch evaluate_every "
@@ -77,7 +78,7 @@ _KEYS: dict[Change, dict[str, str]] = {
         "algorithm": "name loss advantage clip_low clip_high kl_coef kl_estimator kl_in "
         "reference_refresh_every ratio importance_sampling importance_cap "
         "importance_floor age_exponent entropy_coef router_aux_coef router_replay "
-        "delta dual_clip aggregation",
+        "delta dual_clip aggregation distill_coef distill_clip distill_discount",
         "optimizer": "learning_rate min_learning_rate warmup_iterations warmup_share decay "
         "weight_decay betas epsilon clip_grad",
         "schedule": "max_staleness tokens_per_update updates_per_iteration "
@@ -122,6 +123,8 @@ def change_of(key: str) -> Change:
     A key that this version does not have is SILENT.
     """
     section, _, rest = key.partition(".")
+    if section == "teacher":
+        return CHANGES.get(f"teacher.NAME.{rest.rpartition('.')[2]}", Change.SILENT)
     return CHANGES.get(key) or CHANGES.get(f"{section}.{rest.partition('.')[0]}", Change.SILENT)
 
 
@@ -226,6 +229,16 @@ def model_fingerprint(path: str | Path) -> str:
             stream.seek(max(0, size - _SAMPLE_BYTES))
             digest.update(stream.read())
     return digest.hexdigest()
+
+
+def fingerprints(config: Config) -> dict[str, str]:
+    """Returns the digests of a run's models as checkpoints hold them: the path and the fingerprint
+    of the one that is trained, and by key those of teachers.
+    """
+    digests = {"path": config.model.path, "fingerprint": model_fingerprint(config.model.path)}
+    for name, teacher in config.teacher.items():
+        digests[f"teacher.{name}"] = model_fingerprint(teacher.model)
+    return digests
 
 
 def differences(saved: dict[str, Any], config: Config) -> list[str]:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from pa_npu.checkpoints import directories as store
 from pa_npu.checkpoints.ahead import AheadIteration, write_ahead
-from pa_npu.checkpoints.provenance import config_digest, config_tree, model_fingerprint, shared_tree
+from pa_npu.checkpoints.provenance import config_digest, config_tree, fingerprints, shared_tree
 from pa_npu.checkpoints.writer import Forked, WriteFailed, root_cause
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import CheckpointReport
@@ -242,7 +242,7 @@ class Checkpointing:
             version=saving.version,
             data=saving.data,
             seed=config.run.seed,
-            model={"path": config.model.path, "fingerprint": model_fingerprint(config.model.path)},
+            model=fingerprints(config),
             config=shared_tree(config_tree(config)),
             config_digest=config_digest(config),
             chat_template=kept_template(config.data),

@@ -35,14 +35,24 @@ def section_of(annotation: Any) -> type[Section] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
+def entry_of(annotation: Any) -> type[Section] | None:
+    """Returns the section that a dictionary has under names of the user's, or None."""
+    return section_of(get_args(annotation)[1]) if get_origin(annotation) is dict else None
+
+
 def is_union(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, types.UnionType)
 
 
 def all_keys(section: type[Section] = Config, prefix: str = "") -> Iterator[Key]:
-    """Yields every leaf key in the order of the schema. A list of sections is one leaf."""
+    """Yields every leaf key in the order of the schema. A list of sections is one leaf; a name of
+    the user's is NAME.
+    """
     for name, field in section.model_fields.items():
         inner = section_of(field.annotation)
+        if (entry := entry_of(field.annotation)) is not None:
+            yield from all_keys(entry, f"{prefix}{name}.NAME.")
+            continue
         if inner is not None:
             yield from all_keys(inner, f"{prefix}{name}.")
             continue
@@ -164,6 +174,9 @@ def sections_help() -> str:
     lines = []
     for section, field in Config.model_fields.items():
         model = section_of(field.annotation)
+        if (entry := entry_of(field.annotation)) is not None:
+            keys = [f"NAME.{key.name}" for key in all_keys(entry)]
+            lines.append(f"  {section:<12} {len(keys):>3} keys: {', '.join(keys)}")
         if model is None:
             continue
         names = [key.name.removeprefix(f"{section}.") for key in all_keys(model, f"{section}.")]
@@ -178,11 +191,13 @@ def keys_help(only: str | None = None) -> str:
     """
     lines: list[str] = []
     for section, field in Config.model_fields.items():
-        model = section_of(field.annotation)
+        model, prefix = section_of(field.annotation), f"{section}."
+        if (entry := entry_of(field.annotation)) is not None:
+            model, prefix = entry, f"{section}.NAME."
         if model is None or (only is not None and only.partition(".")[0] != section):
             continue
         lines += ["", f"{section}:"]
-        for key in all_keys(model, f"{section}."):
+        for key in all_keys(model, prefix):
             if only is None or f"{key.name}.".startswith(f"{only}."):
                 lines += _key_lines(key)
     return "\n".join(lines[1:])

@@ -291,7 +291,7 @@ def _one_line(detail: ErrorDetails, places: Places) -> str:
     where = _where(path, places)
     shown = as_json(detail["input"])
     if kind == "missing":
-        required = [key.name for key in all_keys() if key.required]
+        required = [key.name for key in all_keys() if key.required and ".NAME." not in key.name]
         below = [leaf for leaf in required if f"{leaf}.".startswith(f"{name}.")]
         leaf = below[0] if below else name
         return (

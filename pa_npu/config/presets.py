@@ -20,6 +20,7 @@ PresetName = Literal[
     "online-dpo",
     "sft",
     "dpo",
+    "distill",
 ]
 
 
@@ -133,6 +134,11 @@ PRESETS: dict[PresetName, Preset] = {
         {"loss": "preference", "preference_loss": "sigmoid", "kl_coef": 0.1},
         schedule={"order": "prompt"},
         rollout={"engines": 0, "responses_per_prompt": 2},
+    ),
+    "distill": Preset(
+        "On-policy distillation: the reverse KL at the sampled token as its advantage, MiniLLM, "
+        "arXiv 2306.08543, eq. 2, and GKD, arXiv 2306.13649, without later tokens' part",
+        _keys("clip", "no-reward", "token-mean", (0.2, 0.2), 0.0, distill_coef=1.0),
     ),
 }
 

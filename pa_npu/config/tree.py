@@ -5,6 +5,8 @@ Its rules are checked by Config.
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from pa_npu.config.deadlines import Deadlines
 from pa_npu.config.devices import Devices
 from pa_npu.config.mesh import Mesh
@@ -16,6 +18,7 @@ from pa_npu.config.sections.learning import (
     LoraConfig,
     MicrobatchConfig,
     OptimizerConfig,
+    TeacherConfig,
     TrainerConfig,
 )
 from pa_npu.config.sections.operation import (
@@ -47,6 +50,10 @@ class ConfigTree(Section):
     reward: RewardConfig = RewardConfig()
     lora: LoraConfig = LoraConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    teacher: dict[str, TeacherConfig] = Field(
+        default_factory=dict,
+        description="The teacher of algorithm.distill_coef, by a name of yours.",
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerConfig = TrainerConfig()
     microbatch: MicrobatchConfig = MicrobatchConfig()

@@ -30,6 +30,8 @@ class UpdateReport:
 
     loss, policy_loss: sums divided by the update's normaliser.
     kl: K3's estimate of KL(policy || reference).
+    teacher_kl: mean of log p_policy - log p_teacher of the policy's tokens, an estimate of
+    KL(policy || teacher); None without a teacher.
     logprob_diff_mean, logprob_diff_max: |trainer - engine| log-prob. For tokens of older versions
     the updates since then are included, here and in logprob_k3.
     logprob_k3: K3's estimate of KL(engine || trainer).
@@ -60,6 +62,7 @@ class UpdateReport:
     loss: Annotated[float, _mean]
     policy_loss: Annotated[float, _mean]
     kl: float | None
+    teacher_kl: float | None
     entropy: float | None
     clip_ratio: float | None
     logprob_diff_mean: float | None

@@ -14,6 +14,7 @@ from pathlib import Path
 from pa_npu import platform as platforms
 from pa_npu.agents.parser_trial import check_tool_parser
 from pa_npu.algorithm.registry import build_algorithm
+from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.trial import check_algorithm
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
@@ -39,6 +40,8 @@ from pa_npu.launcher.checks.model import (
     adapter_lines,
     check_memory,
     check_model_files,
+    check_teacher_vocabularies,
+    check_teachers,
     planned_model,
 )
 from pa_npu.launcher.engine_key import engine_key
@@ -105,6 +108,8 @@ def check_surroundings(
     findings.spec = planned_model(config, findings) if forgive else check_model_files(config)
     if config.has_adapters:
         local.run(partial(check_adapters, config), config.model.adapter)
+    directories = trainer_models(config).directories
+    local.run(partial(check_teachers, config, findings.spec), *directories.values())
     check_memory(config, findings)
     backend_module(config.trainer.backend)
 
@@ -142,6 +147,7 @@ def _check_samples(config: Config, findings: Findings, local: LocalChecks) -> Co
     tokenizer = None
     if Path(path).is_dir():
         tokenizer = load_tokenizer(path, config.model.trust_remote_code)
+        check_teacher_vocabularies(config, tokenizer)
 
     if build_algorithm(config).samples_from == "rows":
         if tokenizer is None:

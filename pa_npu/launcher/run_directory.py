@@ -125,7 +125,15 @@ def check_checkpoint(config: Config) -> str | None:
             f"model.path: {config.model.path} is not the model that {load} began with "
             f"({meta.model['path']}), which gives the shape and the reference; name that one"
         )
-    return check_continuation(meta.config, config, load)
+    changed = check_continuation(meta.config, config, load)
+    for name, teacher in config.teacher.items():
+        key = f"teacher.{name}"
+        if meta.model.get(key) != model_fingerprint(teacher.model):
+            raise ConfigError(
+                f"{key}.model: {teacher.model} is not the teacher that {load} learnt from, or has "
+                "changed since; name that one, or begin another run"
+            )
+    return changed
 
 
 def check_run_directory(config: Config) -> None:

@@ -20,6 +20,7 @@ from pa_npu.config.schema import Config
 from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import Work, work
+from pa_npu.planning.teachers import teacher_specs
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, group_buffer_bytes
 
 GIB = 2**30
@@ -130,11 +131,13 @@ def _sharded_parts(config: Config, spec: ModelSpec, element: int) -> dict[str, i
     """
     weights = spec.num_parameters
     models = trainer_models(config)
+    teachers = sum(teacher.num_parameters for teacher in teacher_specs(config).values())
+    frozen = weights * (len(models.computed) - len(models.directories)) + teachers
     unsharded = {
         "weights": weights * FP32,
         "gradients": weights * FP32,
         "optimizer": 2 * weights * FP32,
-        "frozen models": weights * element * len(models.computed),
+        "frozen models": frozen * element,
         "published weights": weights * element * models.keeps_published,
     }
     return {name: size // config.mesh.shards for name, size in unsharded.items()}
@@ -147,11 +150,12 @@ def _adapter_parts(config: Config, spec: ModelSpec, element: int) -> dict[str, i
     adapter_bytes = FP32 * adapter_parameters(config, spec)
     copies = trainer_models(config).with_weights
     published = copies.count("published")
+    teachers = sum(teacher.num_parameters for teacher in teacher_specs(config).values())
     unsharded = {
         "weights": spec.num_parameters * element + adapter_bytes,
         "gradients": adapter_bytes,
         "optimizer": 2 * adapter_bytes,
-        "frozen models": (len(copies) - published) * adapter_bytes,
+        "frozen models": (len(copies) - published) * adapter_bytes + teachers * element,
         "published weights": published * adapter_bytes,
     }
     return {name: size // config.mesh.shards for name, size in unsharded.items()}
@@ -193,6 +197,10 @@ def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
     models = trainer_models(config)
     dense, experts = _stage_parameters(config, spec, stage)
     weights = dense + experts
+    teachers = sum(
+        sum(_stage_parameters(config, teacher, stage)) for teacher in teacher_specs(config).values()
+    )
+    frozen = weights * (len(models.computed) - len(models.directories)) + teachers
     state = 2 * FP32  # the two moments
     if config.model.dtype != "fp32":
         state += FP32  # the master copy
@@ -207,7 +215,7 @@ def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
             ("weights", weights * element),
             ("gradients", weights * FP32),
             ("optimizer", dense * state // shards + experts * state // expert_shards),
-            ("frozen models", weights * element * len(models.computed)),
+            ("frozen models", frozen * element),
             ("published weights", weights * element * models.keeps_published),
             ("activations", activations),
             ("working set", working_set),

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.algorithm.objective import (
+    FixedWeights,
     Objective,
     Outputs,
     PolicyState,
@@ -110,6 +111,8 @@ class Learner:
         self._gradient_at_start: torch.Tensor | None = None
         self._computed_with: str | None = None
         self._name_reference()
+        for name, directory in self._models.directories.items():
+            backend.name_policy(FixedWeights(directory), name)
         platform.take_memory_peak()  # what loading took is no iteration's
 
     def accumulate(

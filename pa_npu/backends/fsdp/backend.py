@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from pa_npu.algorithm.loss_gradient import HeadGradient
-from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
+from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, Weights
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout
@@ -80,7 +80,7 @@ class FsdpBackend:
         self.place: Place = config.mesh.place(dist.get_rank())
         self.reductions = Reductions(None if dist.get_world_size() == 1 else dist.group.WORLD)
         self._timeline = timeline
-        self._weights: dict[str, PolicyState] = {}
+        self._weights: dict[str, Weights] = {}
         self._copies = mesh.size() // mesh.size(mesh.ndim - 1)
         self._shard_group = None if dist.get_world_size() == 1 else mesh.get_group(mesh.ndim - 1)
         self._reductions = (
@@ -120,7 +120,7 @@ class FsdpBackend:
             on_host=late_from is not None,
         )
 
-    def name_policy(self, weights: PolicyState, name: str = "policy") -> None:
+    def name_policy(self, weights: Weights, name: str = "policy") -> None:
         self._weights[name] = weights
 
     @torch.no_grad()

@@ -20,7 +20,11 @@ from pa_npu.platform.base import Platform
 from pa_npu.telemetry.timeline import Timeline
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from pa_npu.backends.fsdp.backend import FsdpBackend
+    from pa_npu.backends.fsdp.lora import Adapted
+    from pa_npu.backends.fsdp.model import ScoredModel
 
 
 _NEEDED = (
@@ -91,13 +95,29 @@ def create(
         ((copies, shards), ("copies", "shards")) if copies > 1 else ((shards,), ("shards",))
     )
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
-    dtype, recompute = DTYPES[config.model.dtype], config.trainer.recompute == "full"
+    dtype = DTYPES[config.model.dtype]
     if config.has_adapters:
         from pa_npu.backends.fsdp.lora import ModelWithAdapters, adapted
 
         shared = ModelWithAdapters(config, spec)
+        recompute = config.trainer.recompute == "full"
         shard(shared, mesh, compute=dtype, trained=True, recompute=recompute)
-        return FsdpBackend(adapted(shared, config), mesh, config, spec, platform, device, timeline)
+        models: dict[str, ScoredModel | Adapted] = dict(adapted(shared, config))
+    else:
+        models = dict(_copies(config, spec, mesh))
+    for name, directory in trainer_models(config).directories.items():
+        causal = load_model(directory, dtype, trust_remote_code=spec.trust_remote_code)
+        teacher = ScoredModel(causal, config.attention.implementation)
+        models[name] = shard(teacher, mesh, compute=dtype, trained=False, recompute=False)
+    return FsdpBackend(models, mesh, config, spec, platform, device, timeline)
+
+
+def _copies(config: Config, spec: ModelSpec, mesh: DeviceMesh) -> dict[str, ScoredModel]:
+    """The policy and the models of its shape, each with weights of its own."""
+    from pa_npu.backends.fsdp.model import ScoredModel, load_model, shard
+    from pa_npu.backends.protocol import DTYPES
+
+    dtype, recompute = DTYPES[config.model.dtype], config.trainer.recompute == "full"
     models: dict[str, ScoredModel] = {}
     for name in ("policy", *trainer_models(config).copies):
         held = torch.float32 if name == "policy" else dtype
@@ -111,7 +131,7 @@ def create(
         models[name] = shard(
             model, mesh, compute=dtype, trained=name == "policy", recompute=recompute
         )
-    return FsdpBackend(models, mesh, config, spec, platform, device, timeline)
+    return models
 
 
 def export_checkpoint(

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
+from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, Weights
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.in_step import InStep, most, or_nothing
@@ -132,7 +132,7 @@ class MegatronBackend:
             model, self._spec, place, bucket_bytes, group, on_host=late_from is not None
         )
 
-    def name_policy(self, weights: PolicyState, name: str = "policy") -> None:
+    def name_policy(self, weights: Weights, name: str = "policy") -> None:
         self._stage.weights[name] = weights
 
     def copy_policy(self, name: str) -> None:

@@ -50,19 +50,25 @@ def create(
 
 
 def load_stage(config: Config, spec: ModelSpec, platform: Platform) -> TriModel:
-    """This rank's pipeline stage with the HF weights in policy and reference; the old policy is
-    copied at every publish.
+    """This rank's pipeline stage with the HF weights in policy and reference, and those of their
+    directories in teachers; the old policy is copied at every publish.
     """
     from pa_npu.backends.megatron.stage import build_stage
     from pa_npu.backends.megatron.weights.hf_map import load_hf
 
     models = trainer_models(config)
+    teachers = {name: ModelSpec.read(path) for name, path in models.directories.items()}
     stage = build_stage(
-        spec, config, platform, frozen=models.computed, keeps_published=models.keeps_published
+        spec,
+        config,
+        platform,
+        frozen=models.computed,
+        keeps_published=models.keeps_published,
+        other_specs=teachers,
     )
     for name, model in stage.gpts().items():
         if name != "old":
-            load_hf(model, spec)
+            load_hf(model, teachers.get(name, spec))
     return stage
 
 

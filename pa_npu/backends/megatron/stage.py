@@ -20,6 +20,7 @@ bf16 the parameters themselves are bf16, so Megatron's Float16Module is not need
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pa_npu.algorithm.loss_gradient import HeadGradient
-from pa_npu.algorithm.objective import PolicyState
+from pa_npu.algorithm.objective import Weights
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.gpt import GPT, fused_ops, transformer_config
@@ -64,7 +65,8 @@ class ModelOutput:
 
 
 class TriModel(MegatronModule):
-    """One pipeline stage of the policy and of up to two frozen models with the same shape.
+    """One pipeline stage of the policy and of frozen models: copies of its shape, and teachers,
+    whose shape may be another.
 
     Between stages the hidden states of all models travel side by side in one tensor [tokens, 1,
     width], so that one 1F1B pass serves all models and the schedule needs to know nothing of it.
@@ -79,20 +81,27 @@ class TriModel(MegatronModule):
         rotary: RotaryTable,
         published: GPT | None = None,
         together: bool = True,
+        other_rotaries: Mapping[str, RotaryTable] | None = None,
     ) -> None:
-        """published: memory for a copy of the weights that engines have been given, which is never
-        computed with. together: frozen models go through the policy's pass; otherwise each has
-        passes of its own."""
+        """
+        Args:
+            other_rotaries: of the models that are no copies of the policy, by name.
+            published: memory for a copy of the weights that engines have been given, which is never
+            computed with.
+            together: frozen models go through the policy's pass; otherwise each has passes of its
+            own.
+        """
         super().__init__(config)
         self.policy = policy
         # plain dicts keep them out of the module tree: DDP, optimizer and checkpoints must see the
         # policy only
         self.frozen = dict(frozen)
         self._beside = self.frozen if together else {}
+        self._other_rotaries = dict(other_rotaries or {})
         self._copies = {**frozen} if published is None else {**frozen, "published": published}
         for model in self._copies.values():
             model.eval().requires_grad_(False)
-        self.weights: dict[str, PolicyState] = {}
+        self.weights: dict[str, Weights] = {}
         """Which weights each model holds, where that has been said."""
         self.rotary = rotary
         self.input_tensor: torch.Tensor | None = None
@@ -178,16 +187,17 @@ class TriModel(MegatronModule):
                 f"tokens: shape {tuple(tokens.shape)} does not match the layout; it must be (1, "
                 f"{layout.total})"
             )
-        rotation = self._rotation(layout, tokens.device, self.config.params_dtype)
+        rotation = self._rotation("policy", layout, tokens.device, self.config.params_dtype)
         inputs = self._unpack()
 
         frozen_hidden: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for name, model in self._beside.items():
                 model.set_input_tensor(inputs.get(name))
-                frozen_hidden[name] = model(
-                    tokens, AttentionContext(layout, *rotation, replay=replay)
-                )
+                own = rotation
+                if name in self._other_rotaries:
+                    own = self._rotation(name, layout, tokens.device, self.config.params_dtype)
+                frozen_hidden[name] = model(tokens, AttentionContext(layout, *own, replay=replay))
         self.policy.set_input_tensor(inputs.get("policy"))
         hidden = self.policy(tokens, AttentionContext(layout, *rotation, balance, replay))
         if not self.post_process:
@@ -236,7 +246,7 @@ class TriModel(MegatronModule):
         dtype = dtype or own
         model.set_input_tensor(None if self.input_tensor is None else self.input_tensor.view(dtype))
         with nullcontext() if dtype == own else widened(model, dtype):
-            rotation = self._rotation(layout, tokens.device, dtype)
+            rotation = self._rotation(name, layout, tokens.device, dtype)
             hidden = model(tokens, AttentionContext(layout, *rotation, replay=replay))
         if not self.post_process:
             return hidden.view(self.config.params_dtype)
@@ -250,16 +260,19 @@ class TriModel(MegatronModule):
             return {}
         if not self._beside:
             return {"policy": self.input_tensor}
-        policy, *frozen = self.input_tensor.split(self.config.hidden_size, dim=-1)
+        widths = [model.config.hidden_size for model in (self.policy, *self._beside.values())]
+        policy, *frozen = self.input_tensor.split(widths, dim=-1)
         return {
             "policy": policy,
             **dict(zip(self._beside, (part.detach() for part in frozen), strict=True)),
         }
 
     def _rotation(
-        self, layout: PrefixLayout, device: torch.device, dtype: torch.dtype
+        self, name: str, layout: PrefixLayout, device: torch.device, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.rotary.rows(layout.position_ids(device), layout.longest, dtype)
+        """The rotation that the model `name` computes with."""
+        rotary = self._other_rotaries.get(name, self.rotary)
+        return rotary.rows(layout.position_ids(device), layout.longest, dtype)
 
 
 def build_stage(
@@ -269,20 +282,26 @@ def build_stage(
     *,
     frozen: tuple[str, ...] = (),
     keeps_published: bool = False,
+    other_specs: Mapping[str, ModelSpec] | None = None,
 ) -> TriModel:
     """This rank's pipeline stage. `initialise_parallel` must have run. Weights are NaN until
     loaded: none is forgotten unnoticed.
 
-    frozen: which of "old" and "reference" to build beside the policy.
+    frozen: names of the models to build beside the policy.
+    other_specs: the shape of those that are no copies of the policy, by name.
     keeps_published: a place for a copy of what was published last.
     Raises ConfigError when the model does not divide by the parallel sizes, DataError for an
     unsupported rope scaling.
     """
     ops = fused_ops(platform)
     megatron_config = transformer_config(spec, config, platform)
+    others = dict(other_specs or {})
 
-    def build() -> GPT:
-        model = GPT(megatron_config, spec, ops, config.attention.implementation)
+    def build(shape: ModelSpec = spec) -> GPT:
+        settings = megatron_config
+        if shape is not spec:
+            settings = transformer_config(shape, config, platform)
+        model = GPT(settings, shape, ops, config.attention.implementation)
         _mark_tensor_parallel(model)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -290,10 +309,18 @@ def build_stage(
         return model
 
     policy = build()
-    models = {name: build() for name in frozen}
+    models = {name: build(others.get(name, spec)) for name in frozen}
     published = build() if keeps_published else None
     together = config.trainer.frozen_pass == "together"
-    return TriModel(megatron_config, policy, models, RotaryTable(spec), published, together)
+    return TriModel(
+        megatron_config,
+        policy,
+        models,
+        RotaryTable(spec),
+        published,
+        together,
+        other_rotaries={name: RotaryTable(shape) for name, shape in others.items()},
+    )
 
 
 def _mark_tensor_parallel(model: GPT) -> None:

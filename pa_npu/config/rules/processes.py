@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pa_npu.config.sections import Section
 from pa_npu.config.sections.rollout import SLOWEST_TOKEN_S
 from pa_npu.config.tree import ConfigTree
 from pa_npu.config.words import counted
@@ -188,6 +189,8 @@ def broken_deadlines(c: ConfigTree) -> Iterator[str]:
     wrong party.
     """
     for section, values in c:
+        if not isinstance(values, Section):  # of names of the user's, which have no deadlines
+            continue
         for key, value in values:
             if key.endswith("_s") and value is not None and value > _LONGEST_WAIT_S:
                 yield (

@@ -105,6 +105,11 @@ CONDITIONS: tuple[Condition, ...] = (
         "set algorithm.kl_coef",
     ),
     Condition(
+        "algorithm.distill_clip algorithm.distill_discount",
+        lambda c: c.algorithm.distill_coef > 0,
+        "set algorithm.distill_coef",
+    ),
+    Condition(
         "algorithm.importance_cap algorithm.importance_floor",
         lambda c: c.algorithm.importance_sampling != "none",
         "set algorithm.importance_sampling to token or sequence",

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pa_npu.config.presets import PresetName
-from pa_npu.config.sections import Section, Several
+from pa_npu.config.sections import FilePath, Section, Several
 
 REWARDS = ("math", "format", "overlong", "judge", "code")
 
@@ -70,7 +70,8 @@ class AlgorithmConfig(Section):
         description="How rewards become advantages. group-std: minus the group's mean, divided by "
         "its standard deviation. centred: minus the group's mean. batch-std: minus the "
         "group's mean, divided by the batch's standard deviation. leave-one-out: minus "
-        "the mean of the other responses of the group. module:function: your own.",
+        "the mean of the other responses of the group. no-reward: no advantage, where "
+        "distillation alone trains. module:function: your own.",
     )
     clip_low: float = Field(
         0.2,
@@ -169,6 +170,26 @@ class AlgorithmConfig(Section):
         "G * the maximum length.",
     )
 
+    distill_coef: float = Field(
+        0.0,
+        ge=0,
+        description="Coefficient of distillation from the model of `teacher` on the policy's own "
+        "responses, beside the reward's advantages. 0 loads no teacher.",
+    )
+    distill_clip: float | None = Field(
+        None,
+        gt=0,
+        description="Bound of |log p_teacher - log p_policy| of a token, in nats, before "
+        "distill_coef. null sets no bound.",
+    )
+    distill_discount: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Factor per token by which the log-ratios of later tokens of the response "
+        "count for a token. 0 trains each token by its own alone.",
+    )
+
     @property
     def is_users_own(self) -> bool:
         """True if `name` is module:Class, a class of the user's."""
@@ -178,6 +199,16 @@ class AlgorithmConfig(Section):
     def has_reference(self) -> bool:
         """True if the loss needs log-probs of the reference model."""
         return self.kl_coef > 0
+
+
+class TeacherConfig(Section):
+    """A model whose log-probs of the policy's responses teach the policy."""
+
+    model: FilePath = Field(
+        min_length=1,
+        description="HF directory of the teacher, of the policy's or another shape, with the "
+        "policy's vocabulary. Trainers hold it and compute it in the policy's pass.",
+    )
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.config.schema import Config
 from pa_npu.config.texts import shown
 from pa_npu.config.words import nearest_name
-from pa_npu.errors import ConfigError
-from pa_npu.families.model_directory import check_end_tokens, check_plain_files, check_weights
+from pa_npu.errors import ConfigError, DataError
+from pa_npu.families.model_directory import (
+    check_end_tokens,
+    check_plain_files,
+    check_weights,
+    load_tokenizer,
+)
 from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.checks.findings import Findings
@@ -16,6 +23,7 @@ from pa_npu.planning.known_models import KNOWN, known_spec
 from pa_npu.planning.memory import adapter_parameters
 from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.shortages import shortages
+from pa_npu.planning.teachers import check_teacher, check_vocabularies, of_teacher
 
 
 def check_model_files(config: Config) -> ModelSpec:
@@ -79,3 +87,27 @@ def adapter_lines(config: Config, spec: ModelSpec) -> list[str]:
         f"adapters (LoRA): rank {rank}, {num_trained:,} trained parameters beside "
         f"{spec.num_parameters:,} ({share:.2%})"
     ]
+
+
+def check_teachers(config: Config, spec: ModelSpec | None) -> None:
+    """Checks that every teacher that trainers hold can be read and goes with the policy.
+
+    spec: the policy's; None where it is not known.
+    """
+    for name, directory in trainer_models(config).directories.items():
+        try:
+            teacher = ModelSpec.from_config(of_teacher(config, directory))
+            check_plain_files(directory)
+            check_weights(teacher)
+        except DataError as error:
+            raise DataError(str(error).replace("model.path:", f"{name}.model:", 1)) from None
+        if spec is not None:
+            check_teacher(config, spec, name, teacher)
+
+
+def check_teacher_vocabularies(config: Config, tokenizer: Any) -> None:
+    """Checks that every teacher that is here has the vocabulary of this tokenizer."""
+    for name, directory in trainer_models(config).directories.items():
+        if Path(directory).is_dir():
+            of_directory = load_tokenizer(directory, config.model.trust_remote_code)
+            check_vocabularies(name, directory, tokenizer, of_directory)

@@ -39,6 +39,8 @@ def preset_config(name: PresetName, **algorithm: object) -> Config:
         "schedule": {"stream": PRESETS[name].algorithm.get("advantage") != "batch-std"},
         "rollout": {"max_response_tokens": MAX_LENGTH, "responses_per_prompt": size},
     }
+    if name == "distill":
+        tree["teacher"] = {"large": {"model": "t"}}
     return Config.model_validate(tree)
 
 
@@ -93,6 +95,15 @@ def token_mean(advantages: list[float], low: float, high: float) -> Callable[...
         return -torch.cat(terms).mean()
 
     return formula
+
+
+def distilled(logprobs: Tokens, old: Tokens, teacher: Tokens) -> torch.Tensor:
+    terms = []
+    for new, before, taught in zip(logprobs, old, teacher, strict=True):
+        advantages = taught - new.detach()
+        ratio = (new - before).exp()
+        terms.append(torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages))
+    return -torch.cat(terms).mean()
 
 
 def rloo(logprobs: Tokens, old: Tokens, reference: Tokens) -> torch.Tensor:
@@ -169,6 +180,7 @@ FORMULAS: dict[PresetName, Callable[[Tokens, Tokens, Tokens], torch.Tensor]] = {
     "online-dpo": online_dpo,
     "sft": cross_entropy,
     "dpo": dpo,
+    "distill": distilled,
 }
 
 
@@ -202,6 +214,7 @@ def our_loss(
         response_index=index,
         num_responses=len(lengths),
         group_size=size,
+        columns={"teacher.large": reference},
     )
     sums = algorithm.loss_sums(batch)
     units = (

@@ -20,7 +20,7 @@ from pa_npu.checkpoints.provenance import (
     config_digest,
     config_tree,
     differences,
-    model_fingerprint,
+    fingerprints,
 )
 from pa_npu.config.keys import all_keys
 from pa_npu.config.load import load_config
@@ -69,7 +69,7 @@ def write(config: Config, version: int, parent: Path | None = None) -> Path:
         data={"position": version, "fingerprint": ""},
         seed=config.run.seed,
         layout={"devices": 1},
-        model={"path": config.model.path, "fingerprint": model_fingerprint(config.model.path)},
+        model=fingerprints(config),
         reference=None,
         config=config_tree(config),
         config_digest=config_digest(config),
@@ -306,6 +306,25 @@ def test_a_checkpoint_that_failed_is_said_on_the_console(
         "| checkpoint of version 2 could not be written: see logs/trainer-0.log"
         in capsys.readouterr().out
     )
+
+
+def test_a_teacher_that_has_changed_ends_a_run_that_would_go_on(
+    model: Path, tmp_path: Path
+) -> None:
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    (teacher / "config.json").write_text("{}")
+    (teacher / "model.safetensors").write_bytes(bytes(200))
+    sections = {"algorithm": {"name": "distill"}, "teacher": {"a": {"model": str(teacher)}}}
+    config = make_config(model, tmp_path, **sections)
+    load = {"load": str(write(config, 2))}
+    check_checkpoint(make_config(model, tmp_path, checkpoint=load, **sections))
+    moved = teacher.rename(tmp_path / "elsewhere")
+    elsewhere = {**sections, "teacher": {"a": {"model": str(moved)}}}
+    check_checkpoint(make_config(model, tmp_path, checkpoint=load, **elsewhere))
+    (moved / "model.safetensors").write_bytes(bytes(199) + b"1")
+    with pytest.raises(ConfigError, match=r"teacher.a.model: .* is not the teacher that .* learnt"):
+        check_checkpoint(make_config(model, tmp_path, checkpoint=load, **elsewhere))
 
 
 def test_every_key_of_the_configuration_is_decided() -> None:

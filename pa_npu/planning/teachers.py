@@ -1,0 +1,84 @@
+"""Teachers that trainers hold: their shapes, and the rules between them and the policy.
+
+teacher_specs(config)                  shapes by name, from their directories or published ones
+check_teacher(config, spec, name)      rules between a teacher's shape and the policy's
+check_vocabularies(name, path, a, b)   both tokenizers give every token the same id
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pa_npu.algorithm.trainer_models import trainer_models
+from pa_npu.config.schema import Config
+from pa_npu.errors import ConfigError, DataError
+from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.known_models import known_spec
+from pa_npu.planning.model_rules import check_division
+
+
+def of_teacher(config: Config, directory: str) -> Config:
+    """Returns the configuration with the teacher in the policy's place, to read and check it as the
+    policy is.
+    """
+    model = config.model.model_copy(update={"path": directory})
+    return config.model_copy(update={"model": model})
+
+
+def teacher_specs(config: Config) -> dict[str, ModelSpec]:
+    """Returns the shape of every teacher that trainers hold, by the model's name.
+
+    Raises DataError where one is neither here nor known.
+    """
+    specs = {}
+    for name, directory in trainer_models(config).directories.items():
+        known = None if Path(directory).is_dir() else known_spec(directory)
+        specs[name] = known or ModelSpec.from_config(of_teacher(config, directory))
+    return specs
+
+
+def check_teacher(config: Config, spec: ModelSpec, name: str, teacher: ModelSpec) -> None:
+    """Raises ConfigError where the teacher cannot be divided like the policy, does not know all of
+    the policy's tokens, or is too short.
+
+    spec: the policy's.
+    """
+    key = f"{name}.model"
+    try:
+        check_division(config, teacher)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    if teacher.vocab_size < spec.vocab_size:
+        raise ConfigError(
+            f"{key}: {teacher.path} has {teacher.vocab_size} tokens, fewer than the "
+            f"{spec.vocab_size} of {spec.path}, so that it has no log-prob of some that the policy "
+            "may write; use a teacher with the policy's vocabulary"
+        )
+    longest = config.max_row_tokens
+    if longest > teacher.max_positions:
+        raise ConfigError(
+            f"{key}: {teacher.path} has {teacher.max_positions} positions, fewer than "
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest}; lower one of these"
+        )
+
+
+def check_vocabularies(name: str, directory: str, tokenizer: Any, teachers: Any) -> None:
+    """Raises DataError where two tokenizers do not give every token the same id.
+
+    tokenizer: the policy's. teachers: that of the teacher `name`.
+    """
+    ours, theirs = tokenizer.get_vocab(), teachers.get_vocab()
+    if ours == theirs:
+        return
+    by_id = {number: token for token, number in theirs.items()}
+    different = [(number, token) for token, number in ours.items() if by_id.get(number) != token]
+    if different:
+        number, token = min(different)
+        there = by_id.get(number)
+        has = "no such token" if there is None else f"{there!r:.60} there"
+        raise DataError(
+            f"{name}.model: {directory}: token {number} is {token!r:.60} of the policy and {has}; "
+            f"{len(different)} of {len(ours)} tokens differ; use a teacher with the policy's "
+            "vocabulary"
+        )
