@@ -134,7 +134,7 @@ def _chosen_values(base: Config, best: Config, auto_keys: Sequence[str]) -> dict
         chosen[key] = getattr(getattr(best, section), name)
     set_keys = base.rollout.model_fields_set
     if best.placement.colocate and "memory_fraction" not in set_keys:
-        chosen["rollout.devices.memory_fraction"] = best.devices.memory_fraction
+        chosen["rollout.memory_fraction"] = best.devices.memory_fraction
     # the cache of these sizes may hold fewer sequences than were given
     if "max_num_seqs" in set_keys and best.rollout.max_num_seqs < base.rollout.max_num_seqs:
         chosen["rollout.max_num_seqs"] = best.rollout.max_num_seqs
