@@ -311,7 +311,8 @@ def settle_places(config: Config, findings: Findings) -> Config:
     settled = with_share(config, *known)
     if settled is not config:
         findings.counts.append(
-            f"rollout.memory_fraction: {settled.devices.memory_fraction:g}, which trainers leave while "
+            f"rollout.memory_fraction: {settled.devices.memory_fraction:g}, which trainers leave "
+            "while "
             "devices decode"
         )
     config, settled = settled, with_places(settled, *known)
