@@ -79,8 +79,8 @@ def _pair(
     if missing := [name for name in ANSWERS if row.get(name) is None]:
         raise DataError(
             f"{location}: no {' and no '.join(missing)} (columns: {column_names(row)}); a pair "
-            "needs both answers, so rename their columns to chosen and rejected, or take "
-            "algorithm.name=sft for rows of one answer"
+            "needs both answers, so rename their columns to chosen and rejected, or take an "
+            "algorithm that trains rows of one answer"
         )
     values = [_as_list(row[name]) for name in ANSWERS]
     if isinstance(values[0], str) != isinstance(values[1], str):
