@@ -43,6 +43,7 @@ from pa_npu.control.channel import (
     connect,
     host_store,
 )
+from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import SHARD, ShardAddress
 from pa_npu.errors import DeadlineExceeded, InvariantViolation, PaNpuError
 from pa_npu.samples.columns import LOGPROBS, NONE, Column, RunColumns
@@ -203,7 +204,7 @@ def open_buffer(
     """
     place = payloads(config, channel, own)
     columns = trained_columns(config) if trains else run_columns(config)
-    keeps_whole = config.schedule.max_staleness > 0
+    keeps_whole = Freshness.from_config(config).max_staleness > 0
     return RolloutBuffer(channel, _NAME, readers, ahead, place, columns, keeps_whole)
 
 
