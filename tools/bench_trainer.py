@@ -47,6 +47,7 @@ from pa_npu.engines.protocol import Generation
 from pa_npu.families.spec import ModelSpec
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from pa_npu.samples.notice import Notice
 from pa_npu.samples.replica_feed import Traffic
 from tools.groups import group_of_responses, step_flops
 
@@ -83,7 +84,7 @@ class FixedMicrobatches:
 
     waited_s = 0.0
     traffic = Traffic()
-    by_rule = ()
+    by_rule: Sequence[Notice] = ()
     advantages: Mapping[int, Sequence[float]] = MappingProxyType({})
 
     def __init__(self, microbatches: list[Microbatch]) -> None:

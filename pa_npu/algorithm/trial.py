@@ -137,10 +137,13 @@ def try_class(config: Config) -> None:
     try:
         algorithm = build_algorithm(config)
         broken = next(rules_of(algorithm), None)
-        group = _made_up_group()
+        group = _made_up_group(num_samples=2 if algorithm.row_is == "pair" else len(_LENGTHS))
         advantages = algorithm.credit(group)
         wrong_credit = algorithm.broken_credit(group, advantages)
         batch = _made_up_batch(algorithm.loss_columns)
+        teachers = [model.name for model in algorithm.models if model.directory]
+        columns = {name: batch.engine_logprobs - 0.02 for name in teachers}
+        batch = replace(batch, columns={**batch.columns, **columns})
         if not any(model.name == "reference" for model in algorithm.models):
             batch = replace(batch, reference_logprobs=None)
         if config.schedule.max_staleness:
@@ -188,13 +191,14 @@ def try_class(config: Config) -> None:
         raise ConfigError(f"{where}: normaliser is {normaliser}; return a positive number")
 
 
-def _made_up_group() -> ScoredSamples:
-    lengths = np.array(_LENGTHS, np.int32) + 2  # a prompt of two tokens
+def _made_up_group(num_samples: int) -> ScoredSamples:
+    lengths = np.array(_LENGTHS[:num_samples], np.int32) + 2  # a prompt of two tokens
     trained = np.ones(int(lengths.sum()), np.bool_)
     starts = np.cumsum(lengths) - lengths
     trained[starts] = trained[starts + 1] = False
     tokens = np.arange(len(trained), dtype=np.int32)
-    return ScoredSamples(np.array(_REWARDS, np.float32), lengths, tokens, trained.astype(np.uint8))
+    rewards = np.array(_REWARDS[:num_samples], np.float32)
+    return ScoredSamples(rewards, lengths, tokens, trained.astype(np.uint8))
 
 
 def _made_up_batch(columns: Sequence[Any] = ()) -> TokenBatch:

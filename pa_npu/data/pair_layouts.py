@@ -155,11 +155,11 @@ def _of_messages(
             f"(columns: {column_names(row)}); add the messages that both answer"
         )
     before = behind_system_column(before, row)
-    contents = [
+    chosen, rejected = (
         _content(location, row, column, before, answer)
         for column, answer in zip(ANSWERS, answers, strict=True)
-    ]
-    return PairContent(location, *contents)
+    )
+    return PairContent(location, chosen, rejected)
 
 
 def _both_go_on_alike(answers: Sequence[tuple[Message, ...]], number: int) -> bool:

@@ -55,7 +55,7 @@ def check_teacher(config: Config, spec: ModelSpec, name: str, teacher: ModelSpec
             f"{spec.vocab_size} of {spec.path}, so that it has no log-prob of some that the policy "
             "may write; use a teacher with the policy's vocabulary"
         )
-    longest = config.max_row_tokens
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if longest > teacher.max_positions:
         raise ConfigError(
             f"{key}: {teacher.path} has {teacher.max_positions} positions, fewer than "

@@ -325,7 +325,8 @@ def test_a_teacher_of_another_size_is_refused_where_it_cannot_be_used(
     spec = ModelSpec.read(str(models["policy"]))
     teacher = ModelSpec.read(str(models["larger"]))
     config = config_of(models["policy"], models["larger"])
-    assert config.max_row_tokens == 528 > teacher.max_positions == 512
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    assert longest == 528 > teacher.max_positions == 512
     teacher = replace(teacher, max_positions=528)
     check_teacher(config, spec, "teacher.large", teacher)
     with pytest.raises(ConfigError, match=r"teacher.large.model: .* has 100 tokens, fewer than"):

@@ -143,9 +143,9 @@ def test_every_loss_of_ours_passes_the_same_trial(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_algorithm_of_ours_passes_the_trial_of_a_users_class(name: str) -> None:
-    kl_coef = 0.1 if name == "dpo" else 0.0
+    kl_coef = 0.1 if name in ("dpo", "preference") else 0.0
     config = algorithm_of(AlgorithmConfig(loss=name, kl_coef=kl_coef)).config
-    if name == "cross-entropy":  # trains rows of data, so that the run has no engines
+    if KINDS[name].samples_from == "rows":  # without engines
         config = config.model_copy(
             update={"rollout": config.rollout.model_copy(update={"engines": 0})}
         )
@@ -156,7 +156,7 @@ def test_the_names_in_the_configuration_are_those_that_exist() -> None:
     described = {
         name: AlgorithmConfig.model_fields[name].description or "" for name in ("loss", "advantage")
     }
-    assert set(KINDS) == {*POLICY_LOSSES, "dpo", "cross-entropy"}
+    assert set(KINDS) == {*POLICY_LOSSES, "dpo", "preference", "cross-entropy"}
     assert all(name in described["loss"] for name in KINDS)
     assert all(name in described["advantage"] for name in (*GROUP_ADVANTAGES, "batch-std"))
 
