@@ -204,7 +204,7 @@ def open_buffer(
     """
     place = payloads(config, channel, own)
     columns = trained_columns(config) if trains else run_columns(config)
-    keeps_whole = Freshness.from_config(config).max_staleness > 0
+    keeps_whole = Freshness.from_sections(config.schedule, config.publish).max_staleness > 0
     return RolloutBuffer(channel, _NAME, readers, ahead, place, columns, keeps_whole)
 
 

@@ -147,7 +147,11 @@ def test_every_algorithm_of_ours_passes_the_trial_of_a_users_class(name: str) ->
     config = algorithm_of(AlgorithmConfig(loss=name, kl_coef=kl_coef)).config
     if KINDS[name].samples_from == "rows":  # without engines
         config = config.model_copy(
-            update={"rollout": config.rollout.model_copy(update={"engines": 0})}
+            update={
+                "rollout": config.rollout.model_copy(
+                    update={"engines": 0, "responses_per_prompt": 2}
+                )
+            }
         )
     try_class(config)
 

@@ -42,7 +42,7 @@ def test_a_path_stays_a_path_and_a_list_takes_overrides(tmp_path) -> None:
         (["data.train=[3]"], "data.train.0: 3 is not a section"),
         (["data.train={path: a}"], 'data.train: {"path": "a"} is not allowed; use text | [{path'),
         (["data.train=[{weight: 2}]"], "data.train.0.path: required"),
-        (["data.train=[{path: a, weight: -2}]"], "data.train.0.weight: -2 is not allowed"),
+        (["data.train=[{path: a, weight: -2}]"], "data.train.0.weight: -2 is out of range"),
         (["data.train=[{path: a, weight: no}]"], 'data.train.0.weight: "no" is not allowed'),
         (["data.train=[{path: a, wight: 2}]"], "data.train.0.wight: unknown key; did you mean "
                                                "data.train.0.weight?"),

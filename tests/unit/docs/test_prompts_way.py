@@ -95,6 +95,8 @@ HANDS_ON = {
     "attention/layout.py": "what a layout knows of itself",
     "attention/plans.py": "which kernel calls a form makes of a layout",
     "attention/rows.py": "which rows a form gathers",
+    "backends/in_step.py": "the loss of a microbatch, or of a filler, which is zero",
+    "samples/notice.py": "whether a payload is a group or the notice of one without a gradient",
 }
 # Looks at it, and nothing goes on from there.
 ASIDE = {
