@@ -72,7 +72,9 @@ def channel() -> Iterator[StoreChannel]:
 
 def asked(channel: StoreChannel, trained_groups: int | None, version: int) -> bool:
     border: Any = SimpleNamespace(
-        _rank=0, _channel=channel, _config=SimpleNamespace(trained_groups=trained_groups)
+        _rank=0,
+        _channel=channel,
+        _config=SimpleNamespace(schedule=SimpleNamespace(trained_groups=trained_groups)),
     )
     return TrainerBorder.ends(border, version)
 

@@ -79,6 +79,7 @@ class NoChecks(IterationChecks):
 
 class NoMicrobatches:
     first = None
+    by_rule = ()
 
     def updates(self, number: int) -> list[Any]:
         return [self] * number
