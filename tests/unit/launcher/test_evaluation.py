@@ -148,9 +148,12 @@ def test_questions_are_read_before_engines_start(
             "error: --checkpoint: /nowhere is not a complete checkpoint",
         ),
         (["--model", "m"], "--data NAME=FILE is needed"),
-        (["--results", "none.parquet"], "holds no results"),
+        (["--results", "none.parquet"], "none.parquet: does not exist"),
         (["--results", "a.parquet", "evaluate.samples=4"], "would be read by nothing"),
-        (["--model", "m", "--data", "a=x.jsonl", "--compare", "none.parquet"], "holds no results"),
+        (
+            ["--model", "m", "--data", "a=x.jsonl", "--compare", "none.parquet"],
+            "none.parquet: does not exist",
+        ),
     ],
 )
 def test_bad_input_is_one_line(

@@ -165,7 +165,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cases = {
-        ("verify", str(tmp_path)): "is no run directory, since it holds none of",
+        ("verify", str(tmp_path)): "is a folder of runs, not a run",
         ("verify", str(run), "--replay", "4"): "is not A:B with A below B",
         ("verify", str(run), "--replay", "3:2"): "is not A:B with A below B",
         ("verify", str(run), "--replay", "2:9"): "has iterations 0 to 3",
@@ -178,7 +178,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ("verify", str(run), "run.seed=2"): "unknown argument",
         ("verify", str(run), "--work", "x"): "--work is for --replay",
         ("verify", str(run), "--replay", "2:3", "--work", str(tmp_path)): "exists already",
-        ("diff", str(run), str(tmp_path)): "is no run directory, since it holds none of",
+        ("diff", str(run), str(tmp_path)): "is a folder of runs, not a run",
     }
     for arguments, words in cases.items():
         assert main(arguments) == 2, arguments
