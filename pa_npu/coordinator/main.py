@@ -141,9 +141,9 @@ async def run(config: Config) -> None:
         work = GroupWork(spec, config)
         controller = ScheduleController(Rules.from_config(config), work)
         service = make_service(config, pool, sampling, tokenizer)
-        if (gateway := make_gateway(config, environment, sessions, service)) is not None:
-            where = (config.placement.address, config.agent.port or 0, Path(config.run.dir))
-            await stack.enter_async_context(gateway.serving(*where))
+        gateway = make_gateway(config, environment, sessions, service)
+        if gateway is not None:
+            await open_gateway(stack, config, gateway)
         await stack.enter_async_context(opened(environment, limit_s))
         roles = make_roles(config, pool, timeline, controller)
         if roles is not None:
@@ -172,7 +172,7 @@ async def run(config: Config) -> None:
         milestones = Milestones.from_sections(
             schedule=config.schedule, checkpoint=config.checkpoint, has_held_out=bool(held_out)
         )
-        evaluations = Evaluations()
+        evaluator = None
         if held_out:
             evaluator = Evaluator(
                 config=config,
@@ -182,9 +182,9 @@ async def run(config: Config) -> None:
                 rewards=rewards,
                 sampling=sampling,
             )
-            evaluations = make_evaluations(
-                evaluator, records=records, timeline=timeline, milestones=milestones
-            )
+        evaluations = make_evaluations(
+            evaluator, records=records, timeline=timeline, milestones=milestones
+        )
         updates = make_updates(
             config,
             freshness=freshness,
@@ -259,6 +259,13 @@ async def open_engines(
     )
     await stack.enter_async_context(fleet)
     return pool, fleet
+
+
+async def open_gateway(stack: AsyncExitStack, config: Config, gateway: Gateway) -> None:
+    """Serves agents and other programs until `stack` is closed."""
+    port = config.agent.port or 0
+    serving = gateway.serving(config.placement.address, port, Path(config.run.dir))
+    await stack.enter_async_context(serving)
 
 
 async def open_evaluated(
@@ -337,9 +344,15 @@ def make_updates(
 
 
 def make_evaluations(
-    evaluator: Evaluator, *, records: RunRecords, timeline: Timeline, milestones: Milestones
+    evaluator: Evaluator | None,
+    *,
+    records: RunRecords,
+    timeline: Timeline,
+    milestones: Milestones,
 ) -> Evaluations:
-    """Makes the evaluations of a run that has something to evaluate on."""
+    """Makes the run's evaluations, which are none without an evaluator."""
+    if evaluator is None:
+        return Evaluations()
     in_background = evaluator.config.evaluate.overlap
     kind = BackgroundEvaluations if in_background else ForegroundEvaluations
     return kind(evaluator, records, timeline, milestones)

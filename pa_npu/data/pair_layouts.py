@@ -33,7 +33,7 @@ from pa_npu.data.row_layouts import (
     read_weight,
     without_weights,
 )
-from pa_npu.data.rows import TableRow, read_rows
+from pa_npu.data.rows import TableRow, read_objects
 from pa_npu.errors import DataError
 
 ANSWERS = ("chosen", "rejected")
@@ -64,12 +64,7 @@ def read_pairs(
 
     Raises DataError at the first row that is none.
     """
-    for location, row in read_rows(path, key, split, usual):
-        if not isinstance(row, Mapping):
-            raise DataError(
-                f"{location}: a JSON {type(row).__name__}, not an object; each line must be one "
-                "JSON object"
-            )
+    for location, row in read_objects(path, key, split, usual):
         yield _pair(location, row, options, columns_optional)
 
 

@@ -107,14 +107,15 @@ def load_pairs(
     read = read_pairs(dataset.path, key, options, dataset.split, usual, not is_training)
     source = dataset.called if isinstance(dataset, TrainingDataset) else ""
     renderer = Renderer(tokenizer, options)
+    max_tokens = max_row_tokens(config.data, config.rollout)
     pairs: list[Pair] = []
     num_read = num_truncated = num_skipped = 0
     for content, pair in _tokenised(islice(read, dataset.max_rows), renderer, first_id, source):
         num_read += 1
         longest = max(len(row.tokens) for row in pair.rows)
-        is_cut = longest > max_row_tokens(config.data, config.rollout)
+        is_cut = longest > max_tokens
         if is_cut:
-            pair = _cut(content, pair, max_row_tokens(config.data, config.rollout), options)
+            pair = _cut(content, pair, max_tokens, options)
         is_equal = np.array_equal(pair.chosen.tokens, pair.rejected.tokens)
         nothing = not pair.chosen.num_trained or not pair.rejected.num_trained
         if is_cut and (nothing or is_equal or options.overlong_prompt == "skip"):
@@ -137,8 +138,7 @@ def load_pairs(
     if not pairs:
         raise DataError(
             f"{key}: all {num_read} pairs of {dataset.path} are longer than data.max_prompt_tokens "
-            f"+ rollout.max_response_tokens = {max_row_tokens(config.data, config.rollout)} and were skipped; raise one "
-            "of them"
+            f"+ rollout.max_response_tokens = {max_tokens} and were skipped; raise one of them"
         )
     return PairSet(dataset.path, tuple(pairs), num_read, num_truncated, num_skipped, renderer.rule)
 

@@ -38,7 +38,7 @@ from pa_npu.data.messages import (
     template_message,
     without_nulls,
 )
-from pa_npu.data.rows import TableRow, is_text, read_rows
+from pa_npu.data.rows import TableRow, is_text, read_objects
 from pa_npu.errors import DataError
 
 ANSWER_MARK = "####"  # GSM8K puts the final answer behind it
@@ -123,16 +123,11 @@ def read_records(
     split, usual: as pa_npu.data.rows.read_rows. Raises DataError at the first row that cannot be
     used.
     """
-    for location, row in read_rows(path, key, split, usual):
+    for location, row in read_objects(path, key, split, usual):
         yield _record(location, row, columns)
 
 
-def _record(location: str, row: Any, columns: Columns) -> Record:
-    if not isinstance(row, Mapping):
-        raise DataError(
-            f"{location}: a JSON {type(row).__name__}, not an object; each line must be one JSON "
-            "object"
-        )
+def _record(location: str, row: Mapping[str, Any], columns: Columns) -> Record:
     question = named_column(location, row, "question_column", columns.question, columns.optional)
     reference = named_column(location, row, "answer_column", columns.answer, columns.optional)
     kept = published(row) if question is None else dict(row)

@@ -17,7 +17,7 @@ from pa_npu.data.records import (
     named_column,
     row_messages,
 )
-from pa_npu.data.rows import TableRow, read_rows
+from pa_npu.data.rows import TableRow, read_objects
 from pa_npu.errors import DataError
 
 _WEIGHT = "weight"
@@ -62,12 +62,7 @@ def read_conversations(
     key: the configuration key that names the dataset. split, usual: as pa_npu.data.rows.read_rows.
     columns_optional: whether rows without the named columns go by their layout.
     """
-    for location, row in read_rows(path, key, split, usual):
-        if not isinstance(row, Mapping):
-            raise DataError(
-                f"{location}: a JSON {type(row).__name__}, not an object; each line must be one "
-                "JSON object"
-            )
+    for location, row in read_objects(path, key, split, usual):
         yield _content(location, row, options, columns_optional)
 
 

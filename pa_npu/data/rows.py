@@ -15,7 +15,7 @@ import csv
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,22 @@ def read_rows(
             "directory"
         )
     yield from _file_rows(file, key)
+
+
+def read_objects(
+    path: str, key: str, split: str | None, usual: Sequence[str]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The rows of a dataset, each with its location; arguments as read_rows.
+
+    Raises DataError at the first that is no JSON object.
+    """
+    for location, row in read_rows(path, key, split, usual):
+        if not isinstance(row, Mapping):
+            raise DataError(
+                f"{location}: a JSON {type(row).__name__}, not an object; each line must be one "
+                "JSON object"
+            )
+        yield location, row
 
 
 def _file_rows(file: Path, key: str) -> Rows:

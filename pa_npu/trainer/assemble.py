@@ -90,10 +90,9 @@ def assemble_rank(
     channel = StoreChannel(store, attempt_prefix())
     if rank == 0:
         TRAINERS_RUN_ON.put(channel, trainers_run_on(config, spec, platform, backend))
+    # before the learner makes the optimizer's state: it asks for the free memory
     sender = make_sender(config, platform, store, backend) if config.rollout.has_engines else None
-    kept = None
-    if config.telemetry.samples and backend.place.is_last_stage and backend.place.is_tensor_leader:
-        kept = TrainerLogprobs(config.run.dir, rank, kept_groups(config.telemetry.samples))
+    kept = kept_logprobs(config, backend, rank)
     learner = Learner(config, backend, platform, timeline, kept=kept)
     publisher, late_engines = None, None
     if sender is not None:
@@ -101,10 +100,7 @@ def assemble_rank(
         late_engines = LateEngines(
             sender.late, channel, learner.gate, platform, backend.place, config.publish.timeout_s
         )
-        if publisher.is_leader:
-            stage = backend.place.stage
-            LATE_MANIFEST.put(channel, sender.late.manifest(), stage=stage)
-            MANIFEST.put(channel, publisher.manifest(), stage=stage)
+        announce(sender, channel, backend)
     probes = ProbePlan.from_sections(
         publish=config.publish,
         rollout=config.rollout,
@@ -112,28 +108,21 @@ def assemble_rank(
         algorithm=config.algorithm,
     )
     agreement = Agreement(config, learner, probes)
+    has_held_out = bool(config.evaluate.all_sets(config.data.test))
     milestones = Milestones.from_sections(
-        schedule=config.schedule,
-        checkpoint=config.checkpoint,
-        has_held_out=bool(config.evaluate.all_sets(config.data.test)),
+        schedule=config.schedule, checkpoint=config.checkpoint, has_held_out=has_held_out
     )
-    publication: Publication
+    publication = publication_of(
+        config,
+        learner=learner,
+        publisher=publisher,
+        channel=channel,
+        timeline=timeline,
+        milestones=milestones,
+    )
     held_out = None
-    if config.rollout.has_engines:
-        publication = make_publication(
-            config.publish,
-            learner=learner,
-            publisher=publisher,
-            channel=channel,
-            timeline=timeline,
-            timeout_s=config.deadlines.border_timeout_s,
-            freshness=Freshness.from_sections(config.schedule, config.publish),
-            milestones=milestones,
-        )
-    else:
-        publication = NoPublication(learner=learner, channel=channel)
-        if config.evaluate.all_sets(config.data.test):
-            held_out = HeldOutRows(config, learner, channel, timeline, milestones)
+    if has_held_out and not config.rollout.has_engines:  # engines evaluate by writing
+        held_out = HeldOutRows(config, learner, channel, timeline, milestones)
     border = TrainerBorder(
         config=config,
         learner=learner,
@@ -152,6 +141,40 @@ def assemble_rank(
         late_engines=late_engines,
         kept=kept,
         held_out=held_out,
+    )
+
+
+def kept_logprobs(config: Config, backend: TrainBackend, rank: int) -> TrainerLogprobs | None:
+    """Makes what keeps this rank's log-probs of the samples on record (telemetry.samples); None on
+    a rank that has none, or whose are copies.
+    """
+    has_them = backend.place.is_last_stage and backend.place.is_tensor_leader
+    if not config.telemetry.samples or not has_them:
+        return None
+    return TrainerLogprobs(config.run.dir, rank, kept_groups(config.telemetry.samples))
+
+
+def publication_of(
+    config: Config,
+    *,
+    learner: Learner,
+    publisher: Publisher | None,
+    channel: StoreChannel,
+    timeline: Timeline,
+    milestones: Milestones,
+) -> Publication:
+    """Makes this rank's side of the run's publication, which a run without engines has none of."""
+    if not config.rollout.has_engines:
+        return NoPublication(learner=learner, channel=channel)
+    return make_publication(
+        config.publish,
+        learner=learner,
+        publisher=publisher,
+        channel=channel,
+        timeline=timeline,
+        timeout_s=config.deadlines.border_timeout_s,
+        freshness=Freshness.from_sections(config.schedule, config.publish),
+        milestones=milestones,
     )
 
 
@@ -178,6 +201,15 @@ def make_sender(
         publisher=make_publisher(config, platform, store, backend, weights),
         late=make_publisher(config, platform, store, backend, late_weights, late=True),
     )
+
+
+def announce(sender: WeightSender, channel: StoreChannel, backend: TrainBackend) -> None:
+    """Tells the coordinator, from the leader of each stage, how engines reach its weights."""
+    if not sender.publisher.is_leader:
+        return
+    stage = backend.place.stage
+    LATE_MANIFEST.put(channel, sender.late.manifest(), stage=stage)
+    MANIFEST.put(channel, sender.publisher.manifest(), stage=stage)
 
 
 def make_publisher(

@@ -29,109 +29,14 @@ from pa_npu.algorithm.update_sums import Reductions
 from pa_npu.backends.protocol import Step, SteppedTensor
 from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
+from pa_npu.trainer.missing_gradients import gradients_present, waits_for_its_partner
+from pa_npu.trainer.step_elements import ChosenElements, Memory, memory_of, read_elements, views_of
 
-Integers = npt.NDArray[np.int64]
-
-_ELEMENTS = 512  # a rank, in all
-_OF_EACH = 2  # tensor, at least
 _NAMED = 4
 # Of the mean change of all elements, in deviations of its rounding: the limits of single elements
 # are some three of these.
 _DEVIATIONS = 4.0
 _RATE_ROUNDING = 1e-6
-
-
-@dataclass(frozen=True, eq=False)
-class _Chosen:
-    """Elements of each tensor, at equal distances from a random one on, in one order.
-
-    slices: (start, stop, distance) of each tensor. counts: int64 [tensors], of its elements; owner:
-    int64 [n], each element's tensor.
-    """
-
-    slices: list[tuple[int, int, int]]
-    counts: Integers
-    owner: Integers
-
-    @classmethod
-    def of(cls, tensors: Sequence[SteppedTensor], seed: int, update: int, rank: int) -> _Chosen:
-        """The elements by which step `update` is judged on this rank."""
-        sizes = np.array([tensor.weights.numel() for tensor in tensors], np.int64)
-        each = max(_OF_EACH, _ELEMENTS // max(1, int(np.count_nonzero(sizes))))
-        counts = np.minimum(each, sizes)
-        random = np.random.default_rng((seed, update, rank)).random((2, len(sizes)))
-        # up to the largest distance at which there are as many, so that no pattern of elements is
-        # at it every time
-        largest = np.maximum(1, sizes // np.maximum(1, counts))
-        distances = np.maximum(1, largest - (random[0] * largest / 4).astype(np.int64))
-        room = sizes - np.maximum(0, counts - 1) * distances
-        starts = (random[1] * room).astype(np.int64)
-        stops = np.minimum(starts + counts * distances, sizes)
-        slices = list(zip(starts.tolist(), stops.tolist(), distances.tolist(), strict=True))
-        return cls(slices, counts, np.repeat(np.arange(len(sizes)), counts))
-
-    def __len__(self) -> int:
-        return len(self.owner)
-
-    def of_elements(self, values: Sequence[float]) -> Values:
-        """Spreads a value of each tensor over its elements."""
-        return np.repeat(np.asarray(values, np.float64), self.counts)
-
-    def any_of_tensors(self, values: Values) -> npt.NDArray[np.bool_]:
-        """Says of each tensor whether any of its elements here is not 0."""
-        return np.bincount(self.owner, weights=values != 0, minlength=len(self.counts)) > 0
-
-
-_Memory = list[torch.Tensor | Values | None]
-"""An attribute of each tensor, in numpy where that is the host's memory in fp32; None where there
-is none. The same type holds views of the chosen elements of each.
-"""
-
-
-def _memory(tensors: Sequence[SteppedTensor], name: str) -> _Memory:
-    memory: _Memory = []
-    for tensor in tensors:
-        values: torch.Tensor | None = getattr(tensor, name)
-        is_of_host = values is not None and values.is_cpu and values.dtype == torch.float32
-        memory.append(values.numpy() if values is not None and is_of_host else values)
-    return memory
-
-
-def _views(memory: _Memory, chosen: _Chosen) -> _Memory:
-    """There are many tensors: one call for each."""
-    return [
-        values[start:stop:distance] if values is not None and count else None
-        for values, (start, stop, distance), count in zip(
-            memory, chosen.slices, chosen.counts.tolist(), strict=True
-        )
-    ]
-
-
-@torch.no_grad()
-def _read(columns: Sequence[tuple[_Chosen, _Memory]]) -> list[Values]:
-    """Reads columns of elements, fp64 [n] each; NaN where a tensor has none.
-
-    One copy from each device for all of them.
-    """
-    parts: list[npt.NDArray[Any] | None] = []
-    waiting: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
-    for chosen, elements in columns:
-        for view, count in zip(elements, chosen.counts.tolist(), strict=True):
-            if isinstance(view, torch.Tensor):
-                waiting.setdefault((view.device, view.dtype), []).append((len(parts), view))
-                parts.append(None)  # read below
-            elif view is None:
-                parts.append(np.full(count, np.nan))
-            else:
-                parts.append(view)
-    for numbered in waiting.values():
-        values = torch.cat([view for _, view in numbered]).float().cpu().numpy()
-        begin = 0
-        for number, view in numbered:
-            parts[number] = values[begin : begin + len(view)]
-            begin += len(view)
-    whole = np.concatenate([np.zeros(0), *(part for part in parts if part is not None)])
-    return np.split(whole, np.cumsum([len(chosen) for chosen, _ in columns])[:-1])
 
 
 def _state(weights: Values, mean: Values, square: Values) -> dict[str, Values]:
@@ -150,7 +55,7 @@ class StepReplay:
         self._config = config
         self._rank = rank
         self._updates = 0
-        self._next: _Chosen | None = None
+        self._next: ChosenElements | None = None
         self._remembered: dict[str, Values] = {}
         self._left_out: dict[str, int] = {}  # by tensor, in how many updates nothing came to it
 
@@ -177,9 +82,9 @@ class StepReplay:
             self._choose(tensors)
         chosen, remembered = self._next, self._remembered
         assert chosen is not None, "it has just been chosen"
-        memory = {name: _memory(tensors, name) for name in ("gradient", *_STATE)}
-        columns = [(chosen, _views(values, chosen)) for values in memory.values()]
-        gradient, *state_columns = _read(columns)
+        memory = {name: memory_of(tensors, name) for name in ("gradient", *_STATE)}
+        columns = [(chosen, views_of(values, chosen)) for values in memory.values()]
+        gradient, *state_columns = read_elements(columns)
         self._check_gradients(
             where, tensors, chosen.any_of_tensors(np.nan_to_num(gradient)), reductions, device
         )
@@ -219,17 +124,17 @@ class StepReplay:
             rate=rate,
             clip=clip_factor(self._config, result.grad_norm),
         )
-        following = _Chosen.of(tensors, self._config.run.seed, self._updates + 1, self._rank)
+        following = ChosenElements.of(tensors, self._config.run.seed, self._updates + 1, self._rank)
         # where the step has written the same memory, it is not looked up again
         is_same = tensors is begun.tensors
-        memory = begun.memory if is_same else {name: _memory(tensors, name) for name in _STATE}
+        memory = begun.memory if is_same else {name: memory_of(tensors, name) for name in _STATE}
         columns = [
-            (elements, _views(memory[name], elements))
+            (elements, views_of(memory[name], elements))
             for elements in (chosen, following)
             for name in _STATE
         ]
-        copies = _views(_memory(tensors, "model"), chosen)
-        *read, model = _read([*columns, (chosen, copies)])
+        copies = views_of(memory_of(tensors, "model"), chosen)
+        *read, model = read_elements([*columns, (chosen, copies)])
         state, next_state = _state(*read[:3]), _state(*read[3:])
         for name, values in state.items():
             expected, limit = getattr(replayed.expected, name), getattr(replayed.limit, name)
@@ -315,9 +220,11 @@ class StepReplay:
     def _choose(self, tensors: Sequence[SteppedTensor], seed: int | None = None) -> None:
         """For the next step."""
         seed = self._config.run.seed if seed is None else seed
-        self._next = _Chosen.of(tensors, seed, self._updates + 1, self._rank)
+        self._next = ChosenElements.of(tensors, seed, self._updates + 1, self._rank)
         self._remembered = _state(
-            *_read([(self._next, _views(_memory(tensors, name), self._next)) for name in _STATE])
+            *read_elements(
+                [(self._next, views_of(memory_of(tensors, name), self._next)) for name in _STATE]
+            )
         )
 
     def _decay(self, tensor: SteppedTensor) -> float:
@@ -369,7 +276,7 @@ class StepReplay:
     def _check_copies(
         self,
         where: str,
-        chosen: _Chosen,
+        chosen: ChosenElements,
         tensors: Sequence[SteppedTensor],
         weights: Values,
         model: Values,
@@ -406,7 +313,7 @@ class StepReplay:
 
         sampled: whether any chosen element of each tensor's gradient is not 0.
         """
-        present = _any_gradient(tensors, sampled)
+        present = gradients_present(tensors, sampled)
         moving = torch.from_numpy(np.array(present, np.float32)).to(device)
         arrived, nonzero, weights = reductions.replicas(moving, largest=True).cpu().numpy()
         for tensor in tensors:
@@ -421,7 +328,7 @@ class StepReplay:
             if has_come
             and not is_nonzero
             and not tensor.may_be_zero
-            and not _waits_for_its_partner(tensor.name, by_name)
+            and not waits_for_its_partner(tensor.name, by_name)
         ]
         if missing:
             more = f" and of {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
@@ -439,75 +346,15 @@ class BeforeStep:
     """
 
     where: str
-    chosen: _Chosen
+    chosen: ChosenElements
     state: Elements
     gradient: Values
     tensors: Sequence[SteppedTensor]
-    memory: dict[str, _Memory]
+    memory: dict[str, Memory]
 
 
 _STATE = ("weights", "mean", "square")
 _NAMES = {"weights": "the weight", "mean": "the mean moment", "square": "the square moment"}
-_PARTNERS = {".lora_A.": ".lora_B."}
-"""A's gradient is exactly 0 as long as B is, as it begins."""
-
-
-def _partner(name: str) -> str | None:
-    """Returns the name of the tensor without which this one has no gradient."""
-    for part, partner in _PARTNERS.items():
-        if part in name:
-            return name.replace(part, partner)
-    return None
-
-
-def _waits_for_its_partner(name: str, weights: dict[str, float]) -> bool:
-    """Whether a tensor is multiplied by another one that is 0. weights: by name, whether any is not
-    0.
-    """
-    partner = _partner(name)
-    return partner is not None and not weights.get(partner, 1.0)
-
-
-@torch.no_grad()
-def _any_gradient(
-    tensors: Sequence[SteppedTensor], sampled: npt.NDArray[np.bool_]
-) -> tuple[list[bool], list[bool], list[bool]]:
-    """Says of each tensor whether a gradient has come, whether any of its elements is not 0, and of
-    B of an adapter whose A has no gradient whether any weight is not. sampled: as of
-    _check_gradients."""
-    arrived = [tensor.gradient is not None for tensor in tensors]
-    nonzero, weights = sampled.tolist(), [True] * len(tensors)
-    # most rows of an embedding have no gradient, so that a sample that is 0 says nothing
-    unknown = [
-        (number, tensor.gradient)
-        for number, tensor in enumerate(tensors)
-        if not nonzero[number] and tensor.gradient is not None
-    ]
-    for (number, _), has_any in zip(
-        unknown, _any([gradient for _, gradient in unknown]), strict=True
-    ):
-        nonzero[number] = has_any
-    still_zero = [tensors[number].name for number, _ in unknown if not nonzero[number]]
-    waited_for = {_partner(name) for name in still_zero}
-    partners = [
-        (number, tensor.weights)
-        for number, tensor in enumerate(tensors)
-        if tensor.name in waited_for
-    ]
-    for (number, _), has_any in zip(
-        partners, _any([partner for _, partner in partners]), strict=True
-    ):
-        weights[number] = has_any
-    return arrived, nonzero, weights
-
-
-def _any(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Says of each tensor whether any element is not 0; the device is waited for once."""
-    if not tensors:
-        return []
-    device = tensors[0].device
-    answers: list[bool] = torch.stack([tensor.any().to(device) for tensor in tensors]).tolist()
-    return answers
 
 
 def _broken(where: str, what: str) -> InvariantViolation:

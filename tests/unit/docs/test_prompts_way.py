@@ -108,6 +108,8 @@ ASIDE = {
     "coordinator/answers.py": "what engines answered, to compare samples with",
     "samples/group_digest.py": "digests for the chain",
     "trainer/loss_checks.py": "compares gradients",
+    "trainer/missing_gradients.py": "which tensors a gradient has come to",
+    "trainer/step_elements.py": "the elements by which a step is judged",
     "trainer/step_replay.py": "compares steps",
     "engines/protocol.py": "definitions",
 }
