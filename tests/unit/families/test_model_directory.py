@@ -200,9 +200,9 @@ def test_a_fault_is_one_line_in_a_second(fault: str, tmp_path: Path) -> None:
     make_model(tmp_path, "qwen3", tied=False)
     make, says = FAULTS[fault]
     make(tmp_path)
-    start = time.process_time()
+    start = time.thread_time()
     assert says in refusal(tmp_path)
-    assert time.process_time() - start < 2.0
+    assert time.thread_time() - start < 2.0
 
 
 def test_end_tokens_of_config_json_and_of_the_tokenizer_are_in_the_vocabulary(

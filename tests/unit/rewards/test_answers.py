@@ -234,9 +234,9 @@ HOSTILE = [
 @pytest.mark.parametrize("response", HOSTILE)
 @pytest.mark.parametrize("reference", ["46", "x+1"])
 def test_hostile_responses_cost_little_time(response: str, reference: str) -> None:
-    start_s = time.process_time()
+    start_s = time.thread_time()
     assert not is_correct(response, reference)
-    assert time.process_time() - start_s < 3.0
+    assert time.thread_time() - start_s < 3.0  # threads of other tests work beside
 
 
 @pytest.mark.parametrize(
@@ -246,9 +246,9 @@ def test_an_expression_that_math_verify_would_not_end_with_is_not_equal_and_the_
     expression: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(comparer, "COMPARED_CPU_S", 0.3)
-    handler, start_s = signal.getsignal(signal.SIGPROF), time.process_time()
+    handler, start_s = signal.getsignal(signal.SIGPROF), time.thread_time()
     assert not equal_answers(expression, "x^2+1") and not equal_answers("x^2+1", expression)
-    assert time.process_time() - start_s < 1.0, "the comparison took processor time of this process"
+    assert time.thread_time() - start_s < 1.0, "the comparison took processor time of this thread"
     assert signal.getsignal(signal.SIGPROF) is handler and signal.getitimer(signal.ITIMER_PROF) == (
         0.0,
         0.0,

@@ -151,9 +151,9 @@ def test_a_text_without_secrets_is_as_it_was(text: str) -> None:
     ],
 )
 def test_long_texts_are_read_in_time_that_grows_with_them(part: str) -> None:
-    start_s = time.process_time()
+    start_s = time.thread_time()
     hide(part * (400_000 // len(part)))
-    assert time.process_time() - start_s < 10
+    assert time.thread_time() - start_s < 10
 
 
 def tree() -> dict[str, Any]:
