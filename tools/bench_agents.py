@@ -249,7 +249,7 @@ async def serve(
     numbers, rss_mib = iter(range(load.sessions)), []
     async with (
         EnginePool([EngineClient(engine_url, LAST_TOKEN)]) as pool,
-        Gateway(sessions, 1.0).serving(HOST, 0, None),
+        Gateway(sessions).serving(HOST, 0, None),
         opened(environment, WAIT_S),
     ):
         for engine in pool.engines:

@@ -446,7 +446,7 @@ def make_gateway(
         return None
     assert sessions is not None, "the launcher writes a key for every run with a gateway"
     routes = None if service is None else service.routes
-    return Gateway(sessions, config.rollout.temperature, routes)
+    return Gateway(sessions, routes)
 
 
 def training_sampling(config: Config, spec: ModelSpec) -> Sampling:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from itertools import count
 from typing import Annotated, Any, Literal
@@ -29,6 +29,8 @@ from pa_npu.agents.gateway import CHAT_FIELDS, TEXT_FIELDS, Gateway, read_json, 
 from pa_npu.agents.openai_format import (
     CompletionRequest,
     RequestRefused,
+    SamplingRules,
+    events,
     models,
     named_model,
     read_request,
@@ -185,11 +187,8 @@ class ServedRun(Variant):
             )
             for place, one in enumerate(await self._sample(tokens, asked, number))
         ]
-        return await send_answer(
-            request,
-            whole_answer(self._chat, f"chatcmpl-{number}", written, len(tokens), asked),
-            asked,
-        )
+        answer = whole_answer(self._chat, f"chatcmpl-{number}", written, tokens, asked)
+        return await send_answer(request, answer, _stream(answer, asked))
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         asked = await self._read(request, TEXT_FIELDS)
@@ -208,15 +207,16 @@ class ServedRun(Variant):
         written = [
             (ChatAnswer(self._chat.decode_answer(one, asked.stop)[1], {}, ()), one) for one in found
         ]
-        return await send_answer(
-            request, whole_answer(self._chat, f"cmpl-{number}", written, len(tokens), asked), asked
-        )
+        answer = whole_answer(self._chat, f"cmpl-{number}", written, tokens, asked)
+        return await send_answer(request, answer, _stream(answer, asked))
 
     async def _read(self, request: web.Request, fields: Sequence[str]) -> CompletionRequest:
         body = await read_json(request)
-        return read_request(
-            body, temperature=self.sampling.temperature, endpoint_fields=fields, free=True
+        rules = SamplingRules(
+            temperature=self.sampling.temperature,
+            template_options=self.config.data.template_options,
         )
+        return read_request(body, rules=rules, endpoint_fields=fields, free=True)
 
     async def _sample(
         self, tokens: Sequence[int], asked: CompletionRequest, number: int
@@ -324,3 +324,7 @@ class ServedRun(Variant):
         self._tasks[asked.task] = task
         body = await asyncio.to_thread(msgspec.json.encode, {"groups": found})
         return web.Response(body=body, content_type="application/json")
+
+
+def _stream(answer: dict[str, Any], asked: CompletionRequest) -> Iterable[bytes] | None:
+    return events(answer, asked.usage) if asked.stream else None

@@ -87,7 +87,7 @@ def test_a_gateways_file_that_is_a_directory_is_one_line(tmp_path: Path) -> None
     (tmp_path / gateway.GATEWAY_FILE).mkdir()
 
     async def serve() -> None:
-        async with gateway.Gateway(Sessions("key"), 1.0).serving("127.0.0.1", 0, tmp_path):
+        async with gateway.Gateway(Sessions("key")).serving("127.0.0.1", 0, tmp_path):
             pass
 
     with pytest.raises(ConfigError, match=r"run\.dir: .*gateway\.json cannot be written"):
