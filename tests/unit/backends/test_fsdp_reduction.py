@@ -120,8 +120,8 @@ def test_behind_four_reductions_sixteen_look_at_every_element_of_a_sample_once(f
     elements[sample] = torch.arange(float(sample.sum())) + 1
     whole = float(elements[sample].sum())
     for update in range(2):
-        for reduction in range(4):
-            assert _reduction_of(one, elements) == (whole, whole), (update, reduction)
+        for number in range(4):
+            assert _reduction_of(one, elements) == (whole, whole), (update, number)
         for round_of_turns in range(2):
             turns = [_reduction_of(one, elements) for _ in range(16)]
             assert len({own for own, _ in turns}) == 16, (update, round_of_turns)
