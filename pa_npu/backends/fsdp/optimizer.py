@@ -20,7 +20,7 @@ _OF_MIXTURES = (".experts.", ".gate.", ".router.")  # of which a part may get no
 # So many reductions of a group in an update are looked at in whole samples, and a sample is dealt
 # out to so many of the others, where each gets so many elements of a rank's chunk. A whole sample of
 # a layer of 0.8 million weights takes 0.5 ms on a CPU, nearly all of it for waiting for memory.
-_WHOLE = 4
+_WHOLE = 2
 _TURNS = 16
 _ELEMENTS_OF_TURN = 64
 # named so from torch 2.13 on
@@ -163,7 +163,7 @@ class CountedReduceScatter:
     def restart(self) -> None:
         """Begin another update."""
         self._own: list[torch.Tensor] = []
-        self._squares: list[torch.Tensor] = []
+        self._norms: list[torch.Tensor] = []
         self._reduced: list[torch.Tensor] = []
         self._num_reductions = 0
 
@@ -188,23 +188,29 @@ class CountedReduceScatter:
     def take_reduced(self, reduced: torch.Tensor) -> None:
         brought, self._input = self._input, None
         assert brought is not None, "its memory was allocated here"
-        sampled = self._next_sample(len(reduced))
+        chunk = len(reduced)
+        first, every = self._next_sample(chunk)
+        num_sampled = max(0, -(-(chunk - first) // every))
         # of every rank's chunk the elements that this rank takes of its own, once it is reduced
-        sample = brought.view(-1, len(reduced))[:, sampled].to(self._summed_in).flatten()
+        sample = brought.as_strided(
+            (brought.numel() // chunk, num_sampled),
+            (chunk, every),
+            brought.storage_offset() + first,
+        ).to(self._summed_in)
         self._own.append(sample.sum())
-        self._squares.append(sample.dot(sample))
-        self._reduced.append(reduced[sampled].sum(dtype=self._summed_in))
+        self._norms.append(torch.linalg.vector_norm(sample))
+        self._reduced.append(reduced[first::every].sum(dtype=self._summed_in))
 
-    def _next_sample(self, chunk: int) -> slice:
-        """The elements of every rank's chunk that are looked at in this reduction; the same on all
-        ranks, which have the same number of reductions.
+    def _next_sample(self, chunk: int) -> tuple[int, int]:
+        """The first element of every rank's chunk that is looked at in this reduction, and the
+        distance to the next ones; the same on all ranks, which have as many reductions.
         """
         turn = self._num_reductions - _WHOLE
         self._num_reductions += 1
         every = _TURNS * SAMPLED_EVERY
         if turn < 0 or chunk < _ELEMENTS_OF_TURN * every:
-            return slice(self.first, None, SAMPLED_EVERY)
-        return slice(self.first + turn % _TURNS * SAMPLED_EVERY, None, every)
+            return self.first, SAMPLED_EVERY
+        return self.first + turn % _TURNS * SAMPLED_EVERY, every
 
     def counts(self) -> torch.Tensor:
         """[3]: the update's own, squares and reduced of ReducedGradient; NaN where nothing was
@@ -212,9 +218,8 @@ class CountedReduceScatter:
         """
         if not self._own:
             return torch.full((3,), torch.nan, dtype=self._summed_in)
-        columns = torch.stack([*self._own, *self._squares, *self._reduced])
-        own, squares, reduced = columns.view(3, -1).sum(dim=1)
-        return torch.stack([own, squares, reduced / self._copies])
+        own, norms, reduced = torch.stack([*self._own, *self._norms, *self._reduced]).view(3, -1)
+        return torch.stack([own.sum(), norms.square().sum(), reduced.sum() / self._copies])
 
 
 def counted(reductions: Sequence[CountedReduceScatter], device: torch.device) -> ReducedGradient:

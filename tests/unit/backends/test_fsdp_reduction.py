@@ -87,7 +87,7 @@ def test_reductions_of_an_update_add_up_and_the_next_update_begins_with_none() -
     sampled = len(range(0, CHUNK, SAMPLED_EVERY))
     counts = counted([one, rest], torch.device("cpu"))
     assert counts.own[0] == 11 * sampled
-    assert counts.squares[0] == 101 * sampled
+    assert float(counts.squares[0]) == pytest.approx(101 * sampled)
     assert counts.reduced[0] == 11 * sampled, "two copies of the shards hold the same sum"
     assert torch.stack([counts.own, counts.squares, counts.reduced])[:, 1].isnan().all()
     one.restart()
@@ -112,7 +112,7 @@ LARGE = 64 * 16 * SAMPLED_EVERY + 100
 
 
 @pytest.mark.parametrize("first", [0, 17, SAMPLED_EVERY - 1])
-def test_behind_four_reductions_sixteen_look_at_every_element_of_a_sample_once(first: int) -> None:
+def test_behind_two_reductions_sixteen_look_at_every_element_of_a_sample_once(first: int) -> None:
     one = CountedReduceScatter(copies=1, summed_in=torch.float64)
     one.first = first
     sample = torch.arange(LARGE) % SAMPLED_EVERY == first
@@ -120,7 +120,7 @@ def test_behind_four_reductions_sixteen_look_at_every_element_of_a_sample_once(f
     elements[sample] = torch.arange(float(sample.sum())) + 1
     whole = float(elements[sample].sum())
     for update in range(2):
-        for number in range(4):
+        for number in range(2):
             assert _reduction_of(one, elements) == (whole, whole), (update, number)
         for round_of_turns in range(2):
             turns = [_reduction_of(one, elements) for _ in range(16)]
@@ -149,7 +149,7 @@ def test_sixty_one_neighbours_lost_in_all_later_reductions_and_a_part_lost_in_on
     without_neighbours, without_part = elements.clone(), elements.clone()
     without_neighbours[place : place + SAMPLED_EVERY] = 0
     without_part[min(place, LARGE - 1000) :][:1000] = 0
-    for _ in range(4):
+    for _ in range(2):
         _reduction_of(one, elements)
     turns = [_reduction_of(one, elements, without_neighbours) for _ in range(16)]
     assert sum(own != reduced for own, reduced in turns) == 1
