@@ -64,12 +64,12 @@ class LossGradient:
         """
         if not given:
             return
-        device = given[0].batch.logprobs.device
         batch = on_host(joined([microbatch.batch for microbatch in given]))
-        none = [torch.zeros(len(one.batch.logprobs), device=device) for one in given]
         gradients = [
-            blank if one.gradient is None else one.gradient
-            for one, blank in zip(given, none, strict=True)
+            torch.zeros_like(microbatch.batch.logprobs)
+            if microbatch.gradient is None
+            else microbatch.gradient
+            for microbatch in given
         ]
         arrived = torch.cat(gradients).cpu().double().numpy()
         sources = [source for one in given for source in one.sources]
@@ -130,24 +130,30 @@ class LossGradient:
         group: dist.ProcessGroup | None,
     ) -> None:
         """surprise: log p + H of every token."""
-        sums, rows, start, is_partial = [], [], 0, False
+        all_products: list[torch.Tensor] = []
+        all_sizes: list[torch.Tensor] = []
+        rows: list[np.ndarray] = []
+        start, is_partial = 0, False
         for microbatch in given:
-            head, tokens = microbatch.head, len(microbatch.batch.logprobs)
+            head, logprobs = microbatch.head, microbatch.batch.logprobs
             if head is not None and head.is_watched:
                 is_partial = is_partial or head.is_partial
-                own = np.arange(start, start + tokens, head.every)
-                rows.append(own)
+                watched = np.arange(start, start + len(logprobs), head.every)
+                rows.append(watched)
                 if head.products is None or head.sizes is None:  # no gradient went on
-                    sums.append(torch.zeros(2, len(own), device=microbatch.batch.logprobs.device))
+                    nothing = torch.zeros(len(watched), device=logprobs.device)
+                    all_products.append(nothing)
+                    all_sizes.append(nothing)
                 else:
-                    sums.append(torch.stack([head.products, head.sizes]))
-            start += tokens
-        if not sums:
+                    all_products.append(head.products)
+                    all_sizes.append(head.sizes)
+            start += len(logprobs)
+        if not rows:
             return
-        both = torch.cat(sums, dim=1)
+        both = torch.cat([*all_products, *all_sizes])
         if group is not None and is_partial:
             dist.all_reduce(both, group=group)
-        products, sizes = both.cpu().double().numpy()
+        products, sizes = both.cpu().double().numpy().reshape(2, -1)
         expected = (arrived * surprise)[np.concatenate(rows)]
         dtype = self._config.model.dtype
         slope = slope_of(
