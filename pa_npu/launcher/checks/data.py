@@ -17,7 +17,7 @@ from pa_npu.rewards.functions import needs_answers
 
 if TYPE_CHECKING:
     from pa_npu.data.prompts import Prompt, PromptSet
-    from pa_npu.data.trained_sets import TrainedSet
+    from pa_npu.data.trained_sets import AnySet
 
 _ABSENT = "not here"
 
@@ -128,7 +128,7 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
     return loaded
 
 
-def check_training_rows(tokenizer: Any, config: Config) -> list[TrainedSet]:
+def check_training_rows(tokenizer: Any, config: Config) -> list[AnySet]:
     """Reads data.train as a coordinator without engines will."""
     from pa_npu.data.trained_sets import load_training_rows, num_items
 
