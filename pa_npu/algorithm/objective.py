@@ -168,8 +168,8 @@ class Objective:
         before_first: Callable[[], None] = lambda: None,
         algorithm: Algorithm | None = None,
     ) -> None:
-        """judge_first: called with the first microbatch's differences before its backward; it may
-        raise.
+        """judge_first: called with the differences of the first microbatch that the policy wrote
+        any of, before its backward; it may raise.
 
         reference: the weights that the reference must be of; None: nobody knows. before_first:
         called
@@ -258,8 +258,9 @@ class Objective:
         # of the iteration's weight version, as the trainer computes them
         generated = outputs.frozen.get("old", outputs.policy)
         differences = measure(microbatch, generated.values, outputs.entropy, self._config)
-        self.sums.add(sums.metrics, differences, microbatch.ages.max())
-        if self._judge_first is not None:
+        is_written = bool(microbatch.versions)
+        self.sums.add(sums.metrics, differences, microbatch.ages.max(), is_written=is_written)
+        if self._judge_first is not None and is_written:
             judge, self._judge_first = self._judge_first, None
             judge(DifferenceSums(*differences.tolist()))  # waits for the device
         if reference is not None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.inputs import Dataset
 from pa_npu.data.pair_sets import PairSet, groups_of_pairs, load_pairs
-from pa_npu.data.row_sets import TrainedSet, load_rows, max_row_tokens
+from pa_npu.data.row_sets import RowSet, TrainedSet, load_rows, max_row_tokens
 from pa_npu.data.row_stream import RowGroup, RowGroupStream, groups_of_rows
 from pa_npu.data.stream import TrainingStream
 
@@ -37,6 +37,15 @@ def load_held_out_rows(
         name: _load(config, dataset, tokenizer, config.evaluate.key_of(name), row_is, 0)
         for name, dataset in config.evaluate.all_sets(config.data.test).items()
     }
+
+
+def load_demonstrations(config: Config, tokenizer: Any) -> RowSet | None:
+    """The rows of data.demonstrations; None without any. Raises DataError."""
+    dataset = config.data.demonstrated
+    if dataset is None:
+        return None
+    limit = max_row_tokens(config.data, config.rollout)
+    return load_rows(dataset, tokenizer, config.data, "data.demonstrations", max_tokens=limit)
 
 
 def stream_of(
