@@ -76,6 +76,9 @@ class NeededModel:
     directory: str | None = None
 
 
+DEMONSTRATION = "demonstration"
+"""Name of the component of data.demonstrations."""
+
 OLD_POLICY = NeededModel("old", "policy at the iteration's start")
 REFERENCE = NeededModel("reference", "initial weights")
 
@@ -105,7 +108,8 @@ class Algorithm(ABC):
     """One per process. Subclasses say what they are by class attributes and these methods.
 
     components: of the loss, with the numbers 1, 2 and so on. The first one leads: the iteration's
-    normaliser counts its tokens, its samples, or what it makes of them.
+    normaliser counts its tokens, its samples, or what it makes of them. A run with
+    data.demonstrations has one more, `demonstrations`, whose loss is cross-entropy.
     samples_from: engines write the samples that are trained, or they are rows of data; then
     rollout.engines is 0, and nothing is generated, rewarded or published.
     row_is: what a row of data is: a sequence, or a pair of which the first is preferred. A pair is
@@ -113,7 +117,7 @@ class Algorithm(ABC):
     held_out_names: of what `held_out_sums` returns.
     """
 
-    components: ClassVar[tuple[Component, ...]]
+    components: tuple[Component, ...]
     samples_from: ClassVar[Literal["engines", "rows"]] = "engines"
     row_is: ClassVar[Literal["sequence", "pair"]] = "sequence"
     held_out_names: ClassVar[tuple[str, ...]] = ("loss",)
@@ -121,6 +125,15 @@ class Algorithm(ABC):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.keys = config.algorithm
+        self.demonstrations: Component | None = None
+        if config.data.demonstrations is not None and self.samples_from == "engines":
+            self.demonstrations = Component(
+                number=len(self.components) + 1,
+                name=DEMONSTRATION,
+                tokens="those that rows of data.demonstrations mark",
+                needs_provenance=False,
+            )
+            self.components = (*self.components, self.demonstrations)
 
     # What it needs
 
@@ -285,11 +298,18 @@ class Algorithm(ABC):
         weight, undivided.
         """
 
-    def component_loss(self, component: Component, batch: TokenBatch) -> torch.Tensor:
-        """Returns the loss of each token of another component, [tokens], before its weight.
+    def loss_of(self, component: Component, batch: TokenBatch) -> torch.Tensor:
+        """Returns the loss of each token of a component that does not lead, [tokens], before its
+        weight.
 
         batch: of these tokens alone.
         """
+        if component is self.demonstrations:
+            return -batch.logprobs
+        return self.component_loss(component, batch)
+
+    def component_loss(self, component: Component, batch: TokenBatch) -> torch.Tensor:
+        """Returns the same for a component that the subclass declares."""
         raise NotImplementedError(
             f"{type(self).__name__} has no loss for component {component.name}"
         )

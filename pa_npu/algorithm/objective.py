@@ -11,7 +11,7 @@ gradient does (invariant I7), so that a backward that is left out or run twice s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -168,8 +168,8 @@ class Objective:
         before_first: Callable[[], None] = lambda: None,
         algorithm: Algorithm | None = None,
     ) -> None:
-        """judge_first: called with the first microbatch's differences before its backward; it may
-        raise.
+        """judge_first: called with the differences of the first microbatch that the policy wrote
+        any of, before its backward; it may raise.
 
         reference: the weights that the reference must be of; None: nobody knows. before_first:
         called
@@ -239,20 +239,16 @@ class Objective:
             )
         reference = outputs.frozen.get("reference")
         self._check_reference(microbatch, reference)
-        batch = TokenBatch(
-            logprobs=outputs.policy.values,
-            entropy=outputs.entropy,
+        batch = token_batch(
+            microbatch,
+            outputs,
             old_logprobs=old_logprobs,
-            reference_logprobs=None if reference is None else reference.values,
-            engine_logprobs=microbatch.engine_logprobs,
-            advantages=microbatch.advantages,
             weights=self._weights(microbatch),
-            response_index=microbatch.response_index,
-            num_responses=len(microbatch.response_lengths),
             group_size=self._config.rollout.responses_per_prompt,
-            ages=microbatch.ages if self._freshness.max_staleness else None,
             columns=self._with_teachers(microbatch, outputs),
         )
+        if self._freshness.max_staleness:
+            batch = replace(batch, ages=microbatch.ages)
         self.advantages.append(batch.response_sum(batch.advantages))
         self.sums.moved = torch.maximum(
             self.sums.moved, (batch.old_logprobs != batch.logprobs.detach()).any().float()
@@ -262,8 +258,9 @@ class Objective:
         # of the iteration's weight version, as the trainer computes them
         generated = outputs.frozen.get("old", outputs.policy)
         differences = measure(microbatch, generated.values, outputs.entropy, self._config)
-        self.sums.add(sums.metrics, differences, microbatch.ages.max())
-        if self._judge_first is not None:
+        is_written = bool(microbatch.versions)
+        self.sums.add(sums.metrics, differences, microbatch.ages.max(), is_written=is_written)
+        if self._judge_first is not None and is_written:
             judge, self._judge_first = self._judge_first, None
             judge(DifferenceSums(*differences.tolist()))  # waits for the device
         if reference is not None:
@@ -406,6 +403,39 @@ class Objective:
             f"{microbatch.group_indices} has a KL to {_named(reference.weights)}, where the "
             f"reference is {_named(self._reference)}; give the log-probs of that one"
         )
+
+
+def token_batch(
+    microbatch: Targets,
+    outputs: Outputs,
+    *,
+    old_logprobs: torch.Tensor,
+    weights: torch.Tensor,
+    group_size: int,
+    columns: Mapping[str, torch.Tensor] | None = None,
+) -> TokenBatch:
+    """Joins a microbatch's targets and the models' outputs for them into what losses read.
+
+    Args:
+        old_logprobs: [N], of the policy that ratios are taken against, without gradient.
+        weights: float32 [N].
+        group_size: responses of a prompt.
+        columns: those of the batch; None: the microbatch's.
+    """
+    reference = outputs.frozen.get("reference")
+    return TokenBatch(
+        logprobs=outputs.policy.values,
+        entropy=outputs.entropy,
+        old_logprobs=old_logprobs,
+        reference_logprobs=None if reference is None else reference.values,
+        engine_logprobs=microbatch.engine_logprobs,
+        advantages=microbatch.advantages,
+        weights=weights,
+        response_index=microbatch.response_index,
+        num_responses=len(microbatch.response_lengths),
+        group_size=group_size,
+        columns=microbatch.columns if columns is None else columns,
+    )
 
 
 def _named(weights: Weights | str | None) -> str:

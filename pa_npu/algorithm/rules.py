@@ -46,6 +46,7 @@ def rules_of(algorithm: Algorithm) -> Iterator[str]:
     yield from algorithm.broken_rules()
     yield from _broken_skipping(algorithm)
     yield from _broken_teachers(algorithm)
+    yield from _broken_demonstrations(algorithm)
     if (
         config.environment.name == "agents"
         and (key := needs_whole_groups(config, algorithm)) is not None
@@ -98,6 +99,43 @@ def _broken_teachers(algorithm: Algorithm) -> Iterator[str]:
             "algorithm.advantage: no-reward with algorithm.distill_coef = 0 trains nothing; set "
             "distill_coef, or another advantage"
         )
+
+
+def _broken_demonstrations(algorithm: Algorithm) -> Iterator[str]:
+    """Yields what demonstrations cannot be trained with."""
+    config = algorithm.config
+    groups = config.demonstration_groups
+    if not groups or algorithm.samples_from == "rows":
+        return
+    named = f"data.demonstrations: {config.data.demonstrated.path}"
+    if not config.mesh.shares(groups):
+        yield (
+            f"data.demonstrations.share: makes {groups} groups an iteration, which "
+            f"{config.mesh.data} replicas cannot share; choose it so that share * "
+            f"schedule.prompts_per_iteration is a multiple of {config.mesh.data}"
+        )
+    schedule = config.schedule
+    for key, value, is_set in (
+        ("algorithm.loss", config.algorithm.loss, config.algorithm.loss == "dpo"),
+        ("algorithm.advantage", "batch-std", algorithm.needs_whole == "batch"),
+        (
+            "schedule.updates_per_iteration",
+            schedule.updates_per_iteration,
+            schedule.updates_per_iteration > 1,
+        ),
+        (
+            "schedule.tokens_per_update",
+            schedule.tokens_per_update,
+            schedule.tokens_per_update is not None,
+        ),
+        ("schedule.max_staleness", schedule.max_staleness, schedule.max_staleness > 0),
+        ("placement.colocate", "true", config.placement.colocate),
+    ):
+        if is_set:
+            yield (
+                f"{named} beside {key} = {value}, with which rows of data are not trained; change "
+                "that key, or remove data.demonstrations"
+            )
 
 
 def needs_whole_groups(config: Config, algorithm: Algorithm) -> str | None:

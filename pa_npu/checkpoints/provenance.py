@@ -68,7 +68,7 @@ _KEYS: dict[Change, dict[str, str]] = {
         "publish": "mode probe_tokens probe_tolerance noise_margin only_logged",
     },
     Change.NEW_RUN: {
-        "data": "train question_column answer_column chat_template template_options "
+        "data": "train demonstrations question_column answer_column chat_template template_options "
         "system_prompt instruction max_prompt_tokens overlong_prompt shuffle",
         "rollout": "responses_per_prompt max_response_tokens temperature ignore_eos",
         "environment": "name max_turns options",

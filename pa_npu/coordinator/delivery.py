@@ -182,11 +182,15 @@ class Production(Variant):
 
     num_kept: the groups of the lowest dispatch indices, this many, are kept with their tokens, and
     the first SAMPLES_IN_SHORT of these in short; which ones does not depend on timing.
+    num_demonstrations: groups of demonstrations, which have the first numbers. They are not kept,
+    and have numbers of their own in the record.
     """
 
-    def __init__(self, iteration: int, num_kept: float = 0) -> None:
+    def __init__(self, iteration: int, num_kept: float = 0, num_demonstrations: int = 0) -> None:
         self.iteration = iteration
         self._num_kept = num_kept
+        self._num_demonstrations = num_demonstrations
+        self._demonstrated: Sums = defaultdict(int)
         self._start_s = time.perf_counter()
         self._samples: list[dict[str, Any]] = []
         self._kept: list[KeptResponse] = []
@@ -223,6 +227,10 @@ class Production(Variant):
         """A group that is trained, under this number."""
         samples, result, lengths = group.samples, group.result, group.lengths
         num_trained = sum(lengths)
+        if group.is_demonstration:
+            self._demonstrated["rows"] += len(samples)
+            self._demonstrated["tokens"] += num_trained
+            return
         self._trained.append(
             (
                 len(samples),
@@ -283,9 +291,12 @@ class Production(Variant):
                     by_rule=by_rule,
                 )
             )
-        if group.index < min(self._num_kept, SAMPLES_IN_SHORT):
+        if scored.is_demonstration:
+            return
+        place = group.index - self._num_demonstrations
+        if place < min(self._num_kept, SAMPLES_IN_SHORT):
             self._samples.append(_sample(group, scored))
-        if group.index < self._num_kept:
+        if place < self._num_kept:
             self._kept += _kept(group, scored)
 
     def end(self, replica_imbalance: float) -> Produced:
@@ -312,6 +323,8 @@ class Production(Variant):
         if self._num_skipped:
             numbers["groups_skipped"] = self._num_skipped
             numbers["tokens_skipped"] = self._tokens_skipped
+        if self._demonstrated:
+            numbers["demonstrations"] = dict(self._demonstrated)
         if self._judged:
             numbers |= self._reward_numbers(groups, responses)
         if counted.get("tokens"):

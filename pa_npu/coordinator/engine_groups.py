@@ -23,6 +23,7 @@ from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.admission import Admission, Admitted, Planner
 from pa_npu.coordinator.answers import answers_of
 from pa_npu.coordinator.delivery import Delivery
+from pa_npu.coordinator.demonstrations import Demonstrations
 from pa_npu.coordinator.episode import (
     GroupGenerate,
     ScoredGroup,
@@ -191,6 +192,7 @@ def producer_on_engines(
     variants: Sequence[Variant] = (),
     *,
     streamed: Callable[..., Delivery] = Delivery,
+    demonstrations: Demonstrations | None = None,
 ) -> Producer:
     """Makes the producer whose groups engines write; see Producer and EngineGroups."""
     source = EngineGroups(
@@ -211,4 +213,5 @@ def producer_on_engines(
         store_thread=store_thread,
         variants=variants,
         streamed=streamed,
+        demonstrations=demonstrations,
     )

@@ -46,7 +46,7 @@ class ScoredGroup:
     result: None where nothing rewards them, as rows of data.
     lengths: trained tokens of each sample. trained_as: group_lengths, prompt and lengths as
     trainers compute them. answers: what engines answered for it; None where that is not known any
-    more.
+    more. is_demonstration: whether it is trained beside what engines write (demonstrations.py).
     """
 
     prompt: Prompt
@@ -54,6 +54,7 @@ class ScoredGroup:
     result: RewardResult | None
     counted: Mapping[str, int] = field(default_factory=dict)
     answers: Answers | None = None
+    is_demonstration: bool = False
 
     def __post_init__(self) -> None:
         self.lengths = [sample.num_trained for sample in self.samples]

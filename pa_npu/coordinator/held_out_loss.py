@@ -22,7 +22,8 @@ from pa_npu.control.milestones import Milestones
 from pa_npu.coordinator.evaluate import Evaluations
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.coordinator.row_groups import group_of
-from pa_npu.data.trained_sets import TrainedSet, groups_of_set
+from pa_npu.data.trained_sets import AnySet, groups_of_set
+from pa_npu.samples.microbatch import filled, num_packed_tokens
 from pa_npu.samples.rollout_buffer import run_columns
 from pa_npu.samples.wire import to_bytes
 from pa_npu.telemetry.timeline import Timeline
@@ -34,7 +35,7 @@ class HeldOutLosses(Evaluations):
 
     config: Config
     channel: StoreChannel
-    sets: Mapping[str, TrainedSet]
+    sets: Mapping[str, AnySet]
     records: RunRecords
     timeline: Timeline
     milestones: Milestones
@@ -92,15 +93,18 @@ class HeldOutLosses(Evaluations):
         chosen = sets.get(name) or next(iter(sets.values()))
         return float(chosen["loss"])
 
-    def _send(self, name: str, held_out: TrainedSet) -> HeldOutSet:
+    def _send(self, name: str, held_out: AnySet) -> HeldOutSet:
         algorithm, columns = build_algorithm(self.config), run_columns(self.config)
         groups = groups_of_set(held_out, self.config.microbatch_responses)
-        seed = self.config.run.seed
+        config = self.config
+        sizes: list[int] = []
         for number, prompt in enumerate(groups):
-            group = group_of(prompt, algorithm).group(seed, 0, number, algorithm.credit)
+            group = group_of(prompt, algorithm).group(config.run.seed, 0, number, algorithm.credit)
             put_group(self.channel, name, number, to_bytes(group, columns))
+            sizes.append(num_packed_tokens(group, config.attention.shared_prompt))
+        microbatches = filled(sizes, config.microbatch.max_tokens, config.trainer.pad_multiple)
         tokens = sum(row.num_trained for row in held_out.rows)
-        return HeldOutSet(name, len(groups), len(held_out.rows), tokens)
+        return HeldOutSet(name, tuple(microbatches), len(held_out.rows), tokens)
 
 
 def _perplexity(loss: float) -> float:

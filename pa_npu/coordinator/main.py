@@ -39,6 +39,7 @@ from pa_npu.control.roster import Roster
 from pa_npu.control.tasks import run_until_terminated
 from pa_npu.coordinator.chain import RunChain
 from pa_npu.coordinator.delivery import Delivery
+from pa_npu.coordinator.demonstrations import Demonstrations
 from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.evaluate import (
     BackgroundEvaluations,
@@ -58,6 +59,7 @@ from pa_npu.coordinator.token_budget import BudgetedUpdates
 from pa_npu.coordinator.updates import EveryGroup, InformativeGroups, Updates
 from pa_npu.data.prompts import Prompt, load_prompts, load_training
 from pa_npu.data.stream import TrainingStream
+from pa_npu.data.trained_sets import load_demonstrations
 from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.engines.http_server import KEY_FILE, KEY_VARIABLE
 from pa_npu.engines.membership import Fleet
@@ -113,7 +115,8 @@ async def run(config: Config) -> None:
     sampling = training_sampling(config, spec)
     async with AsyncExitStack() as stack:
         tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-        train, held_out = load_prompt_sets(config, tokenizer)
+        demonstrations = make_demonstrations(config, tokenizer)
+        train, held_out = load_prompt_sets(config, tokenizer, demonstrations)
         limit_s = config.run.startup_timeout_s
         sessions = make_sessions(config, key)
         environment = make_environment(config, tokenizer, sessions)
@@ -161,6 +164,7 @@ async def run(config: Config) -> None:
             store_thread=store_thread,
             variants=[feature for feature in (service, roles) if feature is not None],
             streamed=Delivery if roles is None else partial(RolesDelivery, roles=roles),
+            demonstrations=demonstrations,
         )
         await fleet.wait_all_ready()
         if config.devices.engines_sleep:
@@ -315,6 +319,17 @@ async def connect_to_trainers(
 # constructs them
 
 
+def make_demonstrations(config: Config, tokenizer: Any) -> Demonstrations | None:
+    """Makes the rows that are trained beside what engines write; None for a run without any."""
+    loaded = load_demonstrations(config, tokenizer)
+    if loaded is None:
+        return None
+    logger.info("demonstrations: %s", loaded.summary)
+    for line in loaded.first_lines(tokenizer):
+        logger.info("%s", line)
+    return Demonstrations(config, loaded)
+
+
 def make_updates(
     config: Config,
     *,
@@ -460,7 +475,7 @@ def training_sampling(config: Config, spec: ModelSpec) -> Sampling:
 
 
 def load_prompt_sets(
-    config: Config, tokenizer: Any
+    config: Config, tokenizer: Any, demonstrations: Demonstrations | None = None
 ) -> tuple[TrainingStream[Prompt], dict[str, tuple[Prompt, ...]]]:
     """Training stream at the position of the checkpoint, and sets of held-out prompts by name."""
     loaded = load_training(config.data, tokenizer, needs_answers(config.reward, config.environment))
@@ -479,7 +494,8 @@ def load_prompt_sets(
     }
     for name, prompts in held_out.items():
         logger.info("evaluating on %s: %s", name, prompts.summary)
-    stream = TrainingStream(config.data, loaded, config.run.seed)
+    fingerprint = None if demonstrations is None else demonstrations.fingerprint
+    stream = TrainingStream(config.data, loaded, config.run.seed, fingerprint)
     if config.checkpoint.load:
         stream.restore(read_meta(Path(config.checkpoint.load)).data)
     return stream, {name: found.prompts for name, found in held_out.items()}

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field, replace
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.delivery import Delivery, HeldDelivery, Produced, Production
+from pa_npu.coordinator.demonstrations import Demonstrations
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.group_source import DeliveryTimes, GroupSource, IterationGroups
 from pa_npu.coordinator.updates import EveryGroup
@@ -52,6 +53,22 @@ class _Iteration:
     points: Points
     production: Production
     delivery: Delivery
+    demonstrations: Sequence[ScoredGroup]
+
+    async def begin(self) -> None:
+        """What is trained before any of the iteration is generated."""
+        for number, group in enumerate(self.demonstrations):
+            await self.delivery.take(number, group)
+        for number, group in self.choice.begin():
+            await self._take(number, group)
+
+    @property
+    def size(self) -> int:
+        """How many groups are trained, once all are scored."""
+        return len(self.demonstrations) + self.choice.size
+
+    async def _take(self, number: int, group: ScoredGroup) -> None:
+        await self.delivery.take(len(self.demonstrations) + number, group)
 
     async def deliver(self, index: int, group: ScoredGroup) -> DeliveryTimes:
         """A scored group, and whatever it releases, on the way to the buffer."""
@@ -61,9 +78,11 @@ class _Iteration:
         released = self.choice.scored(index, group)
         start_s = time.perf_counter()
         for number, chosen in released:
-            await self.delivery.take(number, chosen)
+            await self._take(number, chosen)
+        first = len(self.demonstrations)
         by_rule = any(
-            chosen is group and self.delivery.is_by_rule(number) for number, chosen in released
+            chosen is group and self.delivery.is_by_rule(first + number)
+            for number, chosen in released
         )
         return DeliveryTimes(scored_s, time.perf_counter() - start_s, by_rule)
 
@@ -75,7 +94,8 @@ class Producer:
     source: where groups come from. work: what training a group costs. store_thread: a
     single-threaded executor for the buffer's blocking calls; one thread keeps their order.
     variants: the features that this run uses. streamed: makes the delivery of an iteration whose
-    groups are handed over as they finish.
+    groups are handed over as they finish. demonstrations: rows that each iteration trains beside
+    the source's groups, under the first numbers; None without any.
     """
 
     config: Config
@@ -85,6 +105,7 @@ class Producer:
     store_thread: Executor
     variants: Sequence[Variant] = ()
     streamed: Callable[..., Delivery] = field(default=Delivery, kw_only=True)
+    demonstrations: Demonstrations | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self._algorithm = build_algorithm(self.config)
@@ -113,10 +134,9 @@ class Producer:
         """
         this = self._plan(iteration, prompts, choice, version, variants)
         try:
-            for number, group in this.choice.begin():
-                await this.delivery.take(number, group)
+            await this.begin()
             await this.groups.bring(this.points, this.deliver)
-            imbalance = await this.delivery.finish(this.choice.size)
+            imbalance = await this.delivery.finish(this.size)
         finally:
             await this.delivery.close()
         produced = this.production.end(imbalance)
@@ -134,15 +154,23 @@ class Producer:
         config = self.config
         choice = choice or EveryGroup(prompts, config.schedule.order)
         groups = self.source.begin(iteration, prompts, choice, version)
+        demonstrations: Sequence[ScoredGroup] = ()
+        if self.demonstrations is not None:
+            demonstrations = self.demonstrations.groups(iteration)
+        expected_work = groups.expected_work
+        if expected_work is not None:
+            expected_work += sum(self.work(*group.trained_as) for group in demonstrations)
         assignment = Assignment(
             choice.order,
             config.mesh.data,
-            config.mesh.per_replica(choice.most),
+            config.mesh.per_replica(choice.most + len(demonstrations)),
             config.schedule.updates_per_iteration,
-            groups.expected_work,
+            expected_work,
             unequal=config.devices.unequal_groups,
         )
-        production = Production(iteration, kept_groups(config.telemetry.samples))
+        production = Production(
+            iteration, kept_groups(config.telemetry.samples), len(demonstrations)
+        )
         points = Points([*self.variants, *groups.variants, production, *variants])
         make_delivery = self.streamed if config.schedule.streams(iteration) else HeldDelivery
         delivery = make_delivery(
@@ -155,4 +183,4 @@ class Producer:
             store_thread=self.store_thread,
             told=points.delivered,
         )
-        return _Iteration(choice, groups, points, production, delivery)
+        return _Iteration(choice, groups, points, production, delivery, demonstrations)

@@ -78,17 +78,20 @@ def group_of(prompt: Prompt, algorithm: Algorithm) -> ScoredGroup:
     return ScoredGroup(prompt, samples, None)
 
 
-def sample_of(row: Row) -> Sample:
-    """The row as a sample whose trained tokens have the component 1. No policy wrote any."""
+def sample_of(row: Row, *, component: int = 1, factor: float = 1.0) -> Sample:
+    """The row as a sample whose trained tokens have this component, and the row's weights times
+    `factor`. No policy wrote any.
+    """
     num_tokens = len(row.tokens)
     is_trained = row.weight != 0
-    is_plain = bool((row.weight[is_trained] == 1).all())
+    values = row.weight * np.float32(factor)
+    is_plain = bool((values[is_trained] == 1).all())
     weight = None
     if not is_plain:
-        weight = np.where(is_trained, row.weight, 1).astype(np.float32)
+        weight = np.where(is_trained, values, 1).astype(np.float32)
     return Sample(
         tokens=row.tokens,
-        component=is_trained.astype(np.uint8),
+        component=np.where(is_trained, component, 0).astype(np.uint8),
         logprobs=np.zeros(num_tokens, np.float32),
         versions=np.full(num_tokens, NO_VERSION, np.int32),
         finished=row.finished,

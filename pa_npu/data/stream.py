@@ -90,6 +90,10 @@ class PromptStream(Generic[Item]):
         # NumPy version.
         return np.random.RandomState([self._seed, epoch]).permutation(len(self._prompts))
 
+    def go_to(self, position: int) -> None:
+        """Goes on with the item that comes after so many since the start."""
+        self._position = position
+
     @property
     def epochs(self) -> float:
         """How often the dataset has been gone through."""
@@ -123,14 +127,22 @@ class TrainingStream(Generic[Item]):
     """The prompts of data.train, from which the coordinator takes; a position in it is part of
     every checkpoint (I6).
 
-    loaded: by dataset, as load_training.
+    loaded: by dataset, as load_training. demonstrations: the fingerprint of data.demonstrations,
+    whose rows an iteration has beside its prompts; None without these.
     """
 
-    def __init__(self, config: DataConfig, loaded: Sequence[ItemSet[Item]], seed: int) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        loaded: Sequence[ItemSet[Item]],
+        seed: int,
+        demonstrations: str | None = None,
+    ) -> None:
         self._names = [dataset.called for dataset in config.datasets]
         self._weights = [dataset.weight for dataset in config.datasets]
         self._streams = [PromptStream(found.items, seed, config.shuffle) for found in loaded]
         self._taken = [0] * len(self._streams)
+        self._demonstrations = demonstrations
 
     def take(self, num_prompts: int) -> list[Item]:
         """The next prompts."""
@@ -171,6 +183,12 @@ class TrainingStream(Generic[Item]):
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, JSON."""
+        state = self._state()
+        if self._demonstrations is not None:
+            state["demonstrations"] = self._demonstrations
+        return state
+
+    def _state(self) -> dict[str, Any]:
         if len(self._streams) == 1:
             return self._streams[0].state()
         return {
@@ -188,6 +206,11 @@ class TrainingStream(Generic[Item]):
 
         Raises DataError where it is of other data.
         """
+        if state.get("demonstrations", self._demonstrations) != self._demonstrations:
+            raise DataError(
+                "data.demonstrations: its rows differ from those of the checkpoint, so that the "
+                "run would not go on as it was; restore them, or start a new run"
+            )
         if len(self._streams) == 1:
             self._streams[0].restore(state)
             return

@@ -70,12 +70,16 @@ def _work_lines(config: Config) -> list[str]:
     mode, sample = "periodic" if config.schedule.stream else "synchronous", "response"
     if not config.rollout.has_engines:
         mode, sample = "of rows of data", "row"
+    demonstrations = ""
+    if config.demonstration_groups:
+        demonstrations = f", and {config.demonstration_groups} of data.demonstrations"
     lines = [
         f"devices               {_devices(config)}{_nodes(config)}",
         f"trainer ranks         {_ranks(config)}",
         f"groups per iteration  {config.schedule.prompts_per_iteration} (x "
         f"{counted(config.rollout.responses_per_prompt, sample)} = "
-        f"{counted(amount.sequences, 'sequence')}), {config.groups_per_replica} per replica",
+        f"{counted(amount.sequences, 'sequence')}){demonstrations}, {config.groups_per_replica} "
+        "per replica",
         f"microbatches          {_microbatches(config, amount)}",
         f"tokens per iteration  at most {amount.prompt_tokens + amount.response_tokens} = "
         f"{amount.prompt_tokens} prompt + {amount.response_tokens} response; computed at most "

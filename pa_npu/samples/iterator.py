@@ -138,14 +138,20 @@ class MicrobatchIterator(Iterator[Microbatch]):
         """Dispatch indices of the groups taken so far, in slot order."""
         return tuple(self._indices)
 
-    def first(self, number: int) -> list[Microbatch]:
+    def first(self, number: int, *, only_written: bool = False) -> list[Microbatch]:
         """The next `number` microbatches that are computed (of an update's share, or all that it
         has), left in their place.
+
+        only_written: of those that the policy wrote any of.
         """
-        computed = [microbatch for microbatch in self._ready if not microbatch.is_filler]
+
+        def is_asked_for(microbatch: Microbatch) -> bool:
+            return not microbatch.is_filler and (not only_written or bool(microbatch.versions))
+
+        computed = [microbatch for microbatch in self._ready if is_asked_for(microbatch)]
         while len(computed) < number and (microbatch := self._build()) is not None:
             self._ready.append(microbatch)
-            if not microbatch.is_filler:
+            if is_asked_for(microbatch):
                 computed.append(microbatch)
         return computed
 

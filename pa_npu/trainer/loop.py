@@ -129,7 +129,7 @@ def measure_first(
 
     Collective. Raises InvariantViolation.
     """
-    agreement.measure(version, share.first)
+    agreement.measure(version, partial(share.first, only_written=True))
     every = config.schedule.finite_difference_every
     if not every or version % every:
         return

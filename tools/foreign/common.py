@@ -295,6 +295,7 @@ def make_whole(work: Translation) -> None:
     ):
         del values["algorithm.dual_clip"]
     if "data.test" not in values:
+        values.pop("schedule.evaluate_every", None)
         for key in [
             key for key in values if key.startswith("evaluate.") and key != "evaluate.sets"
         ]:

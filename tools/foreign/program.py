@@ -1,9 +1,9 @@
 """Reads the keyword arguments of GRPOConfig(...), GRPOTrainer(...) and LoraConfig(...) from a program of TRL, without running it.
 
 Literals, arithmetic on them and names that are assigned one literal are followed; so are the
-model's and the dataset's path in from_pretrained(...) and load_dataset(...). RLOO and online DPO
-are read in the same way, and adapters of Unsloth's get_peft_model(...). Whatever else an argument
-is, is named.
+model's and the dataset's path in from_pretrained(...) and load_dataset(...). RLOO, online DPO,
+SFTTrainer, DPOTrainer and GKDTrainer are read in the same way, and adapters of Unsloth's
+get_peft_model(...). Whatever else an argument is, is named.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _POSITIONAL = {
     "Trainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
 }
 # whose configuration and trainer are translated
-_ALGORITHMS = ("AsyncGRPO", "GRPO", "RLOO", "OnlineDPO")
+_ALGORITHMS = ("AsyncGRPO", "GRPO", "RLOO", "OnlineDPO", "GKD", "SFT", "DPO")
 _ADAPTERS = ("LoraConfig", "get_peft_model")  # peft's, and Unsloth's function of keyword arguments
 _RANK = "r"
 _HOLDERS = ("args", "config")  # arguments of the trainer that hold the configuration

@@ -43,13 +43,16 @@ _COMMAND: dict[Origin, re.Pattern[str]] = {
 }
 # Programs of these systems that train otherwise, or do not train.
 _OTHER_PROGRAMS = re.compile(
-    r"(^|[./])(main_(?:generation\w*|eval\w*)|\w*sft_trainer\w*|sft\w*|dpo\w*|kto\w*|reward\w*|ppo\w*|bco|cpo|orpo|gkd|prm)(\.py)?$"
+    r"(^|[./])(main_(?:generation\w*|eval\w*)|kto\w*|reward\w*|ppo\w*|bco|cpo|orpo|prm)(\.py)?$"
 )
 _TRAINERS = {
     "rloo": "RLOO",
     "async_grpo": "AsyncGRPO",
     "online_dpo": "OnlineDPO",
     "dpo_online": "OnlineDPO",
+    "sft": "SFT",
+    "dpo": "DPO",
+    "gkd": "GKD",
 }
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 # Options of accelerate, torchrun and deepspeed that say how many processes a node, and how many
@@ -106,8 +109,8 @@ def read_script(text: str, origin: Origin, where: str) -> Arguments:
         _, line, begin = found[0]
         program = commands[found[0][0]][1][begin]
         raise ConfigError(
-            f"{where}: line {line} starts {program}, which does not train by rewards; only "
-            "reinforcement learning is translated"
+            f"{where}: line {line} starts {program}, which is not translated; see "
+            "docs/names.md for what is"
         )
     if len(ours) > 1:
         lines = ", ".join(str(line) for _, line, _ in ours)

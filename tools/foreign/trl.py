@@ -1,10 +1,11 @@
-"""TRL's GRPOConfig, RLOOConfig and OnlineDPOConfig, its ModelConfig and its trainers' arguments, as ours."""
+"""TRL's GRPOConfig, RLOOConfig, OnlineDPOConfig and those of trl_rows.py, its ModelConfig and its trainers' arguments, as ours."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+from tools.foreign import trl_rows
 from tools.foreign.common import (
     DECAYS,
     DTYPES,
@@ -43,10 +44,14 @@ def from_trl(work: Translation) -> None:
     """Translates all that has a counterpart here."""
     trainer = work.take("trainer") or "GRPO"
     work.set("trainer.backend", "fsdp")  # the model of transformers, as TRL trains it
+    if trainer in trl_rows.NAMES:
+        trl_rows.set_usual(work, trainer)
     _model(work)
     _adapters(work)
     _data(work)
     _optimizer(work)
+    if trainer in trl_rows.NAMES:
+        return _rows_or_teacher(work, trainer)
     whole_distribution(work, "top_p", "top_k")
     {"GRPO": _grpo, "AsyncGRPO": _grpo, "RLOO": _rloo, "OnlineDPO": _online_dpo}[trainer](work)
     _correction(work)
@@ -66,6 +71,21 @@ def from_trl(work: Translation) -> None:
     work.copy_same()
     _devices(work, trainer)
     _iterations(work)
+
+
+def _rows_or_teacher(work: Translation, trainer: str) -> None:
+    """The rest of a trainer that learns from rows of data or from a teacher."""
+    translators = {"SFT": trl_rows.from_sft, "DPO": trl_rows.from_dpo, "GKD": trl_rows.from_gkd}
+    translators[trainer](work)
+    _operation(work)
+    work.ignore("formatting_func", "data_collator", "compute_loss_func", "eos_token", "pad_token")
+    work.ignore("dataset_num_proc", "activation_offloading", "label_pad_token_id")
+    trl_rows.set_batch(work, trainer)
+    work.copy_same()
+    if trainer == "GKD":
+        _iterations(work)
+    else:
+        trl_rows.set_epochs(work)
 
 
 def _model(work: Translation) -> None:

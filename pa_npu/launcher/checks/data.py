@@ -17,7 +17,8 @@ from pa_npu.rewards.functions import needs_answers
 
 if TYPE_CHECKING:
     from pa_npu.data.prompts import Prompt, PromptSet
-    from pa_npu.data.trained_sets import TrainedSet
+    from pa_npu.data.row_sets import RowSet
+    from pa_npu.data.trained_sets import AnySet
 
 _ABSENT = "not here"
 
@@ -57,6 +58,10 @@ def check_prompts(
     if training:
         sample = training[0].prompts[0]
         findings.counts += first_prompt_lines(sample, tokenizer)
+    if (demonstrated := config.data.demonstrated) is not None:
+        rows = local.run(partial(check_demonstrations, tokenizer, config), demonstrated.path)
+        findings.counts.append(f"data.demonstrations: {rows.summary if rows else _ABSENT}")
+        findings.counts += rows.first_lines(tokenizer) if rows else []
     return sample
 
 
@@ -88,6 +93,22 @@ def check_rows(config: Config, findings: Findings, tokenizer: Any, local: LocalC
     if training:
         findings.num_rows = sum(len(rows.items) for rows in training)
         findings.counts += training[0].first_lines(tokenizer)
+
+
+def check_demonstrations(tokenizer: Any, config: Config) -> RowSet | None:
+    """Reads data.demonstrations as the coordinator will."""
+    from pa_npu.data.trained_sets import load_demonstrations
+
+    loaded = load_demonstrations(config, tokenizer)
+    needed = config.demonstration_groups * config.rollout.responses_per_prompt
+    if loaded is not None and len(loaded.rows) < needed:
+        raise DataError(
+            f"data.demonstrations: {loaded.path} has {counted(len(loaded.rows), 'row')}, but an "
+            f"iteration trains {needed} of them ({config.demonstration_groups} groups of "
+            f"rollout.responses_per_prompt = {config.rollout.responses_per_prompt}), so that it "
+            "would hold some twice; lower data.demonstrations.share, or give more rows"
+        )
+    return loaded
 
 
 def with_epochs(config: Config, findings: Findings) -> Config:
@@ -128,7 +149,7 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
     return loaded
 
 
-def check_training_rows(tokenizer: Any, config: Config) -> list[TrainedSet]:
+def check_training_rows(tokenizer: Any, config: Config) -> list[AnySet]:
     """Reads data.train as a coordinator without engines will."""
     from pa_npu.data.trained_sets import load_training_rows, num_items
 

@@ -72,7 +72,8 @@ def test_it_waits_for_no_engine_and_a_resumed_one_goes_on_with_the_same_rows(
         (held_out,) = HELD_OUT_SETS.get(run.channel).sets
         assert (held_out.name, held_out.rows) == ("test", 6)
         groups = [
-            from_bytes(get_group(run.channel, "test", number)) for number in range(held_out.groups)
+            from_bytes(get_group(run.channel, "test", number))
+            for number in range(sum(held_out.microbatches))
         ]
         assert sum(group.num_samples for group in groups) == 6
         assert sum(group.num_trained for group in groups) == held_out.tokens
