@@ -317,15 +317,15 @@ class MicrobatchIterator(Iterator[Microbatch]):
 
     def _check_lost(self, slot: int) -> None:
         """Raises InvariantViolation where the coordinator has filled the slot and it is empty (I2)."""
-        said = self.dispatched()
-        if said is None or self.buffer.ready(self.iteration, self.replica, slot):
+        dispatched = self.dispatched()
+        if dispatched is None or self.buffer.ready(self.iteration, self.replica, slot):
             return
-        own = [group.index for group in said.groups if group.replica == self.replica]
-        missing = [index for index in own if index not in self._indices]
-        if slot < len(own):
+        own_groups = [group.index for group in dispatched.groups if group.replica == self.replica]
+        missing = [index for index in own_groups if index not in self._indices]
+        if slot < len(own_groups):
             raise InvariantViolation(
                 f"I2 exactly once: slot {slot} of replica {self.replica} in iteration "
-                f"{self.iteration} is empty, but the coordinator has put all {len(said.groups)} "
+                f"{self.iteration} is empty, but the coordinator has put all {len(dispatched.groups)} "
                 "groups into the buffer; lost is one of the groups "
                 f"{', '.join(map(str, missing))}; look at the coordinator's log and at the "
                 "buffer's host"

@@ -149,15 +149,15 @@ class RolloutBuffer:
     def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:
         """The wire format of a filled slot."""
         key = self._key(iteration, replica, slot)
-        said = self.channel.get_bytes(key)
-        self.head_bytes += len(said)
+        stored = self.channel.get_bytes(key)
+        self.head_bytes += len(stored)
         if self.payloads is None:
-            return said
+            return stored
         data = self.payloads.get(key, replica)
-        if len(data) != int(said):
+        if len(data) != int(stored):
             raise BufferFailed(
                 f"the shard of replica {replica} has {len(data)} bytes of {key}, expected "
-                f"{int(said)}"
+                f"{int(stored)}"
             )
         return data
 
@@ -193,7 +193,7 @@ def open_buffer(
     readers: int = 1,
     ahead: int = 0,
     trains: bool = False,
-    own: OwnShard | None = None,
+    own_shard: OwnShard | None = None,
 ) -> RolloutBuffer:
     """Opens the buffer as this process uses it.
 
@@ -202,7 +202,7 @@ def open_buffer(
         trains: whether groups are read for the loss, and no columns that it does not read.
         own: the shard that this process hosts.
     """
-    place = payloads(config, channel, own)
+    place = payloads(config, channel, own_shard)
     columns = trained_columns(config) if trains else run_columns(config)
     keeps_whole = Freshness.from_sections(config.schedule, config.publish).max_staleness > 0
     return RolloutBuffer(channel, _NAME, readers, ahead, place, columns, keeps_whole)
@@ -214,7 +214,7 @@ def run_columns(config: Config) -> RunColumns:
     Raises ConfigError for those that no run can have.
     """
     algorithm = build_algorithm(config)
-    return RunColumns.of_columns(
+    return RunColumns.from_columns(
         [*algorithm.loss_columns, *algorithm.credit_columns, *_route_columns(config)]
     )
 
@@ -235,12 +235,12 @@ def _route_columns(config: Config) -> Sequence[Column]:
 
 
 def payloads(
-    config: Config, channel: StoreChannel, own: OwnShard | None = None
+    config: Config, channel: StoreChannel, own_shard: OwnShard | None = None
 ) -> ShardPayloads | None:
     """Opens the place that groups lie in; None is the store itself."""
     if not config.buffer.lies_on_nodes(config.placement.nnodes):
         return None
-    return ShardPayloads(channel, _SHARD_TIMEOUT_S, own)
+    return ShardPayloads(channel, _SHARD_TIMEOUT_S, own_shard)
 
 
 @dataclass(frozen=True)
@@ -279,18 +279,21 @@ class ShardPayloads:
     """
 
     def __init__(
-        self, channel: StoreChannel, timeout_s: float, own: OwnShard | None = None
+        self, channel: StoreChannel, timeout_s: float, own_shard: OwnShard | None = None
     ) -> None:
         self._channel = channel
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         # by replica: its shard, and what makes calls to it, which have no deadline of their own
         self._clients: dict[int, tuple[StoreChannel, Callable[[Callable[[], Any]], Any]]] = {}
-        if own is not None:
+        if own_shard is not None:
             # asked without a thread between: what stops the shard stops this process
-            self._clients[own.replica] = StoreChannel(own.server, ""), lambda call: call()
+            self._clients[own_shard.replica] = (
+                StoreChannel(own_shard.server, ""),
+                lambda call: call(),
+            )
 
-    def put(self, key: str, replica: int, data: bytes, what: str) -> None:
+    def put(self, key: str, replica: int, data: bytes, subject: str) -> None:
         """It is there for everybody who asks when this returns. what: for messages."""
 
         def put(shard: StoreChannel) -> None:
@@ -299,7 +302,7 @@ class ShardPayloads:
             if not shard.exists(key):
                 raise StoreError(f"{key} did not stay where it was put")
 
-        self._ask(replica, f"to take {what}", put)
+        self._ask(replica, f"to take {subject}", put)
 
     def get(self, key: str, replica: int) -> bytes:
         return self._ask(replica, f"for {key}", lambda shard: shard.get_bytes(key))
@@ -307,7 +310,7 @@ class ShardPayloads:
     def drop(self, key: str, replica: int) -> None:
         self._ask(replica, f"to drop {key}", lambda shard: shard.delete(key))
 
-    def _ask(self, replica: int, what: str, call: Callable[[StoreChannel], T]) -> T:
+    def _ask(self, replica: int, purpose: str, call: Callable[[StoreChannel], T]) -> T:
         shard, bounded = self._client(replica)
         try:
             return bounded(lambda: call(shard))
@@ -316,12 +319,12 @@ class ShardPayloads:
                 f"it does not answer within {self._timeout_s:g} s" if error.asked else str(error)
             )
             raise BufferFailed(
-                f"the shard of replica {replica} was asked {what}: {reason}; its trainer rank "
+                f"the shard of replica {replica} was asked {purpose}: {reason}; its trainer rank "
                 "hangs, see the trainers' logs"
             ) from None
         except StoreError as error:
             raise BufferFailed(
-                f"the shard of replica {replica} was asked {what}: {error}"
+                f"the shard of replica {replica} was asked {purpose}: {error}"
             ) from error
 
     def _client(self, replica: int) -> tuple[StoreChannel, Callable[[Callable[[], Any]], Any]]:

@@ -30,7 +30,7 @@ class Routes:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The declaration that RunColumns.of_features looks for."""
+        """The declaration that RunColumns.from_features looks for."""
         return (self.column,)
 
     @property

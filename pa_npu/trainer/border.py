@@ -174,7 +174,7 @@ def probe_microbatches(
         )
         samples.append(sample.finish(False, ""))
     none = np.zeros(len(samples), np.float32)
-    group = Group.of_samples(
+    group = Group.from_samples(
         samples, none, none, run_seed=0, iteration=version, index=0, prompt_id=0
     )
     return build_microbatches(
