@@ -112,7 +112,7 @@ class Column:
         return np.concatenate([filled, added[len(so_far) :]])
 
     def check_declaration(self, other_names: Collection[str]) -> None:
-        """Raises ConfigError if no run can have this column. other_names: names of other columns."""
+        """Raises ConfigError if no run can have this column. other_names: of other columns."""
         problem = None
         if not self.name.isidentifier() or self.name in other_names:
             problem = "its name must be an identifier that no other column has"

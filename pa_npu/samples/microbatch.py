@@ -28,8 +28,8 @@ from pa_npu.samples.attachments import Placeholders, within
 from pa_npu.samples.columns import ADVANTAGES, LOGPROBS, Column
 from pa_npu.samples.group import Group
 
-# Behind the prompts, samples share a prefix (as branches of one response do) only if it has at least
-# so many tokens: each segment is a kernel call of its own, and responses that begin alike by chance
+# Behind the prompts, samples share a prefix (as branches of one response do) only if it has so many
+# tokens or more: each segment is a kernel call of its own, and responses that begin alike by chance
 # would be cut into crumbs.
 _MIN_COMMON = 64
 

@@ -238,7 +238,7 @@ class ReplicaFeed:
             self._hand_over(slot, error)
 
     def _wait(self, slot: int) -> bool:
-        """Waits until the slot is filled and not too far ahead; False if nobody wants it any more."""
+        """Waits until the slot is filled and not too far ahead; False if nobody wants it anymore."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or slot - self._next <= self.links.ahead)
         while not self._closed:
@@ -298,8 +298,8 @@ class ReplicaFeed:
         limit = f"deadline of {self.timeout_s:g} s reached"
         if self._passing == slot:
             return DeadlineExceeded(
-                f"waited for {waited_for}, which is in the buffer, to be read and passed between the "
-                f"replica's ranks: {limit}; one of them has probably ended or hangs, see the "
+                f"waited for {waited_for}, which is in the buffer, to be read and passed between "
+                f"the replica's ranks: {limit}; one of them has probably ended or hangs, see the "
                 "trainers' logs"
             )
         return DeadlineExceeded(f"waited for {waited_for}, from the coordinator: {limit}")
