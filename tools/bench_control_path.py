@@ -356,7 +356,7 @@ async def time_parts(
 
     def build() -> Group:
         advantages = group_advantages(total, "group-std")
-        return Group.of_samples(
+        return Group.from_samples(
             samples, total, advantages, run_seed=0, iteration=0, index=0, prompt_id=0
         )
 
@@ -392,7 +392,7 @@ def time_routes(
     def build(generations: Sequence[Generation], columns: RunColumns) -> bytes:
         total = np.zeros(responses, np.float32)
         samples = samples_of_turn(prompt.tokens, generations)
-        group = Group.of_samples(
+        group = Group.from_samples(
             samples, total, total, run_seed=0, iteration=0, index=0, prompt_id=0
         )
         return to_bytes(group, columns)

@@ -331,7 +331,7 @@ def make_sessions(
         samples += tree.samples("", ended=True, reward=0.0, session=session)
     advantages = rng.standard_normal(len(samples)).astype(np.float32)
     identity = {"run_seed": 0, "iteration": 0, "index": index, "prompt_id": index}
-    return Group.of_samples(samples, np.zeros(len(samples), np.float32), advantages, **identity)
+    return Group.from_samples(samples, np.zeros(len(samples), np.float32), advantages, **identity)
 
 
 def render_trees(rows: Mapping[str, Any]) -> str:

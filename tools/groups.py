@@ -40,7 +40,7 @@ def group_of_responses(
         "index": index,
         "prompt_id": prompt_id,
     }
-    return Group.of_samples(samples, rewards, advantages, **identity)
+    return Group.from_samples(samples, rewards, advantages, **identity)
 
 
 def separate(layout: PrefixLayout) -> PrefixLayout:

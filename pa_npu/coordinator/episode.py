@@ -100,7 +100,7 @@ class ScoredGroup:
     @property
     def row(self) -> SampleRow:
         """The samples' arrays, one sample after another."""
-        return SampleRow.of(self.samples)
+        return SampleRow.from_samples(self.samples)
 
     @property
     def for_credit(self) -> ScoredSamples:
@@ -136,7 +136,7 @@ class ScoredGroup:
             "prompt_id": self.prompt.prompt_id,
         }
         finished = [sample.finished for sample in self.samples]
-        group = Group.of_row(row, finished, self.rewards, values, **identity)
+        group = Group.from_row(row, finished, self.rewards, values, **identity)
         if self.answers is not None:
             self.answers.check(group)
         texts = [sample.text for sample in self.samples]

@@ -135,7 +135,7 @@ class EngineClient:
         max_bytes = ANSWER_BYTES
         max_bytes += n * (_TOKEN_BYTES * sampling.max_tokens + _PROMPT_TOKEN_BYTES * num_given)
         if sampling.routes is not None:
-            max_bytes += n * (sampling.max_tokens + num_given) * sampling.routes.most_bytes
+            max_bytes += n * (sampling.max_tokens + num_given) * sampling.routes.max_bytes
         self._generating += 1
         try:
             data, headers = await self._request(
@@ -180,7 +180,7 @@ class EngineClient:
                     "pa_routes",
                     arguments,
                     deadline_s,
-                    max_bytes=_FRAME_BYTES + num_tokens * routes.most_bytes,
+                    max_bytes=_FRAME_BYTES + num_tokens * routes.max_bytes,
                 )
                 recorded = recorded_by_workers(results[0])
             if len(recorded) != len(generations):

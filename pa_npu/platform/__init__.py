@@ -1,8 +1,8 @@
-"""Device kinds: npu, cuda and cpu behind one Protocol; the only place that knows which one a run uses.
+"""Device kinds: npu, cuda and cpu behind one class; nobody else knows which of them a run uses.
 
-`get(kind)` gives the Platform (see `pa_npu.platform.base`), `missing(kind)` says in words why it
-cannot be had, `typical_memory(kind)` what to plan with then.
-Importing this package imports nothing heavy.
+`get(kind)` returns the Platform (pa_npu.platform.base). `missing(kind)` describes why a kind cannot
+be used, and `typical_memory(kind)` returns the memory to plan with then. Importing this package
+imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["KINDS", "get", "missing", "typical_memory"]
 
 @dataclass(frozen=True)
 class _Seat:
-    """A device kind. platform: module:Class, imported when it is chosen. missing: as the function
-    of this name below.
+    """A device kind. platform: module:Class, imported when it is chosen. missing: does what the
+    function of this name below does.
     """
 
     platform: str
@@ -34,12 +34,12 @@ class _Seat:
 
 
 def get(kind: str = "auto") -> Platform:
-    """The platform `kind`; auto takes npu, then cuda, then cpu.
+    """Returns the platform `kind`; auto takes npu, then cuda, then cpu.
 
-    Raises UserError naming what is missing when a kind was asked for that is not there.
+    Raises UserError, which names what is missing, for a kind that cannot be used.
     """
     if kind == "auto":
-        kind = next(k for k in KINDS if missing(k) is None)
+        kind = next(candidate for candidate in KINDS if missing(candidate) is None)
     if kind not in _SEATS:
         raise UserError(
             f"run.device: {kind!r} is not one of auto, {', '.join(_SEATS)}; use one of these"
@@ -51,7 +51,7 @@ def get(kind: str = "auto") -> Platform:
 
 
 def missing(kind: str) -> str | None:
-    """Name what is missing for `kind` and how to get it, in words; None when it can be used."""
+    """Describes what is missing for `kind` and how to get it; None if the kind can be used."""
     return _SEATS[kind].missing()
 
 

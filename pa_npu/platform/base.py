@@ -1,4 +1,4 @@
-"""The interface of a device kind to the rest of the package, and what kinds share."""
+"""Platform: the interface of a device kind to the rest of the package, and what kinds share."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class FusedOps(Protocol):
         """
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate `x` [tokens, heads, head_dim] by `cos`, `sin` [tokens, 1, head_dim] (equal
-        halves).
+        """Rotates `x` [tokens, heads, head_dim] by `cos`, `sin` [tokens, 1, head_dim], whose halves
+        are equal.
         """
 
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,19 +40,18 @@ class FusedOps(Protocol):
     def grouped_linear(
         self, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]
     ) -> torch.Tensor:
-        """rows [n, in], of which the first counts[0] meet weight[0], the next counts[1] weight[1]
-        and so on -> [n, out].
+        """Multiplies the first counts[0] rows by weight[0], the next counts[1] by weight[1] and so
+        on; returns [n, out].
 
-        weight: [groups, out, in].
+        rows: [n, in]. weight: [groups, out, in].
         """
 
 
 class Platform(ABC):
-    """One device kind (npu, cuda, cpu). Nothing outside this package asks which one it is talking
-    to.
+    """One device kind (npu, cuda, cpu). Nothing outside this package asks which kind it is.
 
-    A kind says what is abstract here. The rest is that of a device without queues, and without
-    memory or generators of its own.
+    A kind implements what is abstract here. The other methods fit a device without queues, and
+    without memory or generators of its own.
     """
 
     name: str
@@ -64,23 +63,23 @@ class Platform(ABC):
     collectives use.
     """
     visible_devices_env: str | None = None
-    """Environment variable that restricts a process to some devices; None where there is none."""
+    """Environment variable that restricts a process to some devices; None if there is none."""
     cluster_resource: str
-    """Ray's name for one device of this kind, by which a cluster's nodes say what they have."""
+    """Ray's name for one device of this kind, by which a cluster's nodes count their devices."""
     widest_dtype: torch.dtype = torch.float64
-    """The most exact floating type that models can be computed in."""
+    """The most exact floating type in which models can be computed."""
     largest_bucket_bytes: int
     """Size from which on larger broadcasts of weights gain nothing."""
     ops: FusedOps
-    """The platform's kernels for what the model computes per token."""
+    """The platform's kernels for per-token operations of the model."""
     _resident_peak = ResidentPeak(own_processes)
 
     @abstractmethod
     def device(self, local_index: int) -> torch.device:
-        """Device `local_index` of this process's visible ones."""
+        """Returns device `local_index` of those that this process sees."""
 
     def set_device(self, local_index: int) -> None:  # noqa: B027
-        """Make device `local_index` the current one of this process."""
+        """Makes device `local_index` the current one of this process."""
 
     @abstractmethod
     def device_count(self) -> int:
@@ -91,8 +90,8 @@ class Platform(ABC):
         """Bytes that this process has allocated on the current device."""
 
     def take_memory_peak(self) -> MemoryPeak:
-        """The most that this process and its children had on the host, and on the current device,
-        since the last call.
+        """Returns the largest memory of this process and its children on the host, and of this
+        process on the current device, since the last call.
         """
         return MemoryPeak(self._resident_peak.take(), device_peak_bytes(self.name))
 
@@ -105,47 +104,47 @@ class Platform(ABC):
         """Memory that this process can still get on the current device."""
 
     def host_memory(self, like: torch.Tensor) -> torch.Tensor:
-        """Pinned memory of the host of the tensor's shape and type; the tensor itself where the
-        host's is the device's.
+        """Returns pinned host memory of the tensor's shape and type; the tensor itself if the
+        device's memory is the host's.
         """
         return like
 
     def release_memory(self) -> None:  # noqa: B027
-        """Give the device back what the allocator keeps for this process and nothing uses."""
+        """Frees device memory that the allocator keeps for this process and nothing uses."""
 
     def synchronize(self) -> None:  # noqa: B027
-        """Wait until everything queued on the current device is done."""
+        """Waits until everything queued on the current device is done."""
 
     def side_stream(self) -> AbstractContextManager[None]:
-        """For a background thread: what it queues inside does not wait behind the training stream,
-        nor the other way.
+        """Returns a context for a background thread whose work does not wait behind the training
+        stream, and does not hold that up.
 
         On entry the stream waits for what the training stream holds by then (such as the
-        optimizer's update), on exit the thread waits for the stream, so that its results may be
+        optimizer's update). On exit the thread waits for the stream, so that its results may be
         used anywhere. Each entry takes a stream of its own; the calling thread is put on the device
-        of set_device(). Without device queues it does nothing.
+        of set_device(). Without device queues the context does nothing.
         """
         return nullcontext()
 
     def detached_stream(self) -> AbstractContextManager[None]:
-        """For a background thread that has nothing to do with training: a stream of its own that
-        waits for nothing.
+        """Returns a context for the whole life of a background thread that has nothing to do with
+        training: a stream of its own that waits for nothing.
 
-        For the whole of the thread's life; the calling thread is put on the device of set_device().
+        The calling thread is put on the device of set_device().
         """
         return nullcontext()
 
     def profile(self, directory: Path, name: str) -> AbstractContextManager[Any]:
-        """Record what runs on host and device inside, and write it to `directory` on exit, file or
-        folder `name`....
+        """Returns a context that records what runs on host and device inside, and on exit writes it
+        to `directory`, to a file or folder whose name begins with `name`.
 
-        By torch.profiler one Chrome trace, name.TIME.pt.trace.json. Read it with TensorBoard,
+        torch.profiler writes one Chrome trace, name.TIME.pt.trace.json. Read it with TensorBoard,
         chrome://tracing or Perfetto; on npu also with MindStudio Insight.
         """
         profiler = self.profiler()
-        known = profiler.ProfilerActivity
+        recordable = profiler.ProfilerActivity
         kinds = dict.fromkeys(("CPU", self.name.upper()))
-        activities = [getattr(known, kind) for kind in kinds if hasattr(known, kind)]
+        activities = [getattr(recordable, kind) for kind in kinds if hasattr(recordable, kind)]
         handler = profiler.tensorboard_trace_handler(str(directory), worker_name=name)
         recorder: AbstractContextManager[Any] = profiler.profile(
             activities=activities, on_trace_ready=handler, record_shapes=True
@@ -153,26 +152,25 @@ class Platform(ABC):
         return recorder
 
     def profiler(self) -> Any:
-        """The module with torch.profiler's interface that records this kind."""
+        """Returns the module with torch.profiler's interface that records this kind."""
         return torch.profiler
 
     def seed_all(self, seed: int) -> None:
-        """Seed Python, numpy and torch (host and device)."""
+        """Seeds Python, numpy and torch (host and device)."""
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.default_generator.manual_seed(seed)
 
     def rng_state(self) -> torch.Tensor | None:
-        """State of the current device's generator; None where it is the host's."""
+        """Returns the state of the current device's generator; None if it is the host's."""
         return None
 
     def set_rng_state(self, state: torch.Tensor | None) -> None:  # noqa: B027
-        """Restore what `rng_state` gave; nothing for None."""
+        """Restores what `rng_state` returned; None changes nothing."""
 
     def set_deterministic(self, enabled: bool) -> None:
-        """Choose deterministic kernels, or allow others.
-
-        Call it before the first collective and the first kernel.
+        """Chooses deterministic kernels, or allows others. Call it before the first collective and
+        the first kernel.
         """
         torch.use_deterministic_algorithms(enabled)
         # nothing here reads uninitialised memory
@@ -180,30 +178,29 @@ class Platform(ABC):
 
     @abstractmethod
     def environment(self, role: Role) -> dict[str, str]:
-        """Environment defaults for a child process of this role; variables the user has set are
-        left out.
+        """Returns environment variables for a child process of this role, without those that the
+        user has set.
         """
 
     def collective_environment(self, longest_s: float, deterministic: bool) -> dict[str, str]:
-        """Variables that collectives read when their communicator is made, equal on all members of
-        a group, engines and trainers.
+        """Returns the variables that collectives read when their communicator is made. All members
+        of a group, engines and trainers, need the same ones.
 
-        longest_s: what a collective may take before the device ends it by itself; nothing where
+        longest_s: how long a collective may take before the device ends it by itself; not used if
         torch's deadline is the only one.
-        deterministic: reductions in one order. Raises ConfigError where the user's environment has
-        a deadline that comes too early.
+        deterministic: makes reductions keep one order.
+
+        Raises ConfigError if the user's environment has a deadline that comes too early.
         """
         return {}
 
     def group_timeout_s(self, longest_s: float) -> float:
-        """torch's own timeout of groups whose collectives may take so long."""
+        """Returns torch's timeout for groups whose collectives may take `longest_s`."""
         return longest_s
 
     def network_environment(self, address: str, interface: str) -> dict[str, str]:
-        """Variables that make collectives use `address`, which `interface` has; variables the user
-        has set are left out.
-
-        gloo's interface is the launcher's to set, on every platform.
+        """Returns the variables that make collectives use `address`, which `interface` has, without
+        those that the user has set. The launcher sets gloo's interface on every platform.
         """
         return {}
 
@@ -238,7 +235,7 @@ class AcceleratorPlatform(Platform):
 
     def free_memory_bytes(self) -> int:
         free, _ = self._module.mem_get_info()
-        # the allocator's own, unused
+        # memory that the allocator holds and nothing uses
         cached = self._module.memory_reserved() - self._module.memory_allocated()
         return int(free + cached)
 
@@ -253,13 +250,13 @@ class AcceleratorPlatform(Platform):
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
-        # which device is the current one is a thread's own
+        # every thread has a current device of its own
         self._module.set_device(self._local_index)
         stream = self._module.Stream()
         stream.wait_stream(self._module.default_stream())
         with self._module.stream(stream):
             yield
-        # not after an error: what failed may never finish
+        # not after an error: work that failed may never finish
         stream.synchronize()
 
     @contextmanager
@@ -282,5 +279,5 @@ class AcceleratorPlatform(Platform):
 
 
 def without_users(defaults: dict[str, str]) -> dict[str, str]:
-    """The defaults that the user's environment does not set already."""
+    """Returns those defaults that the user's environment does not set already."""
     return {name: value for name, value in defaults.items() if name not in os.environ}

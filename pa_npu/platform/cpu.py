@@ -21,8 +21,8 @@ class CpuPlatform(Platform):
     comm_backend = "gloo"
     process_group_backend = "gloo"
     cluster_resource = "CPU"
-    # beyond 32 MiB glibc takes new pages for every buffer, whose first touch costs as much as the
-    # transfer
+    # for buffers beyond 32 MiB glibc takes new pages every time, and touching these for the first
+    # time costs as much as the transfer
     largest_bucket_bytes = 16 * 2**20
 
     def __init__(self) -> None:
@@ -32,14 +32,12 @@ class CpuPlatform(Platform):
         return torch.device("cpu")
 
     def device_count(self) -> int:
-        return (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else (os.cpu_count() or 1)
-        )
+        if hasattr(os, "sched_getaffinity"):
+            return len(os.sched_getaffinity(0))
+        return os.cpu_count() or 1
 
     def memory_bytes(self) -> int:
-        """Resident memory of this process; where nobody says it, its most since the start."""
+        """Returns the resident memory of this process; its peak on systems that do not tell."""
         return resident_bytes(os.getpid()) or ResidentPeak(own_processes).take()
 
     def total_memory_bytes(self) -> int:

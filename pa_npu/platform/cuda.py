@@ -49,13 +49,11 @@ class CudaPlatform(AcceleratorPlatform):
         super().set_deterministic(enabled)
 
     def environment(self, role: Role) -> dict[str, str]:
-        # vLLM turns NCCL's cuMem allocator off in its workers; the ranks of one group must agree on
-        # it
-        defaults = (
-            {"NCCL_CUMEM_ENABLE": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-            if role in ("engine", "trainer")
-            else {}
-        )
+        defaults: dict[str, str] = {}
+        if role in ("engine", "trainer"):
+            # vLLM turns NCCL's cuMem allocator off in its workers; the ranks of one group must
+            # agree on it
+            defaults |= {"NCCL_CUMEM_ENABLE": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         if role == "trainer":
             defaults |= {
                 # Megatron's overlap of collectives with compute relies on the order

@@ -1,6 +1,6 @@
-"""The most memory since the last look: what processes had resident, and what torch's allocator gave out on a device.
+"""Peaks of memory since the last call: resident memory of processes, and memory on a device.
 
-The standard library and torch only, because engines look with it too.
+Needs the standard library and torch only, because engines use it too.
 """
 
 from __future__ import annotations
@@ -23,37 +23,41 @@ _KIB = 1024
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The most since the last look. host_bytes: resident, the sum over the processes of each one's
-    most, so that what they share counts for each. device_bytes: allocated on the device that is
-    fullest; None where a device's memory is the host's."""
+    """The largest amounts of memory since the last call.
+
+    host_bytes: sum over the processes of each one's largest resident memory; memory that they share
+    counts for each of them.
+    device_bytes: allocated on the fullest device; None if a device's memory is the host's.
+    """
 
     host_bytes: int
     device_bytes: int | None = None
 
     @classmethod
     def largest(cls, peaks: Iterable[MemoryPeak]) -> MemoryPeak | None:
-        """Host and device each at their most; None of none."""
-        found = list(peaks)
-        if not found:
+        """Returns the largest host peak and the largest device peak; None without any peak."""
+        all_peaks = list(peaks)
+        if not all_peaks:
             return None
-        device = [peak.device_bytes for peak in found if peak.device_bytes is not None]
-        return cls(max(peak.host_bytes for peak in found), max(device, default=None))
+        device = [peak.device_bytes for peak in all_peaks if peak.device_bytes is not None]
+        return cls(max(peak.host_bytes for peak in all_peaks), max(device, default=None))
 
 
 class ResidentPeak:
-    """The most resident memory of some processes since the last take(), in bytes.
+    """The largest resident memory of some processes since the last take(), in bytes.
 
     It is the kernel's own high-water mark, which Linux lets the owner of a process reset (proc(5),
-    /proc/PID/clear_refs: 5). Where that is refused it is the most since each process's start, and
-    without /proc this process's.
+    /proc/PID/clear_refs: 5). If that is refused, it is the largest since each process's start.
+    Without /proc it is this process's alone.
     """
 
     def __init__(self, processes: Callable[[], Sequence[int]], proc: str = "/proc") -> None:
-        """processes: the ids, asked for at each take. proc: where Linux shows processes."""
+        """processes: returns the ids, called at each take. proc: where Linux shows processes."""
         self._processes = processes
         self._proc = proc
 
     def take(self) -> int:
+        """Returns the peak since the last call and begins a new one."""
         processes = self._processes()
         if not processes:
             return 0
@@ -75,23 +79,24 @@ class ResidentPeak:
 
 
 def resident_bytes(pid: int, field: str = "VmRSS", proc: str = "/proc") -> int:
-    """VmRSS (resident now) or VmHWM (at its most since the last reset) of a process; 0 of one that
-    has ended.
+    """Returns the bytes of VmRSS (resident now) or VmHWM (largest since the last reset) of a
+    process; 0 if the process has ended.
     """
     try:
         with open(f"{proc}/{pid}/status", encoding="utf-8", errors="replace") as file:
-            return next(
-                (int(line.split()[1]) * _KIB for line in file if line.startswith(f"{field}:")), 0
-            )
+            for line in file:
+                if line.startswith(f"{field}:"):
+                    return int(line.split()[1]) * _KIB
     except OSError:
-        return 0
+        pass
+    return 0
 
 
 def device_peak_bytes(kind: str) -> int | None:
-    """The most that torch's allocator gave out on the current device since the last call; None
-    where it keeps no count.
+    """Returns the most bytes that torch's allocator has given out on the current device since the
+    last call; None if it keeps no count.
     """
-    # the coordinator and its workers, which look at the host's memory alone, do without
+    # not at the top: the coordinator and its workers measure the host's memory without torch
     import torch
 
     module: Any = getattr(torch, kind, None)
@@ -103,32 +108,35 @@ def device_peak_bytes(kind: str) -> int | None:
 
 
 def own_processes() -> list[int]:
-    """This process; where a keeper started the command that it belongs to, all processes of that
-    command.
+    """Returns the ids of all processes of the command that this process belongs to, if a keeper
+    started that; otherwise this process's id.
     """
     leader = session_leader()
     return [os.getpid()] if leader is None else tree(leader)
 
 
 def session_leader() -> int | None:
-    """The process that a keeper started and this one belongs to; None where no keeper did."""
+    """Returns the id of the process that a keeper started and this one belongs to; None if no
+    keeper started it.
+    """
     leader = os.environ.get(SESSION, "")
-    return int(leader) if leader.isdigit() and int(leader) == os.getsid(0) else None
+    if leader.isdigit() and int(leader) == os.getsid(0):
+        return int(leader)
+    return None
 
 
 def tree(root: int, proc: str = "/proc") -> list[int]:
-    """A process and all below it.
-
-    Costs as much as they are many, whatever else runs on the machine.
+    """Returns the ids of a process and of all its descendants. The cost grows with their number
+    alone, whatever else runs on the machine.
     """
-    found = [root]
-    for pid in found:
-        found.extend(children(pid, proc))
-    return found
+    processes = [root]
+    for pid in processes:
+        processes.extend(children(pid, proc))
+    return processes
 
 
 def children(pid: int, proc: str = "/proc") -> Iterator[int]:
-    """The processes that a process has started and that are still there."""
+    """Yields the ids of the processes that a process has started and that still run."""
     try:
         threads = os.listdir(f"{proc}/{pid}/task")
     except OSError:

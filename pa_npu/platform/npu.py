@@ -16,10 +16,11 @@ from pa_npu.platform.base import AcceleratorPlatform, Role, without_users
 HCCL_TIMEOUTS = {"HCCL_CONNECT_TIMEOUT": "1800"}
 _EXEC_TIMEOUT = "HCCL_EXEC_TIMEOUT"
 _EXEC_TIMEOUT_STEP = 68  # HCCL wants multiples of it
-# Our own waits end first and say what was awaited, then the device's, which leaves its records,
-# then torch's watchdog, which ends the process: torch_npu warns of another order ("The plog may not
-# be recorded").
-_DEVICE_MARGIN_S = _WATCHDOG_MARGIN_S = 60.0
+# Our own waits end first and say what was awaited. The device's deadline follows, which leaves its
+# records, and last torch's watchdog, which ends the process: torch_npu warns of any other order
+# ("The plog may not be recorded").
+_DEVICE_MARGIN_S = 60.0
+_WATCHDOG_MARGIN_S = 60.0
 _DETERMINISTIC = {"HCCL_DETERMINISTIC": "strict"}
 
 
@@ -60,28 +61,32 @@ class NpuPlatform(AcceleratorPlatform):
         return without_users(defaults)
 
     def collective_environment(self, longest_s: float, deterministic: bool) -> dict[str, str]:
-        own = without_users(_DETERMINISTIC) if deterministic else {}
-        needed = math.ceil((longest_s + _DEVICE_MARGIN_S) / _EXEC_TIMEOUT_STEP) * _EXEC_TIMEOUT_STEP
-        users = os.environ.get(_EXEC_TIMEOUT)
-        if users is None:
-            return {_EXEC_TIMEOUT: str(needed), **own}
+        deterministic_variables = without_users(_DETERMINISTIC) if deterministic else {}
+        required = (
+            math.ceil((longest_s + _DEVICE_MARGIN_S) / _EXEC_TIMEOUT_STEP) * _EXEC_TIMEOUT_STEP
+        )
+        users_value = os.environ.get(_EXEC_TIMEOUT)
+        if users_value is None:
+            return {_EXEC_TIMEOUT: str(required), **deterministic_variables}
         # 0: no deadline
-        if not users.isdigit() or 0 < int(users) < needed:
+        if not users_value.isdigit() or 0 < int(users_value) < required:
             raise ConfigError(
-                f"HCCL_EXEC_TIMEOUT={users} of the environment would end collectives on the device "
+                f"HCCL_EXEC_TIMEOUT={users_value} of the environment would end collectives on the device "
                 f"before their own deadline of {longest_s:g} s, which follows from "
-                f"trainer.wait_timeout_s and publish.timeout_s; unset it, or set it to {needed} or "
+                f"trainer.wait_timeout_s and publish.timeout_s; unset it, or set it to {required} or "
                 "more"
             )
-        return own
+        return deterministic_variables
 
     def group_timeout_s(self, longest_s: float) -> float:
         device_s = float(os.environ.get(_EXEC_TIMEOUT) or 0)  # 0: the device waits for ever
         return max(longest_s, device_s + _WATCHDOG_MARGIN_S)
 
     def network_environment(self, address: str, interface: str) -> dict[str, str]:
-        # without it HCCL takes the first interface that is not a container's bridge
-        return {} if "HCCL_SOCKET_IFNAME" in os.environ else without_users({"HCCL_IF_IP": address})
+        if "HCCL_SOCKET_IFNAME" in os.environ:
+            return {}
+        # without this HCCL takes the first interface that is not a container's bridge
+        return without_users({"HCCL_IF_IP": address})
 
 
 class NpuOps:
@@ -112,8 +117,8 @@ class NpuOps:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """npu_grouped_matmul, which has no backward in torch_npu. group_type 0 divides rows, 2 the
-    dimension that is summed over.
+    """npu_grouped_matmul with a backward, which torch_npu does not have. group_type 0 divides the
+    rows, 2 divides the dimension that is summed over.
     """
 
     @staticmethod
@@ -142,8 +147,10 @@ class _GroupedLinear(torch.autograd.Function):
 def _grouped_matmul(
     x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, group_type: int
 ) -> torch.Tensor:
-    """ends: cumulative, on the device. split_item 3: one tensor comes out."""
-    found: list[torch.Tensor] = torch_npu.npu_grouped_matmul(
+    """Multiplies group by group. ends: where each group ends, on the device. split_item 3 asks for
+    one tensor.
+    """
+    products: list[torch.Tensor] = torch_npu.npu_grouped_matmul(
         [x], [weight], group_list=ends, group_type=group_type, group_list_type=0, split_item=3
     )
-    return found[0]
+    return products[0]

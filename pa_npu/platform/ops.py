@@ -1,4 +1,4 @@
-"""FusedOps in plain torch: for every platform without kernels of its own, and the reference of the others."""
+"""FusedOps in plain torch: for platforms without kernels of their own, and the others' reference."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ class TorchOps:
     def grouped_linear(
         self, rows: torch.Tensor, weight: torch.Tensor, counts: list[int]
     ) -> torch.Tensor:
-        """One group after another; groups without rows too, so that every weight has a gradient."""
+        """Multiplies one group after another, groups without rows too, so that every weight has a
+        gradient.
+        """
         parts = zip(rows.split(counts), weight.unbind(), strict=True)
-        return torch.cat([torch.mm(part, own.t()) for part, own in parts])
+        return torch.cat(
+            [torch.mm(group_rows, group_weight.t()) for group_rows, group_weight in parts]
+        )
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -53,7 +57,7 @@ class _RMSNorm(torch.autograd.Function):
         grad_wide = grad.to(wide.dtype)
         products = (grad_wide * normed).view(-1, x.shape[-1])
         grad_weight = products.sum(0).to(weight.dtype)
-        # d/dx of x / rms(x): what the gradient has along n is removed
+        # d/dx of x / rms(x): the gradient's component along n is removed
         wide_weight = weight.to(wide.dtype)
         along = torch.mv(products, wide_weight).div_(x.shape[-1]).view_as(inverse_rms)
         grad_x = (grad_wide * wide_weight).addcmul_(normed, along, value=-1).mul_(inverse_rms)
@@ -100,8 +104,10 @@ class _SwiGLU(torch.autograd.Function):
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
     half = x.shape[-1] // 2
-    cos, sin = cos[..., :half], sin[..., :half]
-    first, second = x[..., :half], x[..., half:]
+    cos = cos[..., :half]
+    sin = sin[..., :half]
+    first = x[..., :half]
+    second = x[..., half:]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     torch.mul(first, cos, out=out[..., :half])
     torch.mul(second, cos, out=out[..., half:])

@@ -1,16 +1,16 @@
-"""Figures of usual devices, for plans that are made where the hardware is not at hand."""
+"""Figures of usual devices, for plans that are made without the hardware."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-# Of a publish on accelerators. At 25 GB/s it is 2.7 ms on the wire, 27 times a collective's
-# latency.
+# The largest bucket of a publish on accelerators. At 25 GB/s it is 2.7 ms on the wire, 27 times a
+# collective's latency.
 LARGEST_BUCKET_BYTES = 64 * 2**20
 
-# Of HCCL: MiB of a process group's buffer for each of the two directions, unless HCCL_BUFFSIZE says
-# otherwise (CANN's list of environment variables). NCCL's channels take a few MiB, and gloo's
+# MiB of HCCL's buffer in a process group for each of the two directions, unless HCCL_BUFFSIZE sets
+# another size (CANN's list of environment variables). NCCL's channels take a few MiB, and gloo's
 # buffers are on the host.
 _HCCL_BUFFER_MIB = 200
 
@@ -21,18 +21,21 @@ HOST_PREFIX_BLOCK = 32
 
 @dataclass(frozen=True)
 class TypicalSpeed:
-    """The speed of one device. flops, memory_bytes: per second, at their peaks. training: share of
-    the peak that training reaches.
+    """The speed of one device.
 
-    decode_step_s: what a decode step costs whatever it computes. sequence_s: what each sequence
-    adds to it beside arithmetic and reading its keys and values. group_s: what a group costs a
-    trainer beside arithmetic. layers: in a model with so many half of decode_step_s and group_s
-    goes by their number (operations that are dispatched one by one); None: nothing does.
+    flops, memory_bytes: peaks per second. training: share of the peak that training reaches.
 
-    node_bytes, wire_bytes, host_bytes: per second, to a device of the same node, of another one,
-    and to host memory (an assumption: PCIe 4.0). memory_gib: of the device, None where it has none
-    of its own. prefix_block: tokens of which engines share whole ones.
-    source: of the peaks.
+    decode_step_s: time of a decode step beside arithmetic and memory.
+    sequence_s: what each sequence adds to it, beside arithmetic and reading its keys and values.
+    group_s: what a group costs a trainer beside arithmetic.
+    layers: in a model with this number of layers, half of decode_step_s and of group_s is in
+    proportion to the number of layers (operations that are dispatched one by one). None: no part.
+
+    node_bytes, wire_bytes, host_bytes: per second, to a device of the same node, of another node,
+    and to host memory (an assumption: PCIe 4.0).
+    memory_gib: the device's memory; None if it has none of its own.
+    prefix_block: tokens of a block of the prefix cache; engines share whole blocks.
+    source: where the peaks come from.
     """
 
     name: str
@@ -100,23 +103,26 @@ _TYPICAL_SPEED = {
 
 
 def typical_memory(kind: str) -> tuple[str, int] | None:
-    """(what device, its bytes) to plan with where the hardware is not at hand; None for a kind
-    without memory of its own.
+    """Returns the name and the memory in bytes of a usual device of this kind, for plans without
+    the hardware; None for a kind without memory of its own.
     """
     speed = _TYPICAL_SPEED.get(kind)
-    return (speed.name, speed.memory_gib * 2**30) if speed and speed.memory_gib else None
+    if speed is None or not speed.memory_gib:
+        return None
+    return speed.name, speed.memory_gib * 2**30
 
 
 def group_buffer_bytes(kind: str) -> int:
-    """Bytes that a process group takes on a device of this kind beside the tensors that go through
-    it.
+    """Returns the bytes that a process group takes on a device of this kind beside the tensors that
+    go through it.
     """
     if kind != "npu":
         return 0
-    given = os.environ.get("HCCL_BUFFSIZE", "")
-    return 2 * (int(given) if given.isdecimal() else _HCCL_BUFFER_MIB) * 2**20
+    users_mib = os.environ.get("HCCL_BUFFSIZE", "")
+    mib = int(users_mib) if users_mib.isdecimal() else _HCCL_BUFFER_MIB
+    return 2 * mib * 2**20
 
 
 def typical_speed(kind: str) -> TypicalSpeed:
-    """Return the speed of a usual device of this kind; Ascend's where the kind is not known."""
+    """Returns the speed of a usual device of this kind; Ascend's for an unknown kind."""
     return _TYPICAL_SPEED.get(kind, _TYPICAL_SPEED["npu"])

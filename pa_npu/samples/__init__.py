@@ -1,1 +1,1 @@
-"""Data from engine to loss: samples and groups, their wire format, the rollout buffer, the trainer's microbatches."""
+"""Data from engine to loss: samples and groups, wire format, rollout buffer, microbatches."""

@@ -1,11 +1,11 @@
-"""Attachments: named arrays of any shape, such as an image's pixels, that stand behind placeholder tokens of a sample.
+"""Attachments: named arrays of any shape, such as pixels, behind placeholder tokens of a sample.
 
     tokens        p0 p1 i  i  i  i  p2 a0 a1      i: one id, the same for every image
     placeholders        start 2, length 4 ──> pixels float32 [16, 1176], grid int64 [1, 3]
 
 A model computes a run of placeholder tokens from its arrays, so that token ids do not say what a
-sample begins with. Beginnings are equal where tokens and arrays are: `prefix_keys`. Everything
-between who shows an array and the model that reads it carries it without knowing it.
+sample begins with. Two beginnings are equal if tokens and arrays are equal (`prefix_keys`).
+Everything between who shows an array and the model that reads it carries it without knowing it.
 
 An attachment is told from others by its digest. A group has each array once, however many of its
 samples show it, and so have its bytes, the buffer and a microbatch.
@@ -33,8 +33,8 @@ DIGEST_BYTES = 16
 class Attachment:
     """A named array, read only. Make it once for all samples that show it: its digest takes time.
 
-    name: an identifier. array: any shape, C-contiguous, of a type in columns.STORED.
-    digest: bytes [16], BLAKE2b of name, type, shape and bytes of the array.
+    name: an identifier. array: of any shape, C-contiguous, of a type in columns.STORED.
+    digest: bytes [16], BLAKE2b of the array's name, type, shape and bytes.
 
     Raises GroupFormatError for an array that cannot travel.
     """
@@ -71,10 +71,11 @@ class Attachment:
 
 @dataclass(frozen=True, eq=False)
 class Placeholders:
-    """A run of placeholder tokens and the arrays that it stands for, at least one, by name.
+    """A run of placeholder tokens and the arrays that it stands for.
 
     start: the run's first token, counted in the tokens that the run is given with: those of one
-    `show`, of a sample, or of a group. length: of the run, in tokens.
+    `show`, of a sample, or of a group. length: number of tokens of the run.
+    attachments: at least one array, sorted by name.
 
     Raises GroupFormatError for a run that no tokens can have.
     """
@@ -110,16 +111,16 @@ class Placeholders:
 
     @cached_property
     def content(self) -> bytes:
-        """The digests of the run's attachments: equal where all its arrays are."""
+        """The digests of the run's attachments: equal for runs whose arrays are all equal."""
         return b"".join([attachment.digest for attachment in self.attachments])
 
     def moved(self, by: int) -> Placeholders:
-        """The same run in tokens before which `by` others stand."""
+        """Returns the same run in tokens that begin `by` tokens earlier."""
         return replace(self, start=self.start + by)
 
     def key(self, first_token: int) -> int:
-        """A negative number of 63 bits that says what the run is: its length, its first token and
-        what its arrays hold.
+        """Returns a negative number of 63 bits that follows from the run's length, its first token
+        and its arrays.
         """
         about = struct.pack("<qq", self.length, first_token) + self.content
         digest = hashlib.blake2b(about, digest_size=8).digest()
@@ -127,28 +128,29 @@ class Placeholders:
 
 
 def arranged(
-    placeholders: Iterable[Placeholders], num_tokens: int, about: object
+    placeholders: Iterable[Placeholders], num_tokens: int, owner: object
 ) -> tuple[Placeholders, ...]:
-    """The runs by where they start. Attachments that were given for the same tokens become one run.
+    """Returns the runs in the order of their starts. Attachments that were given for the same
+    tokens become one run.
 
-    about: what has the tokens, for messages. Raises GroupFormatError for a run that is not within
-    num_tokens tokens, and for two that overlap.
+    owner: whose tokens these are, for messages. Raises GroupFormatError for a run that is not
+    within num_tokens tokens, and for two runs that overlap.
     """
     by_span: dict[tuple[int, int], Placeholders] = {}
     for run in placeholders:
         if run.end > num_tokens:
             raise GroupFormatError(
-                f"{about} {run}: must lie within {num_tokens} tokens; correct start or length"
+                f"{owner} {run}: must lie within {num_tokens} tokens; correct start or length"
             )
         same = by_span.get((run.start, run.length))
         if same is not None:
             run = replace(run, attachments=(*same.attachments, *run.attachments))
         by_span[run.start, run.length] = run
     ordered = [by_span[span] for span in sorted(by_span)]
-    for before, run in pairwise(ordered):
-        if run.start < before.end:
+    for previous, run in pairwise(ordered):
+        if run.start < previous.end:
             raise GroupFormatError(
-                f"{about} {run}: overlap those from token {before.start} on, {before.length} "
+                f"{owner} {run}: overlap those from token {previous.start} on, {previous.length} "
                 "tokens; a token stands for one run's attachments"
             )
     return tuple(ordered)
@@ -157,10 +159,10 @@ def arranged(
 def prefix_keys(
     tokens: npt.NDArray[np.int32], placeholders: Sequence[Placeholders]
 ) -> npt.NDArray[np.int64]:
-    """Returns what two sequences must have in common to have a beginning in common, [tokens].
+    """Returns int64 [tokens]: the keys by which beginnings of sequences are compared.
 
-    int64: the tokens, but for each run's first one. That is a number that says what the run stands
-    for, so that sequences part there unless they show the same arrays.
+    They are the tokens, except for each run's first one. Its key says what the run stands for, so
+    that sequences part there unless they show the same arrays.
     """
     keys = tokens.astype(np.int64)
     for run in placeholders:
@@ -169,12 +171,12 @@ def prefix_keys(
 
 
 def within(placeholders: Sequence[Placeholders], start: int, end: int) -> tuple[Placeholders, ...]:
-    """The runs that start in tokens [start, end), counted from `start` on."""
+    """Returns the runs that start in tokens [start, end), counted from `start` on."""
     return tuple(run.moved(-start) for run in placeholders if start <= run.start < end)
 
 
 def distinct(placeholders: Sequence[Placeholders]) -> tuple[Attachment, ...]:
-    """The attachments of these runs, each array once, in the order in which they come first."""
+    """Returns the attachments of these runs, each array once, in the order of their first use."""
     by_digest: dict[bytes, Attachment] = {}
     for run in placeholders:
         for attachment in run.attachments:
@@ -183,16 +185,17 @@ def distinct(placeholders: Sequence[Placeholders]) -> tuple[Attachment, ...]:
 
 
 def described(placeholders: Sequence[Placeholders]) -> list[dict[str, Any]]:
-    """What records say of attachments, as JSON: where they stand and what they are, no values."""
-    return [
-        {
-            "start": run.start,
-            "length": run.length,
-            "name": attachment.name,
-            "dtype": attachment.array.dtype.name,
-            "shape": list(attachment.array.shape),
-            "digest": attachment.digest.hex(),
-        }
-        for run in placeholders
-        for attachment in run.attachments
-    ]
+    """Describes attachments for records, as JSON: their places and their kinds, but no values."""
+    described_attachments = []
+    for run in placeholders:
+        for attachment in run.attachments:
+            description = {
+                "start": run.start,
+                "length": run.length,
+                "name": attachment.name,
+                "dtype": attachment.array.dtype.name,
+                "shape": list(attachment.array.shape),
+                "digest": attachment.digest.hex(),
+            }
+            described_attachments.append(description)
+    return described_attachments

@@ -1,6 +1,6 @@
-"""Column: one value for every token of a sample, declared where the feature that needs it lives; RunColumns: those of a run.
+"""Column declares one value for every token of a sample; RunColumns are the columns of a run.
 
-    environment, engine ──> Sample ──> Group ──> wire, buffer ──> Microbatch ──> a loss, a model
+    environment, engine ──> Sample ──> Group ──> wire, buffer ──> Microbatch ──> loss, model
                      coordinator makes ──┘  trainers make ──┘
 
 A feature declares a column by an attribute `columns` of the function or class that reads it.
@@ -34,16 +34,18 @@ _FILLERS: dict[Filler, str] = {
 }
 # What travels: name in numpy to name in safetensors.
 STORED = {
-    **{
-        "bool": "BOOL",
-        "uint8": "U8",
-        "int8": "I8",
-        "int16": "I16",
-        "uint16": "U16",
-        "int32": "I32",
-        "uint32": "U32",
-    },
-    **{"int64": "I64", "uint64": "U64", "float16": "F16", "float32": "F32", "float64": "F64"},
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "uint16": "U16",
+    "int32": "I32",
+    "uint32": "U32",
+    "int64": "I64",
+    "uint64": "U64",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
 }
 STORED_TYPES = {np.dtype(name).newbyteorder("<"): stored for name, stored in STORED.items()}
 
@@ -56,13 +58,13 @@ class GroupFormatError(PaNpuError):
 class Column:
     """A declared column: an array [tokens, *shape] beside a sample's tokens.
 
-    dtype: numpy's name. filled_by: who gives the values. read_by: the feature that reads them, for
-    messages.
-    tokens: "trained" ones have a value and it travels for these alone; or "all" do, a prompt's and
-    an environment's too. So do those of "context", which an engine gives of all that it was given
-    too, from the sequence's first token on: they follow from the tokens, and a shared beginning has
-    them once.
-    elsewhere: the value of tokens that nobody gave one.
+    dtype: numpy's name. filled_by: who gives the values.
+    read_by: the feature that reads them, for messages.
+    tokens: which tokens have a value. "trained": trained tokens alone; nothing travels for others.
+    "all": all tokens, those of prompts and environments too. "context": all tokens, whose values
+    follow from the tokens before them. An engine returns these from the sequence's first token on,
+    and a shared beginning has them once.
+    elsewhere: the value of tokens that got none.
     make: computes the array from the whole group, in the process that `filled_by` names:
     coordinator or trainers.
     """
@@ -81,7 +83,7 @@ class Column:
 
     @cached_property
     def type(self) -> np.dtype[Any]:
-        """Little endian, as it travels."""
+        """The type in numpy, little endian, as the column travels."""
         return np.dtype(self.dtype).newbyteorder("<")
 
     @cached_property
@@ -92,25 +94,27 @@ class Column:
         return np.full((num_tokens, *self.shape), self.elsewhere, self.type)
 
     def where_blank(self, values: np.ndarray) -> np.ndarray:
-        """bool [tokens, 1, ...]: which have no value."""
+        """Returns bool [tokens, 1, ...]: True for tokens that have no value."""
         blank: np.ndarray = (values == self.elsewhere).all(
             axis=tuple(range(1, values.ndim)), keepdims=True
         )
         return blank
 
-    def continued(self, before: np.ndarray, after: np.ndarray) -> np.ndarray:
-        """The column of a sequence that goes on. after: of what follows; of context, of all of it,
-        it fills what `before` lacks.
+    def continued(self, so_far: np.ndarray, added: np.ndarray) -> np.ndarray:
+        """Returns the column of a sequence that was continued.
+
+        added: values of the new tokens. A column of context has values of the whole sequence here,
+        which fill what `so_far` lacks.
         """
         if self.tokens != "context":
-            return np.concatenate([before, after])
-        known = np.where(self.where_blank(before), after[: len(before)], before)
-        return np.concatenate([known, after[len(before) :]])
+            return np.concatenate([so_far, added])
+        filled = np.where(self.where_blank(so_far), added[: len(so_far)], so_far)
+        return np.concatenate([filled, added[len(so_far) :]])
 
-    def check_declaration(self, taken: Collection[str]) -> None:
-        """Raises ConfigError where no run can have this column. taken: names of others."""
+    def check_declaration(self, other_names: Collection[str]) -> None:
+        """Raises ConfigError if no run can have this column. other_names: of other columns."""
         problem = None
-        if not self.name.isidentifier() or self.name in taken:
+        if not self.name.isidentifier() or self.name in other_names:
             problem = "its name must be an identifier that no other column has"
         elif self.dtype not in STORED:
             problem = f"its dtype {self.dtype} must be one of {', '.join(STORED)}"
@@ -130,22 +134,23 @@ class Column:
 
 TOKENS = Column("tokens", "int32", read_by="the model", tokens="all")
 COMPONENT = Column("component", "uint8", read_by="the loss", tokens="all")
-"""Of the loss, that trains the token: Component.number of the run's algorithm, of which 1 leads; 0:
-not trained.
+"""The component of the loss that trains the token: Component.number of the run's algorithm, where 1
+is the leading one; 0 for tokens that are not trained.
 """
 WEIGHT = Column("weight", "float32", read_by="the loss", elsewhere=1)
-"""Of a trained token; a group has it only where one is not 1."""
+"""The weight of a trained token; a group has the column only if some weight is not 1."""
 LOGPROBS = Column("logprobs", "float32", filled_by="engine", read_by="the loss")
 VERSIONS = Column("versions", "int32", filled_by="engine", read_by="I1", elsewhere=NO_VERSION)
-"""Provenance: the weights by which the policy wrote the token.
+"""Provenance: the version of the weights with which the policy wrote the token.
 
-A token that it did not write has NO_VERSION, and no log-prob.
+A token that it did not write has NO_VERSION and no log-prob.
 """
 ADVANTAGES = Column("advantages", "float32", filled_by="coordinator", read_by="the loss")
 FIXED = (TOKENS, COMPONENT, LOGPROBS, VERSIONS, ADVANTAGES)
 """The columns of every run.
 
-They are attributes of Sample and Group; what follows from runs of tokens travels once per run.
+They are attributes of Sample and Group. What is the same along a run of tokens travels once per
+run.
 """
 
 RESERVED = {
@@ -168,20 +173,20 @@ RESERVED = {
 Values = Mapping[Column, np.ndarray]
 
 
-def continued(before: Values, after: Values) -> dict[Column, np.ndarray]:
-    """The columns of a sequence that goes on, see Column.continued; `before` has none where nothing
-    came before.
+def continued(so_far: Values, added: Values) -> dict[Column, np.ndarray]:
+    """Returns the columns of a sequence that was continued (Column.continued); `so_far` is empty
+    for the sequence's first part.
     """
-    return {
-        column: column.continued(before[column], values) if before else values
-        for column, values in after.items()
-    }
+    if not so_far:
+        return dict(added)
+    return {column: column.continued(so_far[column], values) for column, values in added.items()}
 
 
 @dataclass(frozen=True)
 class RunColumns:
-    """The declared columns of a run, and of these the ones that a task reads: all of them where
-    `reads` is None.
+    """The declared columns of a run.
+
+    reads: names of the columns that a task reads; None means all of them.
 
     Raises ConfigError for a declaration that no run can have.
     """
@@ -190,35 +195,38 @@ class RunColumns:
     reads: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
-        taken = {column.name for column in FIXED} | RESERVED
+        names = {column.name for column in FIXED} | RESERVED
         for column in self.declared:
+            # who makes advantages may declare them again, and nobody else a fixed column
             is_advantages = column == replace(
                 ADVANTAGES, make=column.make, filled_by=column.filled_by
             )
-            column.check_declaration(taken - {column.name} if is_advantages else taken)
-            taken.add(column.name)
-        if unknown := (self.reads or frozenset()) - taken:
+            column.check_declaration(names - {column.name} if is_advantages else names)
+            names.add(column.name)
+        unknown = (self.reads or frozenset()) - names
+        if unknown:
             raise ConfigError(
                 f"a task reads {sorted(unknown)}, which no feature of this run declares"
             )
 
     @classmethod
-    def of_features(cls, features: Iterable[Any]) -> RunColumns:
+    def from_features(cls, features: Iterable[Any]) -> RunColumns:
         """Collects the columns that functions or classes declare by their attribute `columns`; two
         may declare the same one.
         """
-        return cls.of_columns(
-            column for feature in features for column in getattr(feature, "columns", ())
-        )
+        columns: list[Column] = []
+        for feature in features:
+            columns += getattr(feature, "columns", ())
+        return cls.from_columns(columns)
 
     @classmethod
-    def of_columns(cls, columns: Iterable[Column]) -> RunColumns:
-        """These columns, of which two may be the same one."""
+    def from_columns(cls, columns: Iterable[Column]) -> RunColumns:
+        """Makes the columns of a run; the same column may come several times."""
         return cls(tuple(dict.fromkeys(columns)))
 
     def reading(self, names: Iterable[str]) -> RunColumns:
-        """The same for a task that reads the columns of these names, `logprobs` and `advantages`
-        among them, and no others.
+        """Returns the same columns for a task that reads those of these names and no others.
+        `logprobs` and `advantages` are named like all others.
         """
         return replace(self, reads=frozenset(names))
 
@@ -226,59 +234,57 @@ class RunColumns:
     def carried(self) -> tuple[Column, ...]:
         """The declared columns that travel from coordinator to trainers."""
         return tuple(
-            one
-            for one in self.declared
-            if one.filled_by != "trainers" and one.name != ADVANTAGES.name
+            column
+            for column in self.declared
+            if column.filled_by != "trainers" and column.name != ADVANTAGES.name
         )
 
     def wants(self, column: Column) -> bool:
         return self.reads is None or column.name in self.reads
 
-    def named(self, name: str, what: str) -> Column:
-        """The declared column of a name that arrives.
+    def named(self, name: str, origin: str) -> Column:
+        """Returns the declared column of a name that arrived.
 
-        Raises GroupFormatError for an unknown one.
+        origin: where the name was read, for messages. Raises GroupFormatError for an unknown name.
         """
         for column in (LOGPROBS, *self.carried):
             if column.name == name:
                 return column
-        known = ", ".join(column.name for column in self.carried) or "none"
+        declared = ", ".join(column.name for column in self.carried) or "none"
         raise GroupFormatError(
-            f"{what}: column {name} is unknown, no feature of this run reads it (declared: "
-            f"{known}); remove it, or let the feature that reads it declare it"
+            f"{origin}: column {name} is unknown, no feature of this run reads it (declared: "
+            f"{declared}); remove it, or let the feature that reads it declare it"
         )
 
-    def check(self, found: Collection[Column], what: str) -> None:
+    def check(self, columns: Collection[Column], origin: str) -> None:
         """Raises GroupFormatError for an unknown column, and for one that should travel and does
         not.
 
-        found: LOGPROBS among them.
+        columns: the group's, LOGPROBS among them. origin: whose they are, for messages.
         """
-        for column in found:
-            if (
-                column is not LOGPROBS
-                and column not in self.carried
-                and self.named(column.name, what) != column
-            ):
+        for column in columns:
+            if column is LOGPROBS or column in self.carried:
+                continue
+            if self.named(column.name, origin) != column:
                 raise GroupFormatError(
-                    f"{what}: column {column.name} differs from its declaration; import that one"
+                    f"{origin}: column {column.name} differs from its declaration; import that one"
                 )
         for column in (LOGPROBS, *self.carried):
-            if column not in found and self.wants(column):
+            if column not in columns and self.wants(column):
                 raise GroupFormatError(
-                    f"{what}: column {column.name}, which {column.read_by or 'a feature'} reads, "
+                    f"{origin}: column {column.name}, which {column.read_by or 'a feature'} reads, "
                     f"is missing; {_FILLERS[column.filled_by]}"
                 )
 
     def makers(self, by: Filler) -> Mapping[Column, Callable[[Group], np.ndarray]]:
-        """The columns that this process makes from whole groups, ADVANTAGES among them if a feature
-        declares it with `make`.
+        """Returns the columns that this process makes from whole groups, each with the function
+        that makes it. ADVANTAGES is among them if a feature declares it with `make`.
         """
-        return {
-            one: one.make
-            for one in self.declared
-            if one.make and one.filled_by == by and self.wants(one)
-        }
+        makers = {}
+        for column in self.declared:
+            if column.make and column.filled_by == by and self.wants(column):
+                makers[column] = column.make
+        return makers
 
 
 NONE = RunColumns()

@@ -1,4 +1,4 @@
-"""Group: the samples of one prompt, checked; the unit of dispatch, of advantages and of the buffer."""
+"""Group: the checked samples of one prompt; the unit of dispatch, of advantages and of the buffer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pa_npu.samples.columns import (
     GroupFormatError,
     Values,
 )
-from pa_npu.samples.types import Sample, SampleRow, checked
+from pa_npu.samples.types import Sample, SampleRow, checked, described_array
 
 T = TypeVar("T")
 
@@ -52,20 +52,22 @@ class Group:
     Construction validates everything, so a Group that exists is well-formed on both sides of the
     wire.
 
-    run_seed, iteration, index: with a sample's number they say what was sampled, whatever engine
-    did it. index is the dispatch index within the iteration. prompt_id: row of the dataset.
+    run_seed, iteration, index: with a sample's number they say what was sampled, whichever engine
+    sampled it. index is the dispatch index within the iteration.
+    prompt_id: row of the dataset.
     lengths: int32 [G], tokens of each sample. rewards: float32 [G]. finished: bool [G].
-    tokens, component, logprobs, versions: those of Sample, [sum of lengths]. advantages: float32
-    [sum of lengths].
-    first: the number of the first sample here, in a piece of the group that was dispatched; 0 for
-    the whole.
-    part: of a whole group, the samples that the replica which gets it trains, from one number to
-    before another; None: all.
-    columns: the declared ones, each [sum of lengths, *shape].
-    weight: those of Sample, [sum of lengths]; None where all are 1.
-    placeholders: those of Sample, starts in `tokens`, in their order.
-    Advantages are 0, and versions NO_VERSION, where a token is not trained; log-probs are 0 where
-    it has no version.
+    tokens, component, logprobs, versions: as in Sample, [sum of lengths].
+    advantages: float32 [sum of lengths].
+    first: the number of this piece's first sample in the group that was dispatched; 0 for a whole
+    group.
+    part: the samples [first, last) of a whole group that the replica which gets it trains; None
+    means all.
+    columns: the declared columns, each [sum of lengths, *shape].
+    weight: as in Sample, [sum of lengths]; None if all are 1.
+    placeholders: as in Sample, in order, with starts counted in `tokens`.
+
+    Tokens that are not trained have the advantage 0 and NO_VERSION. Tokens without a version have
+    the log-prob 0.
     """
 
     run_seed: int
@@ -98,13 +100,9 @@ class Group:
         for name, dtype in PER_SAMPLE.items():
             array = getattr(self, name)
             if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-                found = (
-                    f"{array.dtype} {list(array.shape)}"
-                    if isinstance(array, np.ndarray)
-                    else type(array).__name__
-                )
                 raise GroupFormatError(
-                    f"{self} {name}: must be a {dtype.name} array [n], found {found}"
+                    f"{self} {name}: must be a {dtype.name} array [n], found "
+                    f"{described_array(array)}"
                 )
         self._check_sizes()
         self._check_values()
@@ -115,27 +113,28 @@ class Group:
 
     @property
     def per_token(self) -> dict[Column, np.ndarray]:
-        """All its columns, fixed and declared."""
-        return {**{column: getattr(self, column.name) for column in FIXED}, **self.columns}
+        """All columns of the group, the fixed and the declared ones."""
+        fixed = {column: getattr(self, column.name) for column in FIXED}
+        return {**fixed, **self.columns}
 
     @classmethod
-    def of_samples(
+    def from_samples(
         cls, samples: Sequence[Sample], rewards: np.ndarray, advantages: np.ndarray, **identity: Any
     ) -> Group:
-        """rewards: float32 [G]. advantages: float32 [G], the same for a sample's trained tokens.
-        identity: IDENTITY's numbers.
+        """Makes a group in which all trained tokens of a sample have the same advantage.
+
+        rewards: float32 [G]. advantages: float32 [G]. identity: the numbers of IDENTITY.
         """
-        row = SampleRow.of(samples)
-        of_tokens = np.repeat(
+        row = SampleRow.from_samples(samples)
+        token_advantages = np.repeat(
             np.asarray(advantages, np.float32), [len(sample.tokens) for sample in samples]
         )
-        of_tokens[row.component == 0] = 0
-        return cls.of_row(
-            row, [sample.finished for sample in samples], rewards, of_tokens, **identity
-        )
+        token_advantages[row.component == 0] = 0
+        finished = [sample.finished for sample in samples]
+        return cls.from_row(row, finished, rewards, token_advantages, **identity)
 
     @classmethod
-    def of_row(
+    def from_row(
         cls,
         row: SampleRow,
         finished: Sequence[bool],
@@ -143,8 +142,10 @@ class Group:
         advantages: np.ndarray,
         **identity: Any,
     ) -> Group:
-        """finished: of each sample. rewards: float32 [G]. advantages: float32 [tokens]. identity:
-        IDENTITY's numbers.
+        """Makes a group of a row without copying its arrays.
+
+        finished: one for each sample. rewards: float32 [G]. advantages: float32 [tokens].
+        identity: the numbers of IDENTITY.
         """
         return cls(
             **identity,
@@ -165,7 +166,8 @@ class Group:
         num_samples = len(self.lengths)
         if num_samples == 0:
             raise GroupFormatError(f"{self} lengths: a group needs at least one sample")
-        if (shortest := min(self.lengths.tolist())) < 2:
+        shortest = min(self.lengths.tolist())
+        if shortest < 2:
             raise GroupFormatError(
                 f"{self} lengths: a sample needs a prompt and a trained token, shortest is "
                 f"{shortest}"
@@ -188,7 +190,8 @@ class Group:
             checked(column, values, total, self)
 
     def _check_values(self) -> None:
-        if (lowest := np.minimum.reduce(self.tokens)) < 0:
+        lowest = np.minimum.reduce(self.tokens)
+        if lowest < 0:
             raise GroupFormatError(
                 f"{self} tokens: token ids must not be negative, lowest is {lowest}"
             )
@@ -198,10 +201,9 @@ class Group:
                 f"{self} component: a sample's first token follows from nothing and cannot be "
                 "trained"
             )
-        if not _all(counts := self.trained_lengths):
-            raise GroupFormatError(
-                f"{self} component: sample {int(counts.argmin())} has no trained token"
-            )
+        if not _all(self.trained_lengths):
+            untrained = int(self.trained_lengths.argmin())
+            raise GroupFormatError(f"{self} component: sample {untrained} has no trained token")
         self._check_stretches()
         for column, values in ((LOGPROBS, self.logprobs), *self.columns.items()):
             if column.is_float:
@@ -215,13 +217,13 @@ class Group:
             self._check_elsewhere(WEIGHT, self.weight, self.trained)
 
     def _check_stretches(self) -> None:
-        """Versions and advantages: what holds for a stretch's first token holds for all of it."""
+        """Checks versions and advantages; what holds for a stretch's first token holds for all of
+        it.
+        """
         starts = self._stretches[:-1]
-        trained, versions, advantages = (
-            self.trained[starts],
-            self.versions[starts],
-            self.advantages[starts],
-        )
+        trained = self.trained[starts]
+        versions = self.versions[starts]
+        advantages = self.advantages[starts]
         self._check_finite("advantages", advantages, starts)
         if _any(versions < NO_VERSION):
             raise GroupFormatError(
@@ -249,16 +251,16 @@ class Group:
     def _check_finite(
         self, name: str, values: np.ndarray, numbers: np.ndarray | None = None
     ) -> None:
-        """numbers: of the values, where these are not all of them."""
+        """Raises GroupFormatError for a value that is not finite.
+
+        numbers: the tokens that the values belong to, if `values` are not those of all tokens.
+        """
         finite = np.isfinite(values)
         if int(np.count_nonzero(finite)) != finite.size:
             position = int(finite.argmin())
-            number, value = (
-                position if numbers is None else numbers[position],
-                values.flat[position],
-            )
+            number = position if numbers is None else numbers[position]
             raise GroupFormatError(
-                f"{self} {name}: values must be finite, number {number} is {value}"
+                f"{self} {name}: values must be finite, number {number} is {values.flat[position]}"
             )
 
     def _check_elsewhere(
@@ -280,7 +282,7 @@ class Group:
         return f"group {self.index} of iteration {self.iteration} (prompt {self.prompt_id})"
 
     def __getitem__(self, span: slice) -> Group:
-        """The same group with some consecutive samples of it."""
+        """Returns the piece of the group that has these consecutive samples."""
         offsets = self.offsets()
         first, last, _ = span.indices(self.num_samples)
         rows = slice(int(offsets[first]), int(offsets[last]))
@@ -296,20 +298,21 @@ class Group:
         )
 
     def made(self, makers: Mapping[Column, Callable[[Group], np.ndarray]]) -> Group:
-        """The group with the columns that `makers` make of it (RunColumns.makers).
+        """Returns the group with the columns that `makers` compute from it (RunColumns.makers).
 
-        Raises GroupFormatError for something else.
+        Raises GroupFormatError for values that do not fit their column.
         """
         if not makers:
             return self
-        values = {column: make(self) for column, make in makers.items()}
-        advantages = next(
-            (found for one, found in values.items() if one.name == ADVANTAGES.name), self.advantages
-        )
-        declared = {
-            column: found for column, found in values.items() if column.name != ADVANTAGES.name
-        }
-        return replace(self, advantages=advantages, columns={**self.columns, **declared})
+        advantages = self.advantages
+        columns = dict(self.columns)
+        for column, make in makers.items():
+            values = make(self)
+            if column.name == ADVANTAGES.name:
+                advantages = values
+            else:
+                columns[column] = values
+        return replace(self, advantages=advantages, columns=columns)
 
     @property
     def scored(self) -> ScoredSamples:
@@ -323,7 +326,7 @@ class Group:
         )
 
     def samples(self, texts: Sequence[str]) -> list[Sample]:
-        """The samples that `of_samples` was given, views, without rewards. texts: theirs."""
+        """Returns the group's samples without rewards, as views. texts: one for each sample."""
         ends = self.offsets()[1:].tolist()
         row = SampleRow(
             tokens=self.tokens,
@@ -354,7 +357,7 @@ class Group:
 
     @property
     def leading_lengths(self) -> np.ndarray:
-        """int64 [G]: tokens of each sample that the leading component trains."""
+        """int64 [G]: number of tokens of each sample that the leading component trains."""
 
         def count() -> np.ndarray:
             return np.add.reduceat(self.component == 1, self.offsets()[:-1], dtype=np.int64)
@@ -363,15 +366,18 @@ class Group:
 
     @property
     def trained_lengths(self) -> np.ndarray:
-        """int64 [G]: trained tokens of each sample."""
-        return self.cached(
-            "trained", lambda: np.add.reduceat(self.trained, self.offsets()[:-1], dtype=np.int64)
-        )
+        """int64 [G]: number of trained tokens of each sample."""
+
+        def count() -> np.ndarray:
+            return np.add.reduceat(self.trained, self.offsets()[:-1], dtype=np.int64)
+
+        return self.cached("trained", count)
 
     @property
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(starts, ends), int64 [R]: consecutive trained tokens of one component, version and
-        advantage; together all that are trained."""
+        """(starts, ends), int64 [R]: the runs of consecutive trained tokens with one component,
+        version and advantage. Together they are all trained tokens.
+        """
 
         def build() -> tuple[np.ndarray, np.ndarray]:
             bounds = self._stretches
@@ -400,17 +406,19 @@ class Group:
 
     @property
     def num_trained(self) -> int:
-        """Tokens that have a loss."""
+        """Number of tokens that have a loss."""
         return int(self.trained_lengths.sum())
 
     @property
     def version_range(self) -> tuple[int, ...]:
-        """Oldest and newest weight version that generated a trained token; empty where the policy
-        wrote none.
+        """The oldest and the newest weight version that generated a trained token; empty if the
+        policy wrote none.
         """
         versions = self.versions[self.runs[0]]
         versions = versions[versions != NO_VERSION]
-        return (int(versions.min()), int(versions.max())) if len(versions) else ()
+        if not len(versions):
+            return ()
+        return int(versions.min()), int(versions.max())
 
     def offsets(self) -> np.ndarray:
         """int64 [G + 1]: sample i is `tokens[offsets[i]:offsets[i + 1]]`."""
@@ -428,8 +436,10 @@ class Group:
 
     @property
     def prefix_keys(self) -> np.ndarray:
-        """[sum of lengths]: equal, from a sample's first on, where two samples begin alike. The
-        tokens themselves where nothing is attached, else int64 (attachments.prefix_keys).
+        """Keys [sum of lengths] to compare beginnings by: two samples begin alike as far as their
+        keys are equal.
+
+        The tokens themselves if nothing is attached, else int64 (attachments.prefix_keys).
         """
         if not self.placeholders:
             return self.tokens
@@ -441,15 +451,17 @@ class Group:
         return self.cached("attachments", lambda: distinct(self.placeholders))
 
     def prompt_lengths(self) -> list[int]:
-        """Tokens of each sample before the first that the policy wrote; without any, before its
-        first trained one.
+        """Returns the number of tokens of each sample before the first one that the policy wrote;
+        if it wrote none, before the first trained one.
         """
-        starts, offsets = self.runs[0], self.offsets()[:-1]
+        starts = self.runs[0]
+        offsets = self.offsets()[:-1]
         first_starts = starts[np.searchsorted(starts, offsets)]
         if not self.is_all_written:
-            written, ends = np.flatnonzero(self.written), self.offsets()[1:]
+            written = np.flatnonzero(self.written)
             first_written = np.append(written, len(self.tokens))[np.searchsorted(written, offsets)]
-            first_starts = np.where(first_written < ends, first_written, first_starts)
+            has_written = first_written < self.offsets()[1:]
+            first_starts = np.where(has_written, first_written, first_starts)
         lengths: list[int] = (first_starts - offsets).tolist()
         return lengths
 
@@ -459,17 +471,17 @@ class Group:
         return not _any(self.versions[self.runs[0]] == NO_VERSION)
 
     def cached(self, name: str, build: Callable[[], T]) -> T:
-        """Returns the result of `build`, built once; for results that follow from the group and
-        take time.
+        """Returns the result of `build`, which is called once. For results that follow from the
+        group and take time.
         """
         if name not in self._cache:
             self._cache[name] = build()
-        found: T = self._cache[name]
-        return found
+        result: T = self._cache[name]
+        return result
 
 
 def _any(values: np.ndarray) -> bool:
-    """As values.any(), which takes several times as long for a group's few values, as all() does."""
+    """Does what values.any() does. That, like all(), takes several times as long for few values."""
     return bool(np.count_nonzero(values))
 
 

@@ -1,4 +1,4 @@
-"""Takes a group's digests for the run's chain (telemetry/chain.py) from what goes into the buffer."""
+"""Digests of a group that goes into the buffer, for the run's chain (telemetry/chain.py)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from pa_npu.telemetry.chain import NUMBERS, GroupDigest
 def digest_group(
     group: Group, slots: Mapping[tuple[int, int], tuple[int, int] | None]
 ) -> GroupDigest:
-    """slots: each (replica, slot) that has the group, and which responses that replica trains;
-    None: all.
+    """Returns the digests of a group's content and the numbers of its responses.
+
+    slots: each (replica, slot) that has the group, with the responses [first, last) that the
+    replica trains; None means all.
     """
     size = group.num_samples
-    tokens, logprobs = group.tokens[group.trained], group.logprobs[group.trained]
+    tokens = group.tokens[group.trained]
+    logprobs = group.logprobs[group.trained]
     lengths = group.trained_lengths
     # a response's first run of trained tokens has its advantage
     run_starts = group.runs[0]
@@ -27,22 +30,25 @@ def digest_group(
     ends = lengths.cumsum()
     starts = ends - lengths
     bounds = list(zip(starts.tolist(), ends.tolist(), strict=True))
-    token_bytes, logprob_bytes = memoryview(tokens), memoryview(logprobs)
+    token_bytes = memoryview(tokens)
+    logprob_bytes = memoryview(logprobs)
     # rows in the order of NUMBERS; a few operations on all of them, as this is done for every group
     responses = np.empty((len(NUMBERS), size), "<u4")
-    responses[:2] = (
-        [zlib.crc32(token_bytes[start:end]) for start, end in bounds],
-        [zlib.crc32(logprob_bytes[start:end]) for start, end in bounds],
-    )
+    responses[0] = [zlib.crc32(token_bytes[start:end]) for start, end in bounds]
+    responses[1] = [zlib.crc32(logprob_bytes[start:end]) for start, end in bounds]
     responses[2] = lengths
     floats = responses.view("<f4")
     floats[3] = np.add.reduceat(logprobs.astype(np.float64), starts)
     floats[4] = group.rewards
     floats[5] = group.advantages[first_rows]
+    places = []
+    for (replica, slot), part in slots.items():
+        first, last = part or (0, size)
+        places.append((replica, slot, first, last))
     return GroupDigest(
         index=group.index,
         prompt=group.prompt_id,
-        places=tuple([(*slot, *(part or (0, size))) for slot, part in slots.items()]),
+        places=tuple(places),
         context=_context(group),
         tokens=_digest(tokens),
         logprobs=_digest(logprobs),
@@ -55,11 +61,12 @@ def _digest(array: np.ndarray) -> bytes:
 
 
 def _context(group: Group) -> bytes:
-    """Of what trainers get beside the policy's tokens, their log-probs, rewards and advantages.
+    """Returns the digest of everything that trainers get beside the policy's tokens, their
+    log-probs, rewards and advantages.
 
-    Runs of trained tokens say which these are, and have one component and one version each; nothing
-    is read twice. Attachments have digests already. Where all tokens have component 1 and weight 1,
-    and nothing is attached, it is the digest of earlier releases.
+    Runs of trained tokens say which tokens are trained, and have one component and one version
+    each, so that nothing is read twice. Attachments have digests already. If all tokens have
+    component 1 and weight 1, and nothing is attached, this is the digest of earlier releases.
     """
     starts, ends = group.runs
     arrays = [

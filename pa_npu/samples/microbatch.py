@@ -1,11 +1,13 @@
-"""Microbatch: one packed sequence with all that the loss needs; how groups are cut into pieces and packed.
+"""Microbatch: one packed sequence with all that the loss needs, made of pieces of groups.
 
-A piece is a group with some consecutive samples of it; a microbatch is one piece, or several up to
-a budget of tokens. Packed with shared prefixes (prompt of 2, responses of 2 and 1): p0 p1 | a0 a1 |
-b0, the prompt once for all samples of the piece. Without (the measured baseline): p0 p1 a0 a1 | p0
-p1 b0, separate sequences and no padding between them.
-Which prefixes there are is found from the tokens, and from the arrays that placeholder tokens stand
-for. Either way the targets are the trained tokens, sample by sample; `rows` says which packed row
+A piece is some consecutive samples of a group; a microbatch is one piece, or several up to a budget
+of tokens. For a prompt of two tokens and responses of two and one:
+
+    shared prefixes                           p0 p1 | a0 a1 | b0          the prompt once
+    separate sequences (measured baseline)    p0 p1 a0 a1 | p0 p1 b0      no padding between them
+
+The shared prefixes follow from the tokens, and from the arrays that placeholder tokens stand for.
+Either way the targets are the trained tokens, sample by sample; `rows` says which packed row
 predicts each.
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -26,24 +28,25 @@ from pa_npu.samples.attachments import Placeholders, within
 from pa_npu.samples.columns import ADVANTAGES, LOGPROBS, Column
 from pa_npu.samples.group import Group
 
-# Behind the prompts, samples share a prefix (as branches of one response do) only from so many
-# tokens on: each segment is a kernel call of its own, and responses that begin alike by chance
+# Behind the prompts, samples share a prefix (as branches of one response do) only if it has so many
+# tokens or more: each segment is a kernel call of its own, and responses that begin alike by chance
 # would be cut into crumbs.
-_LEAST_COMMON = 64
+_MIN_COMMON = 64
 
 
 @dataclass(frozen=True, eq=False)
 class PackedAttachments:
-    """What some packed rows stand for: one run's arrays, such as an image's pixels and its grid,
-    once however often its samples show them.
+    """The arrays of one run, such as an image's pixels and its grid, and the packed rows that stand
+    for them. There is one of these however many samples show the run.
 
     A model that makes an embedding [length, hidden] of the arrays puts embedding[places] into rows.
 
     arrays: by name, of any shape, shared with other runs that show the same array; do not write to
-    them. digests: of each, bytes [16].
-    length: placeholder tokens of one run. rows: int64 [R], the packed rows that are such tokens,
-    ascending; places: int64 [R], each row's place in its run, from 0. R is `length` where all
-    samples share the run, and larger where some do not.
+    them. digests: bytes [16] of each array, by name.
+    length: number of placeholder tokens of the run.
+    rows: int64 [R], the packed rows that are such tokens, ascending. R is `length` if all samples
+    share the run, and larger if some do not.
+    places: int64 [R], each row's place in its run, from 0.
     """
 
     arrays: dict[str, torch.Tensor]
@@ -55,13 +58,14 @@ class PackedAttachments:
 
 @dataclass(frozen=True, eq=False)
 class Microbatch(Targets):
-    """T packed tokens of which N are targets: the trained tokens of its samples.
+    """T packed tokens, of which N are targets: the trained tokens of its samples.
 
-    tokens: int64 [T], padding included. rows: int64 [N], the packed row whose hidden state predicts
-    targets: int64 [N].
-    packed: declared columns of all tokens, [T, *shape] by name, beside `tokens`; a shared prefix
-    has its first sample's.
-    attachments: those that its rows need, in the order in which its samples show them.
+    tokens: int64 [T], padding included.
+    targets: int64 [N], the trained tokens.
+    rows: int64 [N], the packed row whose hidden state predicts each target.
+    packed: by name, the declared columns that all tokens have, [T, *shape]; a shared prefix has
+    the values of its first sample.
+    attachments: those of its rows, in the order in which its samples show them.
     """
 
     layout: PrefixLayout
@@ -77,29 +81,30 @@ class Microbatch(Targets):
 
     @property
     def is_filler(self) -> bool:
-        """Whether it belongs to no response: one that is computed so that other ranks may go on."""
+        """Whether it belongs to no response, and is computed only so that other ranks may go on."""
         return not self.response_lengths
 
     def to(self, device: torch.device | str) -> Microbatch:
-        """The same with its tensors on device; the layout stays on the host and caches its own
-        per-device indices.
+        """Returns the microbatch with its tensors on a device; the layout stays on the host and
+        caches its own per-device indices.
         """
-        moved = {
-            name: getattr(self, name).to(device)
-            for name in ("tokens", "rows", "targets", "ages", "response_index")
-        }
-        columns, packed = (
-            {name: tensor.to(device) for name, tensor in by_name.items()}
-            for by_name in (self.columns, self.packed)
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            rows=self.rows.to(device),
+            targets=self.targets.to(device),
+            ages=self.ages.to(device),
+            response_index=self.response_index.to(device),
+            columns={name: column.to(device) for name, column in self.columns.items()},
+            packed={name: column.to(device) for name, column in self.packed.items()},
+            attachments=_attachments_on(device, self.attachments),
         )
-        attachments = _attachments_on(device, self.attachments)
-        return replace(self, **moved, columns=columns, packed=packed, attachments=attachments)
 
 
 def _attachments_on(
     device: torch.device | str, attachments: Sequence[PackedAttachments]
 ) -> tuple[PackedAttachments, ...]:
-    """The same on device; an array of several runs is copied once."""
+    """Returns the attachments on a device; an array of several runs is copied once."""
     copies: dict[bytes, torch.Tensor] = {}
     moved = []
     for packed in attachments:
@@ -115,20 +120,21 @@ def _attachments_on(
 
 
 def filler(tokens: int, device: torch.device) -> Microbatch:
-    """A microbatch of so many tokens that belongs to no response.
+    """Returns a microbatch of so many tokens that belongs to no response.
 
-    Its loss is nothing, and no check hears of it.
+    It adds nothing to the loss, and no check counts it.
     """
-    none, one = torch.zeros(0, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    no_targets = torch.zeros(0, device=device)
+    zero_index = torch.zeros(1, dtype=torch.int64, device=device)
     return Microbatch(
         layout=PrefixLayout.from_sequences([tokens]),
         tokens=torch.zeros(tokens, dtype=torch.int64, device=device),
-        rows=one,
-        targets=one,
+        rows=zero_index,
+        targets=zero_index,
         columns={},
         packed={},
-        ages=none,
-        response_index=none.long(),
+        ages=no_targets,
+        response_index=no_targets.long(),
         response_lengths=(),
         iteration=0,
         versions=(0, 0),
@@ -140,71 +146,53 @@ def filler(tokens: int, device: torch.device) -> Microbatch:
 
 
 def cut(group: Group, samples: int) -> list[Group]:
-    """The group in pieces of up to `samples` consecutive samples; the last has what is left."""
+    """Cuts the group into pieces of `samples` consecutive samples; the last has those left over."""
     return [group[start : start + samples] for start in range(0, group.num_samples, samples)]
 
 
 def num_packed_tokens(piece: Group, shared_prompt: bool) -> int:
-    """Packed tokens of a piece, without padding."""
+    """Returns the number of packed tokens of a piece, without padding."""
     return _packed(piece, shared_prompt).layout.total
 
 
 def pack(pieces: Sequence[Group], shared_prompt: bool, pad_multiple: int) -> Microbatch:
-    """One microbatch of pieces of one iteration, in their order, padded to a multiple of
+    """Returns one microbatch of pieces of one iteration, in their order, padded to a multiple of
     pad_multiple tokens.
     """
     packed = [_packed(piece, shared_prompt) for piece in pieces]
-    layout = _joined_layout([one.layout for one in packed]).pad(pad_multiple)
-    starts = [0, *np.cumsum([one.layout.total for one in packed]).tolist()]
-    trained = [piece.trained for piece in pieces]
-    lengths = np.concatenate([piece.trained_lengths for piece in pieces])
-    versions = [version for piece in pieces for version in piece.version_range]
-    leading = np.concatenate([piece.leading_lengths for piece in pieces])
+    layouts = [sequences.layout for sequences in packed]
+    layout = _joined_layout(layouts).pad(pad_multiple)
+    starts = [0, *accumulate(one_layout.total for one_layout in layouts[:-1])]
     padding = torch.zeros(layout.padding, dtype=torch.int64)
+    predictors = []
+    sources: list[tuple[int, int]] = []
+    versions: list[int] = []
+    for start, sequences, piece in zip(starts, packed, pieces, strict=True):
+        predictors.append(start + _predictors(sequences, piece))
+        sources += [(piece.index, piece.first + number) for number in range(piece.num_samples)]
+        versions += piece.version_range
+    lengths = np.concatenate([piece.trained_lengths for piece in pieces])
+    leading = np.concatenate([piece.leading_lengths for piece in pieces])
+    packed_columns = {}
+    for column in pieces[0].columns:
+        if column.tokens != "trained":
+            packed_columns[column.name] = _packed_column(
+                column, pieces, packed, starts, layout.total
+            )
     return Microbatch(
         layout=layout,
-        tokens=torch.cat([*(one.tokens for one in packed), padding]),
-        rows=torch.cat(
-            [
-                start + _predictors(one, piece)
-                for start, one, piece in zip(starts, packed, pieces, strict=False)
-            ]
-        ),
-        targets=_joined(
-            [piece.tokens[own] for piece, own in zip(pieces, trained, strict=True)], np.int64
-        ),
-        columns={
-            **{
-                column.name: torch.from_numpy(
-                    np.concatenate(
-                        [
-                            piece.per_token[column][own]
-                            for piece, own in zip(pieces, trained, strict=True)
-                        ]
-                    )
-                )
-                for column in (LOGPROBS, ADVANTAGES, *pieces[0].columns)
-            },
-            **_datum_columns(pieces, trained),
-        },
-        packed={
-            column.name: _of_rows(column, pieces, packed, starts, layout.total)
-            for column in pieces[0].columns
-            if column.tokens != "trained"
-        },
-        ages=_joined(
-            [_ages(piece)[own] for piece, own in zip(pieces, trained, strict=True)], np.float32
-        ),
+        tokens=torch.cat([*(sequences.tokens for sequences in packed), padding]),
+        rows=torch.cat(predictors),
+        targets=_of_targets(pieces, [piece.tokens for piece in pieces], np.int64),
+        columns=_target_columns(pieces),
+        packed=packed_columns,
+        ages=_of_targets(pieces, [_ages(piece) for piece in pieces], np.float32),
         response_index=torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)),
         response_lengths=tuple(lengths.tolist()),
         iteration=pieces[0].iteration,
         versions=(min(versions), max(versions)) if versions else (),
         group_indices=tuple(dict.fromkeys(piece.index for piece in pieces)),
-        sources=tuple(
-            (piece.index, piece.first + number)
-            for piece in pieces
-            for number in range(piece.num_samples)
-        ),
+        sources=tuple(sources),
         num_computed_tokens=layout.total - layout.padding,
         repeats=_repeats(pieces),
         leading_lengths=None if np.array_equal(leading, lengths) else tuple(leading.tolist()),
@@ -212,9 +200,23 @@ def pack(pieces: Sequence[Group], shared_prompt: bool, pad_multiple: int) -> Mic
     )
 
 
+def _of_targets(
+    pieces: Sequence[Group], values: Sequence[np.ndarray], dtype: type[np.generic] | None = None
+) -> torch.Tensor:
+    """Returns the values of all targets, [N, ...], in memory of their own.
+
+    values: of all tokens of each piece. dtype: None keeps the values' type.
+    """
+    parts = []
+    for piece, piece_values in zip(pieces, values, strict=True):
+        parts.append(piece_values[piece.trained])
+    joined = np.concatenate(parts)
+    return torch.from_numpy(joined if dtype is None else joined.astype(dtype))
+
+
 @dataclass(frozen=True, eq=False)
 class _RunRows:
-    """Where runs of the same content are packed. run: one of them. spans: the rows of each."""
+    """Where runs of the same content are packed. run: any of them. spans: the rows of each."""
 
     run: Placeholders
     spans: list[torch.Tensor] = field(default_factory=list)
@@ -223,82 +225,97 @@ class _RunRows:
 def _packed_attachments(
     pieces: Sequence[Group], packed: Sequence[PackedSequences], starts: Sequence[int]
 ) -> tuple[PackedAttachments, ...]:
-    """What the pieces' placeholders stand for, each set of arrays once for all pieces."""
+    """Returns what the pieces' placeholders stand for, each set of arrays once for all pieces."""
     by_content: dict[tuple[int, bytes], _RunRows] = {}
-    for start, sequences, piece in zip(starts, packed, pieces, strict=False):
+    for start, sequences, piece in zip(starts, packed, pieces, strict=True):
         if not piece.placeholders:
             continue
         spans = pairwise(piece.offsets().tolist())
         for leaf, span in zip(sequences.leaves, spans, strict=True):
-            of_sample = start + sequences.layout.path_rows(leaf)
+            sample_rows = start + sequences.layout.path_rows(leaf)
             for run in within(piece.placeholders, *span):
-                of_content = by_content.setdefault((run.length, run.content), _RunRows(run))
-                of_content.spans.append(of_sample[run.start : run.end])
+                run_rows = by_content.setdefault((run.length, run.content), _RunRows(run))
+                run_rows.spans.append(sample_rows[run.start : run.end])
     tensors: dict[bytes, torch.Tensor] = {}
-    return tuple(_with_rows(of_content, tensors) for of_content in by_content.values())
+    return tuple(_packed_run(run_rows, tensors) for run_rows in by_content.values())
 
 
-def _with_rows(of_content: _RunRows, tensors: dict[bytes, torch.Tensor]) -> PackedAttachments:
-    """tensors: of the arrays so far, by digest."""
-    run, spans = of_content.run, of_content.spans
+def _packed_run(run_rows: _RunRows, tensors: dict[bytes, torch.Tensor]) -> PackedAttachments:
+    """Returns a run's arrays and rows. tensors: arrays of earlier runs by digest, and afterwards
+    this run's too.
+    """
+    run = run_rows.run
     # samples that share a run have it at the same rows, and a row has one place whoever shares it
-    rows, first = np.unique(torch.cat(spans).numpy(), return_index=True)
+    rows, first = np.unique(torch.cat(run_rows.spans).numpy(), return_index=True)
+    arrays = {}
+    digests = {}
     for attachment in run.attachments:
         if attachment.digest not in tensors:
             array = attachment.array
             # torch warns of memory that it could write to and must not
-            tensors[attachment.digest] = torch.from_numpy(
-                array if array.flags.writeable else array.copy()
-            )
+            if not array.flags.writeable:
+                array = array.copy()
+            tensors[attachment.digest] = torch.from_numpy(array)
+        arrays[attachment.name] = tensors[attachment.digest]
+        digests[attachment.name] = attachment.digest
     return PackedAttachments(
-        arrays={a.name: tensors[a.digest] for a in run.attachments},
-        digests={a.name: a.digest for a in run.attachments},
+        arrays=arrays,
+        digests=digests,
         length=run.length,
         rows=torch.from_numpy(rows),
         places=torch.from_numpy(first % run.length),
     )
 
 
-def _datum_columns(
-    pieces: Sequence[Group], trained: Sequence[np.ndarray]
-) -> dict[str, torch.Tensor]:
-    """What the datum says of the targets where it is not what it usually is: another component than
-    1, another weight than 1, a token that the policy did not write."""
-    parts = list(zip(pieces, trained, strict=True))
-    columns: dict[str, np.ndarray] = {}
+def _target_columns(pieces: Sequence[Group]) -> dict[str, torch.Tensor]:
+    """Returns the columns of the targets by name.
+
+    `component` and `weight` are there only if some target's is not 1, and `written` only if the
+    policy did not write some target.
+    """
+    columns = {}
+    for column in (LOGPROBS, ADVANTAGES, *pieces[0].columns):
+        columns[column.name] = _of_targets(pieces, [piece.per_token[column] for piece in pieces])
     if any((piece.component > 1).any() for piece in pieces):
-        columns["component"] = np.concatenate([piece.component[own] for piece, own in parts])
+        columns["component"] = _of_targets(pieces, [piece.component for piece in pieces])
     if any(piece.weight is not None for piece in pieces):
-        weights = [
-            np.ones(len(p.tokens), np.float32) if p.weight is None else p.weight for p in pieces
-        ]
-        columns["weight"] = np.concatenate(
-            [weight[own] for weight, own in zip(weights, trained, strict=True)]
-        )
+        columns["weight"] = _of_targets(pieces, [_weights(piece) for piece in pieces])
     if not all(piece.is_all_written for piece in pieces):
-        columns["written"] = np.concatenate([piece.written[own] for piece, own in parts])
-    return {name: torch.from_numpy(values) for name, values in columns.items()}
+        columns["written"] = _of_targets(pieces, [piece.written for piece in pieces])
+    return columns
+
+
+def _weights(piece: Group) -> np.ndarray:
+    """Returns float32 [tokens]: the piece's weights, which are 1 if it has no such column."""
+    if piece.weight is None:
+        return np.ones(len(piece.tokens), np.float32)
+    return piece.weight
 
 
 def _ages(piece: Group) -> np.ndarray:
-    """int32 [tokens]: by how many versions a token is behind; 0 for one without a version."""
+    """Returns int32 [tokens]: by how many versions each token is behind; 0 for tokens without a
+    version.
+    """
     ages = piece.iteration - piece.versions
-    return ages if piece.is_all_written else np.where(piece.written, ages, 0)
+    if piece.is_all_written:
+        return ages
+    return np.where(piece.written, ages, 0)
 
 
 def _repeats(pieces: Sequence[Group]) -> float:
-    """Returns Targets.repeats: 1 where no two responses of a group have anything in common, all of
-    them where they are equal.
+    """Returns Targets.repeats: 1 if no two responses of a group have anything in common, and the
+    number of responses if all are equal.
     """
     num_tokens = num_repetitions = 0
     for piece in pieces:
-        tokens, is_written = piece.tokens.astype(np.int64), piece.written
-        before = np.concatenate([tokens[:1], tokens[:-1]])
+        tokens = piece.tokens.astype(np.int64)
+        is_written = piece.written
+        previous = np.concatenate([tokens[:1], tokens[:-1]])
         lengths = np.add.reduceat(is_written, piece.offsets()[:-1], dtype=np.int64)
         places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         # distinct numbers for distinct triples, as no vocabulary has 2^21 tokens and no response as
         # many
-        keys = (places << 42) | (before[is_written] << 21) | tokens[is_written]
+        keys = (places << 42) | (previous[is_written] << 21) | tokens[is_written]
         counts = np.unique(keys, return_counts=True)[1]
         num_tokens += int(lengths.sum())
         num_repetitions += int((counts * counts).sum())
@@ -331,21 +348,21 @@ def filled(sizes: Sequence[int], max_tokens: int | None, pad_multiple: int) -> l
 def build_microbatches(
     group: Group, responses_per_microbatch: int, shared_prompt: bool, pad_multiple: int
 ) -> list[Microbatch]:
-    """Every piece of a group as a microbatch of its own."""
+    """Returns every piece of a group as a microbatch of its own."""
     return [
         pack([piece], shared_prompt, pad_multiple) for piece in cut(group, responses_per_microbatch)
     ]
 
 
 def _packed(piece: Group, shared_prompt: bool) -> PackedSequences:
-    """The piece's layout and packed tokens, found once."""
+    """Returns the piece's layout and packed tokens, which are computed once."""
 
     def build() -> PackedSequences:
         if shared_prompt:
             keys = None
             if piece.placeholders:
                 keys = np.split(piece.prefix_keys, piece.offsets()[1:-1])
-            return pack_trie(piece.sequences(), _LEAST_COMMON, piece.prompt_lengths(), keys)
+            return pack_trie(piece.sequences(), _MIN_COMMON, piece.prompt_lengths(), keys)
         layout = PrefixLayout.from_sequences(piece.lengths.tolist())
         return PackedSequences(
             layout, torch.from_numpy(piece.tokens.astype(np.int64)), tuple(range(piece.num_samples))
@@ -355,35 +372,35 @@ def _packed(piece: Group, shared_prompt: bool) -> PackedSequences:
 
 
 def _predictors(packed: PackedSequences, piece: Group) -> torch.Tensor:
-    """int64 [N]: the packed row before each trained token of its sample."""
+    """Returns int64 [N]: the packed row before each trained token of its sample."""
     rows = []
-    for leaf, trained in zip(
-        packed.leaves, np.split(piece.trained, piece.offsets()[1:-1]), strict=True
-    ):
+    trained_by_sample = np.split(piece.trained, piece.offsets()[1:-1])
+    for leaf, trained in zip(packed.leaves, trained_by_sample, strict=True):
         positions = torch.from_numpy(np.flatnonzero(trained))
         rows.append(packed.layout.path_rows(leaf)[positions - 1])
     return torch.cat(rows)
 
 
-def _of_rows(
+def _packed_column(
     column: Column,
     pieces: Sequence[Group],
     packed: Sequence[PackedSequences],
     starts: Sequence[int],
     total: int,
 ) -> torch.Tensor:
-    """[total, *shape]: the column of every packed token."""
+    """Returns the column of every packed token, [total, *shape]."""
     values = column.blank(total)
-    for start, one, piece in zip(starts, packed, pieces, strict=False):
+    for start, sequences, piece in zip(starts, packed, pieces, strict=True):
         spans = pairwise(piece.offsets().tolist())
-        # the first sample's stay
-        for leaf, (first, last) in reversed(list(zip(one.leaves, spans, strict=True))):
-            values[start + one.layout.path_rows(leaf).numpy()] = piece.columns[column][first:last]
+        # backwards, so that a shared prefix keeps the values of its first sample
+        for leaf, (first, last) in reversed(list(zip(sequences.leaves, spans, strict=True))):
+            rows = start + sequences.layout.path_rows(leaf).numpy()
+            values[rows] = piece.columns[column][first:last]
     return torch.from_numpy(values)
 
 
 def _joined_layout(layouts: Sequence[PrefixLayout]) -> PrefixLayout:
-    """Layouts one after another, none of which sees another."""
+    """Returns the layout of these layouts one after another, none of which sees another."""
     lengths: list[int] = []
     parents: list[int] = []
     for layout in layouts:
@@ -391,8 +408,3 @@ def _joined_layout(layouts: Sequence[PrefixLayout]) -> PrefixLayout:
         lengths += layout.lengths
         parents += [parent + first if parent >= 0 else -1 for parent in layout.parents]
     return PrefixLayout(tuple(lengths), tuple(parents))
-
-
-def _joined(parts: list[np.ndarray], dtype: type[np.generic]) -> torch.Tensor:
-    """A tensor of its own memory, also of a single part."""
-    return torch.from_numpy(np.concatenate(parts).astype(dtype))

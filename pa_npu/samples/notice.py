@@ -1,8 +1,8 @@
-"""Notice: what trainers get of a group that is trained by rule, instead of its tokens.
+"""Notice: what trainers get instead of the tokens of a group that is trained by rule.
 
 All advantages of such a group are 0 and nothing else gives it a gradient, so that its gradient is
 exactly 0 (Algorithm.needs_every_gradient). Trainers count it in the normaliser and in the
-accounting of what was trained (I2), and compute nothing of it.
+accounting of what was trained (I2), and compute nothing for it.
 
 Its bytes: a 16-byte envelope - magic `PAGN`, format version u16, reserved u16, CRC-32 of the rest
 u32, length of the header u32 - then the header as JSON, then, where a checkpoint may have to keep
@@ -55,10 +55,10 @@ def is_notice(data: bytes) -> bool:
     return data[: len(_MAGIC)] == _MAGIC
 
 
-def notice_bytes(group: Group, whole: bytes = b"") -> bytes:
+def notice_bytes(group: Group, group_bytes: bytes = b"") -> bytes:
     """Returns the notice of a group, or of the part of it that one replica has.
 
-    whole: the group's own bytes, to be kept with the notice.
+    group_bytes: the group's wire format, to be kept with the notice.
     """
     first, last = group.part or (0, group.num_samples)
     notice = Notice(
@@ -72,13 +72,13 @@ def notice_bytes(group: Group, whole: bytes = b"") -> bytes:
         version_range=group.version_range,
     )
     header = msgspec.json.encode(notice)
-    checksum = zlib.crc32(whole, zlib.crc32(header))
+    checksum = zlib.crc32(group_bytes, zlib.crc32(header))
     envelope = _ENVELOPE.pack(_MAGIC, _FORMAT_VERSION, 0, checksum, len(header))
-    return envelope + header + whole
+    return envelope + header + group_bytes
 
 
 def read_notice(data: bytes) -> tuple[Notice, bytes]:
-    """Returns the notice and the group's own bytes, which are empty where none were kept.
+    """Returns the notice and the group's wire format, which is empty if it was not kept.
 
     Raises GroupFormatError for bytes that `notice_bytes` did not write.
     """
@@ -102,11 +102,13 @@ def read_notice(data: bytes) -> tuple[Notice, bytes]:
         notice = msgspec.json.decode(body[:length], type=Notice)
     except msgspec.DecodeError as error:
         raise GroupFormatError(f"notice bytes: the header cannot be read ({error})") from None
-    sizes = (len(notice.response_tokens), len(notice.leading_tokens))
-    if not sizes[0] or sizes[0] != sizes[1] or notice.first + sizes[0] > len(notice.rewards):
+    num_lengths = len(notice.response_tokens)
+    num_leading = len(notice.leading_tokens)
+    num_rewards = len(notice.rewards)
+    if not num_lengths or num_lengths != num_leading or notice.first + num_lengths > num_rewards:
         raise GroupFormatError(
-            f"notice bytes: {notice} has {sizes[0]} lengths from response {notice.first} on, "
-            f"{sizes[1]} leading ones and {len(notice.rewards)} rewards"
+            f"notice bytes: {notice} has {num_lengths} lengths from response {notice.first} on, "
+            f"{num_leading} leading ones and {num_rewards} rewards"
         )
     if not np.isfinite(notice.rewards).all():
         raise GroupFormatError(f"notice bytes: {notice} has rewards that are not finite")

@@ -1,24 +1,24 @@
-"""ReplicaFeed: one rank's way to the groups of its replica in one iteration, prepared beside training.
+"""ReplicaFeed: brings one rank the groups of its replica in one iteration, while training runs.
 
-One reader of a replica takes each group from the buffer once and passes it on over the device's
-collectives, where the replica has other ranks. Every rank has a feed, a thread that goes through
-the iteration's slots in order, ahead of the thread that trains:
+One reader of a replica takes each group from the buffer once and passes it to the replica's other
+ranks, if there are any, over the device's collectives. Every rank has a feed, a thread that goes
+through the iteration's slots in order, ahead of the thread that trains:
 
-    all ranks   wait for the slot's key in the buffer    (our deadline, no collective open meanwhile)
+    all ranks   wait for the slot's key in the buffer   (our deadline, with no collective open)
     the reader  reads the bytes: first tensor-parallel rank of the first pipeline stage
     all ranks   broadcast: sizes, then the bytes
     all ranks   parse, and prepare the group's pieces, while the groups before it train
 
-Why that cannot deadlock. The process groups are the feed's own, used by this thread alone, in slot
-order, so its collectives match. Once a key is there every rank enters the broadcast without asking
-where its training is; the device's work is queued on a stream that waits for nothing of training's.
-Training waits for a group, a feed never for training, but to stay at most `ahead` groups in front
-of it, and a stage's turn for a group depends on earlier groups alone. So a pipeline stage that
-takes a microbatch sooner than the next one does finds it. Before a key is there nobody is in a
-collective, and a long wait trips no watchdog.
+Why that cannot deadlock: the process groups belong to the feed and are used by this thread alone,
+in slot order, so its collectives match. Once a key is there, every rank enters the broadcast
+wherever its training is; the device's work is queued on a stream that does not wait for training.
+Training waits for groups. A feed waits for training only in order to stay at most `ahead` groups in
+front of it, and a stage's turn for a group depends on earlier groups alone. So a pipeline stage
+that takes a microbatch sooner than the next stage does still gets it. Before a key is there nobody
+is in a collective, and a long wait trips no watchdog.
 
-A rank that dies ends its peers' broadcast, at the latest by the group's timeout; what the feed met
-is raised where training asks for that slot, and training's own wait has a deadline beside.
+A rank that dies ends its peers' broadcast, at the latest by the process group's timeout. An error
+in the feed is raised when training asks for that slot, and training's own wait has a deadline too.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, astuple, dataclass, field
-from operator import add, sub
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 import torch
@@ -43,28 +42,41 @@ from pa_npu.samples.rollout_buffer import RolloutBuffer
 
 @dataclass(frozen=True)
 class Traffic:
-    """How groups came to one replica: reads and bytes from the buffer, bytes from the store on the
-    head among them or said of them, and bytes that its ranks got over collectives, each receiver's
-    counted."""
+    """How groups came to one replica.
+
+    reads, buffer_bytes: reads from the buffer, and the bytes that came from it.
+    head_bytes: bytes from the store on the head, which are the groups or only their sizes.
+    collective_bytes: bytes that the replica's ranks got over collectives, counted by receiver.
+    """
 
     reads: int = 0
     buffer_bytes: int = 0
     head_bytes: int = 0
     collective_bytes: int = 0
 
-    def plus(self, other: Traffic) -> Traffic:
-        return Traffic(*map(add, astuple(self), astuple(other)))
+    def plus(self, added: Traffic) -> Traffic:
+        return Traffic(
+            reads=self.reads + added.reads,
+            buffer_bytes=self.buffer_bytes + added.buffer_bytes,
+            head_bytes=self.head_bytes + added.head_bytes,
+            collective_bytes=self.collective_bytes + added.collective_bytes,
+        )
 
-    def since(self, before: Traffic) -> Traffic:
-        return Traffic(*map(sub, astuple(self), astuple(before)))
+    def since(self, earlier: Traffic) -> Traffic:
+        return Traffic(
+            reads=self.reads - earlier.reads,
+            buffer_bytes=self.buffer_bytes - earlier.buffer_bytes,
+            head_bytes=self.head_bytes - earlier.head_bytes,
+            collective_bytes=self.collective_bytes - earlier.collective_bytes,
+        )
 
 
 @dataclass(frozen=True)
 class Parsed:
     """A group and the pieces that it is trained in, which remember their layouts; or the notice of
-    one that is trained by rule, with None for each place that a filler takes instead.
+    a group that is trained by rule, with None for each place that a filler takes instead.
 
-    advantages: those of each sample's trained tokens, where they were checked to be the group's
+    advantages: those of each sample's trained tokens, if they were checked to be the group's
     credit.
     """
 
@@ -74,17 +86,17 @@ class Parsed:
 
 
 Lost = Callable[[int], None]
-"""Raises InvariantViolation where a slot is empty although the coordinator has filled it; asked
-while the slot is waited for.
+"""Raises InvariantViolation if a slot is empty although the coordinator has filled it. Called while
+the slot is waited for.
 """
 
-LONGEST_WAIT_S = 1.0
-"""A slot is waited for in pieces of this length, between which is asked whether it is lost, or
-still wanted.
+MAX_WAIT_S = 1.0
+"""A wait for a slot is cut into waits of this length; in between the feed checks whether the slot
+is lost, or no longer wanted.
 """
 
 Parse = Callable[[bytes], Parsed]
-"""Parses a group's bytes beside training."""
+"""Parses a group's bytes, while training runs."""
 
 
 class GroupsNotPassed(PaNpuError):
@@ -93,11 +105,12 @@ class GroupsNotPassed(PaNpuError):
 
 @dataclass(frozen=True)
 class ReplicaLinks:
-    """Connections of one replica's ranks for groups.
+    """The process groups over which the ranks of one replica pass groups.
 
-    replica: all its ranks, made for this alone; its first member is the reader. None where a
-    replica is one rank.
-    tensor: ranks that take microbatches in step, None where a stage has one. mesh: of the trainers.
+    replica: all ranks of the replica, made for this alone; its first member is the reader. None if
+    the replica is one rank.
+    tensor: the ranks that take microbatches in step; None if a stage is one rank.
+    mesh: the trainers' mesh.
     stream: entered by the feed's thread, see Platform.detached_stream.
     """
 
@@ -116,16 +129,18 @@ class ReplicaLinks:
 
     @property
     def ahead(self) -> int:
-        """Groups that a rank may hold beyond the one it trains: the first stage is as far in front
-        of the last one.
+        """Number of groups that a rank may hold beyond the one it trains: the first pipeline stage
+        is this far in front of the last one.
         """
         return self.mesh.pipeline
 
 
 @dataclass(eq=False, repr=False)
 class ReplicaFeed:
-    """groups: the iteration's, of this replica. traffic: of the groups taken so far, equal on all
-    ranks of the replica.
+    """One rank's feed of one iteration, with a thread of its own; close it.
+
+    groups: how many groups the replica gets in this iteration.
+    traffic: traffic of the groups taken so far, equal on all ranks of the replica.
     """
 
     buffer: RolloutBuffer
@@ -152,10 +167,12 @@ class ReplicaFeed:
         ).start()
 
     def take(self, slot: int, wait: bool) -> tuple[Parsed, float] | None:
-        """The slot's group, and how long this rank stood still for it; slots in order, by one
-        thread.
+        """Returns the slot's group, and the seconds that this rank stood still for it. Slots are
+        taken in order, by one thread.
 
-        Without `wait` None where it has not arrived, on all ranks of a tensor-parallel group alike.
+        wait: without it, returns None for a group that has not arrived, on all ranks of a
+        tensor-parallel group alike.
+
         Raises DeadlineExceeded (no group in time), GroupFormatError (damaged bytes),
         GroupsNotPassed (a rank is gone).
         """
@@ -178,9 +195,10 @@ class ReplicaFeed:
         while True:
             left_s = deadline_s - time.monotonic()
             with self._changed:
-                if self._changed.wait_for(
-                    lambda: slot in self._arrived, min(left_s, LONGEST_WAIT_S)
-                ):
+                has_arrived = self._changed.wait_for(
+                    lambda: slot in self._arrived, min(left_s, MAX_WAIT_S)
+                )
+                if has_arrived:
                     return
                 if left_s <= 0:
                     self._closed = True
@@ -188,23 +206,23 @@ class ReplicaFeed:
             self.lost(slot)
 
     def close(self) -> None:
-        """Nothing more will be taken."""
+        """Ends the feed's thread; nothing more will be taken."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def _leader_finds(self, slot: int) -> bool:
-        """Whether the tensor-parallel leader finds the slot filled: a collective of the thread that
-        trains.
+        """Returns whether the tensor-parallel leader finds the slot filled; a collective of the
+        thread that trains.
         """
         group = self.links.tensor
         leads = group is None or dist.get_rank(group) == 0
         with self._changed:
-            found = slot in self._arrived
-        found = leads and (found or self.buffer.ready(self.iteration, self.replica, slot))
+            is_filled = slot in self._arrived
+        is_filled = leads and (is_filled or self.buffer.ready(self.iteration, self.replica, slot))
         if group is None:
-            return found
-        answer = torch.tensor([found], dtype=torch.int64, device=self.device)
+            return is_filled
+        answer = torch.tensor([is_filled], dtype=torch.int64, device=self.device)
         dist.broadcast(answer, src=dist.get_global_rank(group, 0), group=group)
         return bool(answer.item())
 
@@ -220,13 +238,13 @@ class ReplicaFeed:
             self._hand_over(slot, error)
 
     def _wait(self, slot: int) -> bool:
-        """Until the slot is filled and not too far ahead; False when nobody wants it any more."""
+        """Waits until the slot is filled and not too far ahead; False if nobody wants it anymore."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or slot - self._next <= self.links.ahead)
         while not self._closed:
             try:
                 self.buffer.wait(
-                    self.iteration, self.replica, slot, min(self.timeout_s, LONGEST_WAIT_S)
+                    self.iteration, self.replica, slot, min(self.timeout_s, MAX_WAIT_S)
                 )
                 return True
             except DeadlineExceeded:
@@ -242,11 +260,13 @@ class ReplicaFeed:
 
     def _pass(self, slot: int) -> tuple[Parsed, Traffic]:
         self._passing = slot
-        links, data, from_head = self.links, b"", 0
+        links = self.links
+        data = b""
+        from_head = 0
         if links.reads:
-            before = self.buffer.head_bytes
+            head_bytes_before = self.buffer.head_bytes
             data = self.buffer.read_bytes(self.iteration, self.replica, slot)
-            from_head = self.buffer.head_bytes - before
+            from_head = self.buffer.head_bytes - head_bytes_before
         if links.replica is None:
             return self.parse(data), Traffic(1, len(data), from_head)
         try:
@@ -265,7 +285,7 @@ class ReplicaFeed:
         return self.parse(data), Traffic(1, num_bytes, from_head, passed)
 
     def _broadcast(self, data: bytes, num_bytes: int, group: dist.ProcessGroup) -> bytes:
-        """data: the reader's; the same on all members afterwards."""
+        """Returns the reader's data on all members. data: empty on ranks other than the reader."""
         if self.links.reads:
             payload = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8)).to(self.device)
         else:
@@ -274,12 +294,12 @@ class ReplicaFeed:
         return data if self.links.reads else payload.cpu().numpy().tobytes()
 
     def _too_late(self, slot: int) -> DeadlineExceeded:
-        what = f"the group of slot {slot}, replica {self.replica}, iteration {self.iteration}"
+        waited_for = f"the group of slot {slot}, replica {self.replica}, iteration {self.iteration}"
         limit = f"deadline of {self.timeout_s:g} s reached"
         if self._passing == slot:
             return DeadlineExceeded(
-                f"waited for {what}, which is in the buffer, to be read and passed between the "
-                f"replica's ranks: {limit}; one of them has probably ended or hangs, see the "
+                f"waited for {waited_for}, which is in the buffer, to be read and passed between "
+                f"the replica's ranks: {limit}; one of them has probably ended or hangs, see the "
                 "trainers' logs"
             )
-        return DeadlineExceeded(f"waited for {what}, from the coordinator: {limit}")
+        return DeadlineExceeded(f"waited for {waited_for}, from the coordinator: {limit}")

@@ -1,26 +1,26 @@
-"""RolloutBuffer: where the coordinator puts groups and the trainer's replicas take them, slot by slot.
+"""RolloutBuffer: where the coordinator puts groups and the trainer's replicas take them.
 
 Life of a slot (iteration, replica, slot):
 
-    coordinator   put ------------.
-    every rank              wait -+-> [the replica's reader reads, and passes it to the others] ->
-                            done
-    last rank                                                                                      done -> key removed
+    coordinator    put ──┐
+    every rank     wait ─┴─> the replica's reader reads, and passes the group to the others ─> done
+    last rank                                                        done ─> the key is removed
 
 All ranks of a replica wait for the key, so the key may go only when each of them has seen it:
 `readers` is the number of ranks of a replica (tensor x pipeline parallel), and every rank calls
 `done` once per slot, after it has the group.
 
-What is filled, and who is done, is always in the store that the launcher hosts on the head. The
-groups themselves lie there too, or in shards on the nodes, as buffer.shards says. A shard is in the
-memory of the process that reads it, the first rank of the replica that trains its groups:
+Which slots are filled, and which ranks are done, is always in the store that the launcher hosts on
+the head. The groups themselves lie there too, or in shards on the nodes, as buffer.shards says. A
+shard is in the memory of the process that reads it, the first rank of the replica that trains its
+groups:
 
-    coordinator ──groups──> shard of replica r ──> reader of replica r ──collectives──> its other ranks
-         └──the groups' sizes──> store on the head <──who waits, and who is done── all ranks of replica r
+    coordinator ──groups──> shard of replica r ──> reader of replica r ──collectives──> other ranks
+         └──sizes of groups──> store on the head <──waits, done── all ranks of replica r
 
-A shard is a c10d store that the reader hosts, so that it needs no process of its own and nobody to
-watch over it: it ends with a trainer rank, and then coordinator and trainers start again from the
-newest checkpoint, as whenever a rank ends. The groups that were in it are generated again, or come
+A shard is a c10d store that the reader hosts, so that it needs no process of its own and no
+watching: it ends with a trainer rank, and then coordinator and trainers start again from the newest
+checkpoint, as they do whenever a rank ends. The groups that were in it are generated again, or come
 back from the checkpoint. Every attempt of a run has shards of its own.
 """
 
@@ -53,9 +53,9 @@ from pa_npu.samples.routes import routes_of
 from pa_npu.samples.wire import from_bytes, to_bytes
 
 T = TypeVar("T")
-# Its keys are those of one attempt of the run, which the channel's prefix is.
+# The same for all attempts of a run: the channel's prefix tells these apart.
 _NAME = "run"
-# Of a shard to take or give one group, and to start.
+# For a shard to start, and to take or give one group.
 _SHARD_TIMEOUT_S = 120.0
 
 
@@ -65,17 +65,16 @@ class BufferFailed(PaNpuError):
 
 @dataclass(eq=False, repr=False)
 class RolloutBuffer:
-    """The data plane on the c10d store, for the coordinator (put) and trainer ranks (all others).
+    """The data plane on the c10d store, for the coordinator (put) and trainer ranks (the rest).
 
-    run_id separates attempts of one run, so that a restarted trainer never sees what a killed one
+    run_id: separates attempts of one run, so that a restarted trainer never sees what a killed one
     left behind.
-    readers: ranks of a replica, i.e. tensor_parallel x pipeline_parallel (the coordinator's value
-    is not used).
-    ahead: how many newer iterations may have begun when a group is put. payloads: where groups lie;
-    None: in the store.
-    keeps_whole: whether a notice has its group with it, for checkpoints of what is ahead.
-    columns: those of the run, and which of them are read here. head_bytes: read from the store on
-    the head so far.
+    readers: ranks of a replica, tensor_parallel x pipeline_parallel; not used by the coordinator.
+    ahead: how many newer iterations may have begun when a group is put.
+    payloads: where groups lie; None means in the store.
+    columns: those of the run, and which of them are read here.
+    keeps_whole: whether a notice brings its group along, for checkpoints of iterations ahead.
+    head_bytes: bytes read from the store on the head so far.
     """
 
     channel: StoreChannel
@@ -97,28 +96,27 @@ class RolloutBuffer:
 
     def put(self, group: Group, replica: int, slot: int, *, by_rule: bool = False) -> None:
         """Makes a group available to a replica as its slot-th group of `group.iteration`, with the
-        columns that the coordinator makes. Each slot once (I2). Raises GroupFormatError for a
-        column that is missing or unknown.
+        columns that the coordinator makes.
 
-        by_rule: only a notice of the group goes there, with the group's bytes where a checkpoint
-        may keep them (samples/notice.py).
+        by_rule: only a notice of the group goes there, with the group's bytes if a checkpoint may
+        keep them (samples/notice.py).
+
+        Raises InvariantViolation for a slot that is filled already or whose iteration is over (I2),
+        and GroupFormatError for a column that is missing or unknown.
         """
         if group.iteration > self._newest:
             self._newest = group.iteration
-            self._filled = {
-                i: filled for i, filled in self._filled.items() if i >= self._newest - self.ahead
-            }
+            self._forget_before(self._newest - self.ahead)
         key = self._key(group.iteration, replica, slot)
         filled = self._filled.setdefault(group.iteration, {})
-        too_late = group.iteration < self._newest - self.ahead
-        if (replica, slot) in filled or too_late:
+        problem = None
+        if group.iteration < self._newest - self.ahead:
+            problem = f"iteration {self._newest} has begun"
+        elif (replica, slot) in filled:
+            problem = f"group {filled[replica, slot]} of that iteration is already there"
+        if problem is not None:
             raise InvariantViolation(
-                f"I2 exactly once: {group} put into slot {slot} of replica {replica}, but "
-                + (
-                    f"iteration {self._newest} has begun"
-                    if too_late
-                    else f"group {filled[replica, slot]} of that iteration is already there"
-                )
+                f"I2 exactly once: {group} put into slot {slot} of replica {replica}, but {problem}"
             )
         if by_rule and not self.keeps_whole:
             data = notice_bytes(group)
@@ -131,9 +129,13 @@ class RolloutBuffer:
         self.channel.put_bytes(key, data)  # from here on it may be read
         filled[replica, slot] = group.index
 
+    def _forget_before(self, oldest: int) -> None:
+        for iteration in [number for number in self._filled if number < oldest]:
+            del self._filled[iteration]
+
     def wait(self, iteration: int, replica: int, slot: int, timeout_s: float) -> float:
-        """Waits until the slot is filled, returns the seconds waited; raises DeadlineExceeded after
-        timeout_s.
+        """Waits until the slot is filled and returns the seconds waited. Raises DeadlineExceeded
+        after timeout_s.
         """
         return self.channel.wait(
             self._key(iteration, replica, slot),
@@ -143,30 +145,30 @@ class RolloutBuffer:
         )
 
     def ready(self, iteration: int, replica: int, slot: int) -> bool:
-        """Whether the slot is filled, without waiting."""
+        """Returns at once whether the slot is filled."""
         return self.channel.exists(self._key(iteration, replica, slot))
 
     def read_bytes(self, iteration: int, replica: int, slot: int) -> bytes:
-        """The wire format of a filled slot."""
+        """Returns the wire format of a filled slot."""
         key = self._key(iteration, replica, slot)
-        said = self.channel.get_bytes(key)
-        self.head_bytes += len(said)
+        stored = self.channel.get_bytes(key)
+        self.head_bytes += len(stored)
         if self.payloads is None:
-            return said
+            return stored
         data = self.payloads.get(key, replica)
-        if len(data) != int(said):
+        if len(data) != int(stored):
             raise BufferFailed(
                 f"the shard of replica {replica} has {len(data)} bytes of {key}, expected "
-                f"{int(said)}"
+                f"{int(stored)}"
             )
         return data
 
     def read(self, iteration: int, replica: int, slot: int) -> Group:
-        """The group of a filled slot."""
+        """Returns the group of a filled slot."""
         return from_bytes(self.read_bytes(iteration, replica, slot), self.columns)
 
     def done(self, iteration: int, replica: int, slot: int) -> None:
-        """This rank needs the slot no more; the last of `readers` calls removes it."""
+        """Reports that this rank needs the slot no more; the last of `readers` calls removes it."""
         key = self._key(iteration, replica, slot)
         if self.channel.add(key + "/done", 1) == self.readers:
             self.channel.delete(key)
@@ -175,8 +177,8 @@ class RolloutBuffer:
                 self.payloads.drop(key, replica)
 
     def written(self, version: int) -> RolloutBuffer:
-        """Beside this, in the same place: what has been written before `version`, slot by dispatch
-        index, for one rank to take.
+        """Returns the buffer, in the same place, of the groups that were written before `version`
+        and that no update has trained yet. One rank takes them, slot by dispatch index.
         """
         return RolloutBuffer(
             self.channel, f"written-{version}", 1, payloads=self.payloads, columns=self.columns
@@ -193,7 +195,7 @@ def open_buffer(
     readers: int = 1,
     ahead: int = 0,
     trains: bool = False,
-    own: OwnShard | None = None,
+    own_shard: OwnShard | None = None,
 ) -> RolloutBuffer:
     """Opens the buffer as this process uses it.
 
@@ -202,26 +204,26 @@ def open_buffer(
         trains: whether groups are read for the loss, and no columns that it does not read.
         own: the shard that this process hosts.
     """
-    place = payloads(config, channel, own)
+    place = payloads(config, channel, own_shard)
     columns = trained_columns(config) if trains else run_columns(config)
     keeps_whole = Freshness.from_sections(config.schedule, config.publish).max_staleness > 0
     return RolloutBuffer(channel, _NAME, readers, ahead, place, columns, keeps_whole)
 
 
 def run_columns(config: Config) -> RunColumns:
-    """The run's routes, and the columns that its algorithm reads.
+    """Returns the columns that the run's algorithm reads, and its routes.
 
-    Raises ConfigError for those that no run can have.
+    Raises ConfigError for columns that no run can have.
     """
     algorithm = build_algorithm(config)
-    return RunColumns.of_columns(
+    return RunColumns.from_columns(
         [*algorithm.loss_columns, *algorithm.credit_columns, *_route_columns(config)]
     )
 
 
 def trained_columns(config: Config) -> RunColumns:
-    """The same for trainers, who leave out columns that only credit reads, unless they make some
-    column.
+    """Returns the columns for trainers. They leave out columns that only credit reads, unless they
+    make a column themselves, which may need any of them.
     """
     columns = run_columns(config)
     if any(column.filled_by == "trainers" for column in columns.declared):
@@ -235,27 +237,28 @@ def _route_columns(config: Config) -> Sequence[Column]:
 
 
 def payloads(
-    config: Config, channel: StoreChannel, own: OwnShard | None = None
+    config: Config, channel: StoreChannel, own_shard: OwnShard | None = None
 ) -> ShardPayloads | None:
-    """Opens the place that groups lie in; None is the store itself."""
+    """Opens the shards if the run's groups lie in these; None if they lie in the store."""
     if not config.buffer.lies_on_nodes(config.placement.nnodes):
         return None
-    return ShardPayloads(channel, _SHARD_TIMEOUT_S, own)
+    return ShardPayloads(channel, _SHARD_TIMEOUT_S, own_shard)
 
 
 @dataclass(frozen=True)
 class OwnShard:
-    """The shard that this process hosts, as long as this is there."""
+    """The shard that this process hosts, for as long as this object exists."""
 
     replica: int
     server: dist.TCPStore
 
 
 def host_shard(channel: StoreChannel, replica: int, address: str) -> OwnShard:
-    """For the groups of the replica that this process reads for. channel: to the run's store.
-    address: of this node.
+    """Hosts the shard for the groups of the replica that this process reads for.
 
-    Raises BufferFailed where nothing can listen there.
+    channel: to the run's store, in which the shard is announced. address: this node's address.
+
+    Raises BufferFailed if the shard cannot listen there.
     """
     try:
         server = host_store(address, 0)
@@ -269,37 +272,41 @@ def host_shard(channel: StoreChannel, replica: int, address: str) -> OwnShard:
 
 
 class ShardPayloads:
-    """The groups of one attempt of a run in the shards of its replicas: one put under a key is
-    there for `get` until `drop`.
+    """The groups of one attempt of a run in the shards of its replicas. A group that was put under
+    a key is there for `get` until `drop`.
 
-    channel: to the run's store, which knows where shards are. timeout_s: of finding a shard, and of
-    every call to it.
-    replica, everywhere: that trains the group. All raise BufferFailed where a shard does not answer
-    in time, or has lost the key.
+    channel: to the run's store, which knows where shards are.
+    timeout_s: deadline for finding a shard, and for every call to it.
+
+    The methods' `replica` is the one that trains the group. They raise BufferFailed if a shard does
+    not answer in time, or has lost the key.
     """
 
     def __init__(
-        self, channel: StoreChannel, timeout_s: float, own: OwnShard | None = None
+        self, channel: StoreChannel, timeout_s: float, own_shard: OwnShard | None = None
     ) -> None:
         self._channel = channel
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        # by replica: its shard, and what makes calls to it, which have no deadline of their own
+        # by replica: its shard, and what puts a deadline on calls to it
         self._clients: dict[int, tuple[StoreChannel, Callable[[Callable[[], Any]], Any]]] = {}
-        if own is not None:
-            # asked without a thread between: what stops the shard stops this process
-            self._clients[own.replica] = StoreChannel(own.server, ""), lambda call: call()
+        if own_shard is not None:
+            # without a thread in between: what stops the shard stops this process
+            self._clients[own_shard.replica] = (
+                StoreChannel(own_shard.server, ""),
+                lambda call: call(),
+            )
 
-    def put(self, key: str, replica: int, data: bytes, what: str) -> None:
-        """It is there for everybody who asks when this returns. what: for messages."""
+    def put(self, key: str, replica: int, data: bytes, subject: str) -> None:
+        """Stores the data; when this returns everybody can get it. subject: for messages."""
 
         def put(shard: StoreChannel) -> None:
             shard.put_bytes(key, data)
-            # a store answers no put; what it is asked after it, it answers when it has all of it
+            # a store does not answer a put, but it answers the next question only afterwards
             if not shard.exists(key):
                 raise StoreError(f"{key} did not stay where it was put")
 
-        self._ask(replica, f"to take {what}", put)
+        self._ask(replica, f"to take {subject}", put)
 
     def get(self, key: str, replica: int) -> bytes:
         return self._ask(replica, f"for {key}", lambda shard: shard.get_bytes(key))
@@ -307,33 +314,33 @@ class ShardPayloads:
     def drop(self, key: str, replica: int) -> None:
         self._ask(replica, f"to drop {key}", lambda shard: shard.delete(key))
 
-    def _ask(self, replica: int, what: str, call: Callable[[StoreChannel], T]) -> T:
+    def _ask(self, replica: int, purpose: str, call: Callable[[StoreChannel], T]) -> T:
         shard, bounded = self._client(replica)
         try:
             return bounded(lambda: call(shard))
         except NoAnswer as error:
-            reason = (
-                f"it does not answer within {self._timeout_s:g} s" if error.asked else str(error)
-            )
+            reason = str(error)
+            if error.asked:
+                reason = f"it does not answer within {self._timeout_s:g} s"
             raise BufferFailed(
-                f"the shard of replica {replica} was asked {what}: {reason}; its trainer rank "
+                f"the shard of replica {replica} was asked {purpose}: {reason}; its trainer rank "
                 "hangs, see the trainers' logs"
             ) from None
         except StoreError as error:
             raise BufferFailed(
-                f"the shard of replica {replica} was asked {what}: {error}"
+                f"the shard of replica {replica} was asked {purpose}: {error}"
             ) from error
 
     def _client(self, replica: int) -> tuple[StoreChannel, Callable[[Callable[[], Any]], Any]]:
         with self._lock:
             if replica not in self._clients:
-                where = SHARD.wait(self._channel, self._timeout_s, replica=replica)
+                address = SHARD.wait(self._channel, self._timeout_s, replica=replica)
                 try:
-                    store = connect(where.host, where.port, self._timeout_s)
+                    store = connect(address.host, address.port, self._timeout_s)
                 except DeadlineExceeded:
                     raise BufferFailed(
-                        f"the shard of replica {replica} at {where.host}:{where.port} cannot be "
-                        f"reached within {self._timeout_s:g} s; does its trainer rank still run, "
+                        f"the shard of replica {replica} at {address.host}:{address.port} cannot "
+                        f"be reached within {self._timeout_s:g} s; does its trainer rank still run, "
                         "and can this machine reach that node?"
                     ) from None
                 calls = BoundedCalls(f"shard of replica {replica}", self._timeout_s)

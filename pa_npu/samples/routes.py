@@ -1,4 +1,7 @@
-"""Routes: the experts that engines sent each token to, layer by layer, as a column of the sample (algorithm.router_replay)."""
+"""Routes: the experts that engines chose for each token, layer by layer (algorithm.router_replay).
+
+They are a column of the sample.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,18 @@ from pa_npu.samples.columns import Column
 ROUTES = "routes"
 NO_ROUTE = 2**16 - 1
 """Stands for the experts of a token without routes, as engines' clients see it (uint16)."""
-# One value is for tokens whose routes nobody recorded.
-_MOST_IN_A_BYTE = 255
+# Numbers that a byte has for experts; its last one stands for routes that nobody recorded.
+_NUM_EXPERTS_IN_A_BYTE = 255
 
 
 @dataclass(frozen=True)
 class Routes:
-    """column: [tokens, layers with experts, experts per token], experts by their numbers in the
-    checkpoint; `elsewhere`, which is none, stands in all places of a token that nobody recorded.
-    num_experts: of a layer. layers: those that have experts."""
+    """The routes of a run.
+
+    column: [tokens, layers with experts, experts per token], experts by their numbers in the
+    checkpoint. A token that nobody recorded has `elsewhere`, which is no expert, in all places.
+    num_experts: experts of a layer. layers: the layers that have experts.
+    """
 
     column: Column
     num_experts: int
@@ -30,12 +36,14 @@ class Routes:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """The declaration that RunColumns.of_features looks for."""
+        """The declaration that RunColumns.from_features collects."""
         return (self.column,)
 
     @property
-    def most_bytes(self) -> int:
-        """Bytes of a token in an answer: ids have two bytes there, and a text is a third longer."""
+    def max_bytes(self) -> int:
+        """Largest number of bytes of a token in an answer: ids have two bytes there, and as text
+        they are a third longer.
+        """
         return 3 * int(np.prod(self.column.shape))
 
 
@@ -48,7 +56,7 @@ def routes_of(config: Config, spec: ModelSpec | None = None) -> Routes | None:
 
 
 def routes(experts: Experts) -> Routes:
-    dtype = "uint8" if experts.count <= _MOST_IN_A_BYTE else "uint16"
+    dtype = "uint8" if experts.count <= _NUM_EXPERTS_IN_A_BYTE else "uint16"
     column = Column(
         ROUTES,
         dtype,

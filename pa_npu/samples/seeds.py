@@ -1,4 +1,4 @@
-"""Sampling seeds: one per group and one per later turn, derived from what says which tokens these are."""
+"""Sampling seeds: one per group and one per later turn, a hash of what identifies the tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +17,12 @@ def group_seed(run_seed: int, iteration: int, index: int) -> int:
 
 
 def turn_seed(group: int, sample: int, turn: int) -> int:
-    """31-bit seed of a sample's turn, from its group's seed: seed + sample for the first (0), a
-    hash for later ones.
+    """31-bit seed of a sample's turn, from its group's seed: seed + sample for the first turn
+    (number 0), a hash for later ones.
     """
-    return (
-        group + sample
-        if turn == 0
-        else _seed(struct.pack("<QQQ", group, sample, turn), b"pa_npu.turn")
-    )
+    if turn == 0:
+        return group + sample
+    return _seed(struct.pack("<QQQ", group, sample, turn), b"pa_npu.turn")
 
 
 def _seed(identity: bytes, purpose: bytes) -> int:

@@ -1,8 +1,9 @@
-"""The datum: a Sample is one token sequence with what training needs of every token; SampleBuilder puts one together.
+"""The datum: Sample is one token sequence with per-token data; SampleBuilder puts one together.
 
-    tokens     p0 p1 p2 a0 a1 e0 e1 b0      prompt, what the policy wrote, what the environment answered, what the policy wrote
-    component   0  0  0  1  1  0  0  1      the part of the loss that trains the token; 0: none
-    versions   -1 -1 -1  4  4 -1 -1  4      the weight version that generated the token; -1 where none did
+    tokens     p0 p1 p2 a0 a1 e0 e1 b0   p: prompt, a and b: two turns of the policy,
+                                         e: the environment's answer to the first turn
+    component   0  0  0  1  1  0  0  1   the part of the loss that trains the token; 0: none
+    versions   -1 -1 -1  4  4 -1 -1  4   the weight version that generated the token; -1: none
 
 What is trained and where it comes from are two things: a component may train tokens that the policy
 did not write, such as the environment's. Log-probs and versions are those of tokens that it wrote,
@@ -33,10 +34,10 @@ from pa_npu.samples.columns import NO_VERSION, Column, GroupFormatError, Values
 class SampleTurn:
     """A turn of the policy in a sample that is a branch of a session, for records.
 
-    session: the attempt's number in its group. number: of the turn in its session; where several
-    samples share it, it is the same.
-    shown: the text before it. written: how many tokens it has. trained: in this sample. reward: its
-    own, if it was given one.
+    session: number of the session (the attempt) in its group.
+    number: number of the turn in its session; samples that share a turn give it the same number.
+    shown: the text before the turn. written: the number of its tokens.
+    trained: whether this sample trains it. reward: the turn's own reward, if it was given one.
     """
 
     session: int
@@ -51,16 +52,18 @@ class SampleTurn:
 class Sample:
     """One sequence from its prompt to its end, read only. T tokens; arrays are numpy [T].
 
-    tokens: int32. component: uint8, by which part of the loss a token is trained; 0 for the first
-    one, and where it is not.
-    logprobs: float32, of the distribution that the policy sampled a token from. versions: int32,
-    the weight version that sampled it, NO_VERSION where the policy did not. weight: float32, of
-    trained tokens; None where all have 1.
+    tokens: int32.
+    component: uint8, the part of the loss that trains the token; 0 for tokens that are not
+    trained, and always for the first one.
+    logprobs: float32, log-prob of the token in the distribution that the policy sampled it from.
+    versions: int32, the weight version that sampled the token; NO_VERSION for all other tokens.
+    weight: float32, weight of the trained tokens; None if all have 1.
     reward: what the environment gave; None leaves it to the reward functions.
-    finished: ended by itself, not cut at a limit. text: what follows the prompt, for reward
-    functions and records.
-    columns: the declared ones, each [T, *shape]. turns: of a branch of a session.
-    placeholders: runs of tokens that stand for attached arrays, starts in `tokens`.
+    finished: whether the sequence ended by itself rather than at a limit.
+    text: what follows the prompt, for reward functions and records.
+    columns: the declared columns, each [T, *shape].
+    turns: the turns of a branch of a session; empty for other samples.
+    placeholders: runs of tokens that stand for attached arrays, with starts counted in `tokens`.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -78,7 +81,7 @@ class Sample:
 
     @cached_property
     def trained(self) -> npt.NDArray[np.bool_]:
-        """bool [T]: whether some component trains the token."""
+        """bool [T]: whether a component of the loss trains the token."""
         return self.component != 0
 
     @cached_property
@@ -96,28 +99,31 @@ class Sample:
 
     @cached_property
     def prompt_length(self) -> int:
-        """Tokens before the first one that the policy wrote; without any, before the first trained
-        one.
+        """Number of tokens before the first one that the policy wrote; if it wrote none, before the
+        first trained one.
         """
         first = int(self.written.argmax())
         return first if self.written[first] else int(self.trained.argmax())
 
     @cached_property
     def prefix_keys(self) -> npt.NDArray[np.integer[Any]]:
-        """[T]: equal, from the first on, where two samples begin alike. The tokens themselves where
-        nothing is attached, else int64 (attachments.prefix_keys).
+        """Keys [T] to compare beginnings by: two samples begin alike as far as their keys are
+        equal.
+
+        The tokens themselves if nothing is attached, else int64 (attachments.prefix_keys).
         """
         return prefix_keys(self.tokens, self.placeholders) if self.placeholders else self.tokens
 
 
 @dataclass(frozen=True, eq=False)
 class SampleRow:
-    """Arrays [T] of Sample for some samples, one after another: what a group of them is made of
-    without another copy.
+    """Arrays of several samples, one sample after another; a group takes them without a copy.
 
-    ends: where each sample ends. prompt: the tokens of each that are not trained, where these are
-    its first and the policy wrote all others; None: whatever the arrays say. placeholders: of all
-    samples, starts in `tokens`.
+    tokens, component, logprobs, versions, weight, columns: as in Sample, T tokens together.
+    ends: where each sample ends.
+    prompt: the length of all prompts, if each sample is a prompt of this length that is not
+    trained followed by tokens that the policy wrote; None otherwise.
+    placeholders: runs of all samples, with starts counted in `tokens`.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -131,60 +137,60 @@ class SampleRow:
     placeholders: Sequence[Placeholders] = ()
 
     def cut(self, finished: Sequence[bool], texts: Sequence[str]) -> list[Sample]:
-        """The samples, views."""
+        """Returns the samples, whose arrays are views of this row's."""
         samples = []
         for number, (start, end) in enumerate(pairwise([0, *self.ends])):
             span = slice(start, end)
-            arrays = (
-                self.tokens[span],
-                self.component[span],
-                self.logprobs[span],
-                self.versions[span],
-            )
-            weight = None if self.weight is None else self.weight[span]
-            columns = (
-                {column: values[span] for column, values in self.columns.items()}
-                if self.columns
-                else {}
-            )
             sample = Sample(
-                *arrays, finished[number], texts[number], columns=columns, weight=weight
+                tokens=self.tokens[span],
+                component=self.component[span],
+                logprobs=self.logprobs[span],
+                versions=self.versions[span],
+                finished=finished[number],
+                text=texts[number],
+                columns={column: values[span] for column, values in self.columns.items()},
+                weight=None if self.weight is None else self.weight[span],
             )
             if self.placeholders:
                 sample.placeholders = within(self.placeholders, start, end)
             sample._place = self, number
-            if self.prompt is not None:  # else found when it is asked for
+            if self.prompt is not None:  # otherwise these are computed when they are asked for
                 sample.prompt_length = self.prompt
                 sample.num_trained = sample.num_written = end - start - self.prompt
             samples.append(sample)
         return samples
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> SampleRow:
-        """The row that was cut into these samples; a copy where there is none."""
+    def from_samples(cls, samples: Sequence[Sample]) -> SampleRow:
+        """Returns the row that was cut into these samples, or copies them into a new one."""
         place = samples[0]._place
         if place is not None and len(place[0].ends) == len(samples):
             row = place[0]
             if all(sample._place == (row, number) for number, sample in enumerate(samples)):
                 return row
         return cls(
-            np.concatenate([sample.tokens for sample in samples]),
-            np.concatenate([sample.component for sample in samples]),
-            np.concatenate([sample.logprobs for sample in samples]),
-            np.concatenate([sample.versions for sample in samples]),
-            list(accumulate(len(sample.tokens) for sample in samples)),
-            {
-                column: np.concatenate([sample.columns[column] for sample in samples])
-                for column in samples[0].columns
-                if all(column in sample.columns for sample in samples)
-            },
+            tokens=np.concatenate([sample.tokens for sample in samples]),
+            component=np.concatenate([sample.component for sample in samples]),
+            logprobs=np.concatenate([sample.logprobs for sample in samples]),
+            versions=np.concatenate([sample.versions for sample in samples]),
+            ends=list(accumulate(len(sample.tokens) for sample in samples)),
+            columns=_joined_columns(samples),
             weight=_joined_weights(samples),
             placeholders=_joined_placeholders(samples),
         )
 
 
+def _joined_columns(samples: Sequence[Sample]) -> dict[Column, np.ndarray]:
+    """Joins the columns that every sample has; a group's checks name those that some lack."""
+    joined = {}
+    for column in samples[0].columns:
+        if all(column in sample.columns for sample in samples):
+            joined[column] = np.concatenate([sample.columns[column] for sample in samples])
+    return joined
+
+
 def _joined_placeholders(samples: Sequence[Sample]) -> tuple[Placeholders, ...]:
-    """The runs of all samples, starts in all their tokens."""
+    """Returns the runs of all samples, with starts counted in all their tokens."""
     joined: list[Placeholders] = []
     start = 0
     for sample in samples:
@@ -196,43 +202,47 @@ def _joined_placeholders(samples: Sequence[Sample]) -> tuple[Placeholders, ...]:
 def _joined_weights(samples: Sequence[Sample]) -> npt.NDArray[np.float32] | None:
     if all(sample.weight is None for sample in samples):
         return None
-    weights = [
-        np.ones(len(s.tokens), np.float32) if s.weight is None else s.weight for s in samples
-    ]
+    weights = []
+    for sample in samples:
+        ones = np.ones(len(sample.tokens), np.float32)
+        weights.append(ones if sample.weight is None else sample.weight)
     return np.concatenate(weights)
 
 
 def group_lengths(samples: Sequence[Sample]) -> tuple[int, list[int]]:
-    """The shortest prompt of these samples and what each has behind that, in tokens: what training
-    them costs by (GroupWork).
+    """Returns the length of the shortest prompt and the number of tokens of each sample after it,
+    which are what the cost of training them follows from (GroupWork).
 
-    A branch of a session has there what it does not share with the sample before it, which is
-    computed once for both.
+    A branch of a session counts only the tokens that it does not share with the sample before it:
+    what both share is computed once.
     """
     prompt = min([sample.prompt_length for sample in samples])
-    shared = [
-        max(prompt, num_common(one, two)) if two.turns else prompt for one, two in pairwise(samples)
-    ]
-    return prompt, [
-        len(sample.tokens) - start for sample, start in zip(samples, [prompt, *shared], strict=True)
-    ]
+    lengths = [len(samples[0].tokens) - prompt]
+    for previous, sample in pairwise(samples):
+        shared = prompt
+        if sample.turns:
+            shared = max(prompt, num_common(previous, sample))
+        lengths.append(len(sample.tokens) - shared)
+    return prompt, lengths
 
 
-def num_common(one: Sample, two: Sample) -> int:
-    """How many tokens both begin with, attachments of these being equal too."""
-    shorter = min(len(one.tokens), len(two.tokens))
-    differ = np.flatnonzero(one.prefix_keys[:shorter] != two.prefix_keys[:shorter])
+def num_common(first: Sample, second: Sample) -> int:
+    """Returns how many leading tokens both share; what is attached to them is equal too."""
+    shorter = min(len(first.tokens), len(second.tokens))
+    differ = np.flatnonzero(first.prefix_keys[:shorter] != second.prefix_keys[:shorter])
     return int(differ[0]) if len(differ) else shorter
 
 
 class SampleBuilder:
-    """Puts a sample together turn by turn: what the policy is shown, and what it writes.
+    """Puts a sample together turn by turn, from what the policy is shown and what it writes.
 
-    component, weight, everywhere here: by which part of the loss the given tokens are trained, and
-    with what weight. columns, everywhere here: declared columns of the tokens that are given with
-    them, [len(tokens), *shape]; those of context of all tokens so far, of which each keeps the
-    first value that it is given. placeholders, everywhere here: runs of the given tokens that stand
-    for attached arrays, starts in these tokens.
+    Arguments of its methods:
+
+    component, weight: the part of the loss that trains the given tokens, and their weight in it.
+    columns: declared columns of the given tokens, [len(tokens), *shape]. A column of context comes
+    for all tokens so far; each token keeps the first value that it gets.
+    placeholders: runs of the given tokens that stand for attached arrays, with starts counted in
+    these tokens.
     """
 
     def __init__(
@@ -253,7 +263,7 @@ class SampleBuilder:
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """Everything so far: what the next turn is conditioned on."""
+        """All tokens so far: what the next turn is conditioned on."""
         return np.concatenate(self._parts)
 
     def show(
@@ -265,11 +275,12 @@ class SampleBuilder:
         weight: float = 1.0,
         placeholders: Sequence[Placeholders] = (),
     ) -> None:
-        """Tokens of the environment, which are not trained unless a component is named.
+        """Appends tokens of the environment, which are not trained unless a component is named.
 
-        Raises GroupFormatError for placeholders that are not within these tokens, or overlap.
+        Raises GroupFormatError for placeholders that overlap or are not within these tokens.
         """
-        start, self._length = self._length, self._length + len(tokens)
+        start = self._length
+        self._length += len(tokens)
         if placeholders:
             runs = arranged(placeholders, len(tokens), "show:")
             self._placeholders += [run.moved(start) for run in runs]
@@ -279,11 +290,9 @@ class SampleBuilder:
         self._parts.append(np.asarray(tokens, np.int32))
         for column, values in (columns or {}).items():
             first = 0 if column.tokens == "context" else start
-            part = (
-                slice(first, self._length),
-                checked(column, values, self._length - first, "column"),
-            )
-            self._columns.setdefault(column, []).append(part)
+            span = slice(first, self._length)
+            checked_values = checked(column, values, self._length - first, "column")
+            self._columns.setdefault(column, []).append((span, checked_values))
 
     def write(
         self,
@@ -295,10 +304,10 @@ class SampleBuilder:
         component: int = 1,
         weight: float = 1.0,
     ) -> None:
-        """Tokens of the policy, as the engine returned them. logprobs: one each, or [0] where none
-        were asked for.
+        """Appends tokens of the policy, as the engine returned them.
 
-        version: of all, or of each.
+        logprobs: one for each token, or [0] if none were asked for. version: one for all tokens,
+        or one for each.
         """
         check_one_each(tokens, logprobs)
         if component < 1:
@@ -314,17 +323,15 @@ class SampleBuilder:
         reward: float | None = None,
         turns: Sequence[SampleTurn] = (),
     ) -> Sample:
-        """The sample.
+        """Returns the sample.
 
-        Raises GroupFormatError where a column has values for some of the policy's tokens and not
-        for others.
+        Raises GroupFormatError if a column has values for some of the policy's tokens but not for
+        all of them.
         """
         component = np.zeros(self._length, np.uint8)
-        weight = (
-            np.ones(self._length, np.float32)
-            if any(part[2] != 1 for part in self._trained)
-            else None
-        )
+        weight = None
+        if any(token_weight != 1 for _, _, token_weight in self._trained):
+            weight = np.ones(self._length, np.float32)
         logprobs = np.zeros(self._length, np.float32)
         versions = np.empty(self._length, np.int32)
         versions.fill(NO_VERSION)
@@ -353,12 +360,17 @@ class SampleBuilder:
         )
 
     def _column(self, column: Column, written: npt.NDArray[np.bool_]) -> np.ndarray:
-        values, given = column.blank(self._length), np.zeros(self._length, np.bool_)
-        for span, part in self._columns[column]:
-            if given[span].any():  # looking at every value takes longer than copying them
-                part = np.where(column.where_blank(values[span]), part, values[span])
-            values[span], given[span] = part, True
-        if missing := int(np.count_nonzero(written & ~given)):
+        values = column.blank(self._length)
+        has_value = np.zeros(self._length, np.bool_)
+        for span, given_values in self._columns[column]:
+            if has_value[span].any():  # looking at every value takes longer than copying them
+                is_blank = column.where_blank(values[span])
+                values[span] = np.where(is_blank, given_values, values[span])
+            else:
+                values[span] = given_values
+            has_value[span] = True
+        missing = int(np.count_nonzero(written & ~has_value))
+        if missing:
             raise GroupFormatError(
                 f"column {column.name}: {missing} of {np.count_nonzero(written)} tokens of the "
                 "policy have no value; give one each with every write"
@@ -366,10 +378,10 @@ class SampleBuilder:
         return values
 
 
-def checked(column: Column, values: Any, num_tokens: int, what: object) -> np.ndarray:
-    """The values, where they are an array [num_tokens, *shape] of the type.
+def checked(column: Column, values: Any, num_tokens: int, owner: object) -> np.ndarray:
+    """Returns the values if they are an array [num_tokens, *shape] of the column's type.
 
-    Raises GroupFormatError.
+    owner: whose values they are, for messages. Raises GroupFormatError for anything else.
     """
     fits = (
         isinstance(values, np.ndarray)
@@ -377,20 +389,23 @@ def checked(column: Column, values: Any, num_tokens: int, what: object) -> np.nd
         and values.ndim == 1 + len(column.shape)
     )
     if not fits or values.shape[1:] != column.shape:
-        found = (
-            f"{values.dtype} {list(values.shape)}"
-            if isinstance(values, np.ndarray)
-            else type(values).__name__
-        )
-        wanted = ", ".join(["n", *map(str, column.shape)])
+        expected = ", ".join(["n", *map(str, column.shape)])
         raise GroupFormatError(
-            f"{what} {column.name}: must be a {column.dtype} array [{wanted}], found {found}"
+            f"{owner} {column.name}: must be a {column.dtype} array [{expected}], found "
+            f"{described_array(values)}"
         )
     if len(values) != num_tokens:
         raise GroupFormatError(
-            f"{what} {column.name}: {len(values)} values for {num_tokens} tokens; give one each"
+            f"{owner} {column.name}: {len(values)} values for {num_tokens} tokens; give one each"
         )
     return values
+
+
+def described_array(values: Any) -> str:
+    """Returns the type and the shape of an array, or the type of what is no array."""
+    if isinstance(values, np.ndarray):
+        return f"{values.dtype} {list(values.shape)}"
+    return type(values).__name__
 
 
 def check_one_each(tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32]) -> None:

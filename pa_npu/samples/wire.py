@@ -1,34 +1,37 @@
 """The bytes in which a group travels from coordinator to trainers.
 
 Little endian: a 16-byte envelope - magic `PAGR`, format version u16, reserved u16, CRC-32 of the
-rest u32, reserved u32 - followed by a safetensors file. What samples share is sent once, what only
-trained tokens have is sent for these alone, and what stays the same along a run of trained tokens
-once per run. A run is one sample's: its first token is never trained.
+rest u32, reserved u32 - followed by a safetensors file. Tokens that samples share are sent once.
+Values that only trained tokens have are sent for these alone, and values that stay the same along
+a run of trained tokens once per run. A run belongs to one sample, because the first token of a
+sample is never trained.
 
-    numbers    int64 [5 or 7]    run_seed, iteration, index, prompt_id, and G, the number of samples; where several replicas train
-                                 the group, also which samples this one trains, from one number to
-                                 before another
-    spans      int32 [G + R, 3]  of each sample: its tokens, how many of them it shares with the one before it, finished;
-                                 of each run: its first token in the group, its tokens, the weight
-                                 version
+    numbers    int64 [5 or 7]    run_seed, iteration, index, prompt_id, and G, the number of
+                                 samples; if several replicas train the group, also the first
+                                 sample that this one trains and the one after its last
+    spans      int32 [G + R, 3]  of each sample: its tokens, how many of them it shares with the
+                                 sample before it, finished; of each run: its first token in the
+                                 group, its tokens, the weight version
     values     float32 [G + R]   each sample's reward, each run's advantage
     tokens     int32             of each sample, those that it does not share
-    logprobs   float32           of the trained tokens; 0 of one that the policy did not write, whose run has the version -1
-    components uint8 [R]         each run's component of the loss; left out where all are 1
-    weight     float32           of the trained tokens; left out where all are 1
-    NAME       its dtype         every declared column: of the trained tokens, of all, or of context, of those that a sample does
-                                 not share (samples/columns.py)
+    logprobs   float32           of the trained tokens; 0 for tokens that the policy did not write,
+                                 whose run has the version -1
+    components uint8 [R]         each run's component of the loss; left out if all are 1
+    weight     float32           of the trained tokens; left out if all are 1
+    NAME       its dtype         every declared column (samples/columns.py): of the trained tokens,
+                                 or of all; columns of context of the tokens that a sample does not
+                                 share
 
-Where something is attached (samples/attachments.py), and only there:
+Only if something is attached (samples/attachments.py):
 
-    placeholders       int32 [B, 3]   of each run and array that it stands for: the run's first token in the group, its tokens,
-                                      the array's number
+    placeholders       int32 [B, 3]   of each run and array that it stands for: the run's first
+                                      token in the group, its tokens, the array's number
     digests            uint8 [A, 16]  of each array, once however many samples show it
     attachments/N/NAME its dtype      array number N, of any shape
 
-Shared are leading tokens before the first that the policy wrote, up to a run that stands for other
-arrays. A reader that names the columns of its task gets those and no others. The envelope makes
-every damaged or foreign payload a GroupFormatError before anything is parsed, and digests are
+Samples share leading tokens before the first that the policy wrote, up to a run that stands for
+other arrays. A reader that names the columns of its task gets those and no others. The envelope
+makes every damaged or foreign payload a GroupFormatError before anything is parsed, and digests are
 computed again from the arrays that arrived. There is no pickle anywhere.
 """
 
@@ -62,8 +65,8 @@ from pa_npu.samples.group import IDENTITY, Group
 
 FORMAT_VERSION = 4
 _READABLE = (3, 4)
-"""3 had no components, weight or attachments, and is otherwise the same: checkpoints of earlier
-releases have groups in it.
+"""Version 3 had no components, weight or attachments, and is otherwise the same. Checkpoints of
+earlier releases hold groups in it.
 """
 _MAGIC = b"PAGR"
 _ENVELOPE = struct.Struct("<4sHHII")
@@ -81,55 +84,58 @@ _BINDING_NUMBERS = 3
 _PLACEHOLDERS = Column("placeholders", "int32", (_BINDING_NUMBERS,))
 _NO_BINDINGS = np.zeros((0, _BINDING_NUMBERS), np.int32)
 _DIGESTS = Column("digests", "uint8", (DIGEST_BYTES,))
-_OPTIONAL = {column.name: column for column in (_COMPONENTS, WEIGHT, _PLACEHOLDERS, _DIGESTS)}
+_OPTIONAL = (_COMPONENTS, WEIGHT, _PLACEHOLDERS, _DIGESTS)
 # Numbers of more digits are refused before they are read.
 _ATTACHMENT_NAME = re.compile(r"attachments/(\d{1,9})/(\w+)")
 _TYPES = {stored: dtype for dtype, stored in STORED_TYPES.items()}
 Tensors = dict[str, np.ndarray]
 # A group of more tokens than this is damage, not data.
-_MOST_TOKENS = 2**31 - 1
+_MAX_TOKENS = 2**31 - 1
 
 
 def to_bytes(group: Group, columns: RunColumns = NONE) -> bytes:
-    """The wire format. `from_bytes` gives back an equal group, bit for bit.
+    """Returns the wire format, from which `from_bytes` makes an equal group, bit for bit.
 
-    Raises GroupFormatError where the group lacks a declared column, or has another.
+    Raises GroupFormatError if the group lacks a declared column or has an undeclared one.
     """
     columns.check((LOGPROBS, *group.columns), str(group))
     starts, ends = group.runs
     spans = np.empty((group.num_samples + len(starts), _SPAN_NUMBERS), "<i4")
-    samples, runs = spans[: group.num_samples], spans[group.num_samples :]
-    samples[:, 0], samples[:, 1], samples[:, 2] = group.lengths, _shared(group), group.finished
-    runs[:, 0], runs[:, 1], runs[:, 2] = starts, ends - starts, group.versions[starts]
-    places = zip(pairwise(group.offsets().tolist()), samples[:, 1].tolist(), strict=True)
-    own = [slice(start + shared, end) for (start, end), shared in places]
+    samples = spans[: group.num_samples]
+    samples[:, 0] = group.lengths
+    samples[:, 1] = shared_lengths = _shared_lengths(group)
+    samples[:, 2] = group.finished
+    runs = spans[group.num_samples :]
+    runs[:, 0] = starts
+    runs[:, 1] = ends - starts
+    runs[:, 2] = group.versions[starts]
+    places = zip(pairwise(group.offsets().tolist()), shared_lengths, strict=True)
+    unshared = [slice(start + shared, end) for (start, end), shared in places]
+    identity = [getattr(group, name) for name in IDENTITY]
+    numbers = [*identity, group.num_samples, *(group.part or ())]
     tensors = {
-        "numbers": np.array(
-            [*(getattr(group, name) for name in IDENTITY), group.num_samples, *(group.part or ())],
-            "<i8",
-        ),
+        "numbers": np.array(numbers, "<i8"),
         "spans": spans,
         "values": np.concatenate([group.rewards, group.advantages[starts]]),
-        "tokens": np.concatenate([group.tokens[span] for span in own]),
+        "tokens": np.concatenate([group.tokens[span] for span in unshared]),
         "logprobs": group.logprobs[group.trained],
-        **{
-            column.name: _sent(column, values, group.trained, own)
-            for column in columns.carried
-            if (values := group.columns.get(column)) is not None
-        },
     }
+    for column in columns.carried:
+        if column in group.columns:
+            values = group.columns[column]
+            tensors[column.name] = _sent_values(column, values, group.trained, unshared)
     components = group.component[starts]
     if (components != 1).any():
         tensors[_COMPONENTS.name] = components
     if group.weight is not None:
         tensors[WEIGHT.name] = group.weight[group.trained]
     if group.placeholders:
-        tensors.update(_attached(group))
+        tensors.update(_attachment_tensors(group))
     return _framed(tensors)
 
 
-def _attached(group: Group) -> Tensors:
-    """The tensors of the group's attachments, of which each array is there once."""
+def _attachment_tensors(group: Group) -> Tensors:
+    """Returns the tensors of the group's attachments, in which each array is there once."""
     numbers = {attachment.digest: n for n, attachment in enumerate(group.attachments)}
     bindings = [
         (run.start, run.length, numbers[attachment.digest])
@@ -146,30 +152,33 @@ def _attached(group: Group) -> Tensors:
     return tensors
 
 
-def _sent(column: Column, values: np.ndarray, trained: np.ndarray, own: list[slice]) -> np.ndarray:
+def _sent_values(
+    column: Column, values: np.ndarray, trained: np.ndarray, unshared: list[slice]
+) -> np.ndarray:
     if column.tokens == "context":
-        return np.concatenate([values[span] for span in own])
-    return values[trained] if column.tokens == "trained" else np.ascontiguousarray(values)
+        return np.concatenate([values[span] for span in unshared])
+    if column.tokens == "trained":
+        return values[trained]
+    return np.ascontiguousarray(values)
 
 
 def _framed(tensors: Tensors) -> bytes:
-    """The safetensors file is written here, and copied once: safetensors' own `save` takes twice as
-    long, and copies it twice.
+    """Writes envelope and safetensors file, copying the tensors once. The `save` of safetensors
+    copies them twice and takes twice as long.
     """
-    header, end = {}, 0
+    header = {}
+    end = 0
     for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
+        start = end
+        end += tensor.nbytes
         header[name] = {
             "dtype": STORED_TYPES[tensor.dtype],
             "shape": tensor.shape,
             "data_offsets": (start, end),
         }
     head = msgspec.json.encode(header)
-    pieces: list[bytes | memoryview] = [
-        struct.pack("<Q", len(head)),
-        head,
-        *(t.data for t in tensors.values()),
-    ]
+    pieces: list[bytes | memoryview] = [struct.pack("<Q", len(head)), head]
+    pieces += [tensor.data for tensor in tensors.values()]
     checksum = 0
     for piece in pieces:
         checksum = zlib.crc32(piece, checksum)
@@ -177,18 +186,22 @@ def _framed(tensors: Tensors) -> bytes:
 
 
 def from_bytes(data: bytes | bytearray | memoryview, columns: RunColumns = NONE) -> Group:
-    """Parses and validates; the arrays are writable and do not alias `data`.
+    """Parses and validates a group; its arrays are writable and do not alias `data`.
+
+    columns: those that the run declares; the ones that the task does not read are left out.
 
     Raises GroupFormatError, and nothing else, for any bytes that `to_bytes` of a readable version
-    did not write. columns: what the run declares; those that the task does not read are left out.
+    did not write.
     """
-    return _group(*_read(data, columns), columns)
+    frame, declared_columns, attachments = _parsed(_payload(data), columns)
+    return _group(frame, declared_columns, attachments, columns)
 
 
-def _read(
-    data: bytes | bytearray | memoryview, columns: RunColumns
-) -> tuple[Tensors, dict[Column, np.ndarray], list[Attachment]]:
-    """The arrays of the frame, the columns that the task reads, and the attachments by number."""
+def _payload(data: bytes | bytearray | memoryview) -> bytes:
+    """Returns the safetensors file in an envelope that is whole and readable.
+
+    Raises GroupFormatError for any other.
+    """
     view = memoryview(data)
     if len(view) < _ENVELOPE.size:
         raise GroupFormatError(
@@ -211,24 +224,42 @@ def _read(
             f"group bytes: checksum of {len(payload)} payload bytes does not match, they are "
             "damaged"
         )
+    return payload
+
+
+def _parsed(
+    payload: bytes, columns: RunColumns
+) -> tuple[Tensors, dict[Column, np.ndarray], list[Attachment]]:
+    """Returns the arrays of the frame, the columns that the task reads, and the attachments by
+    number.
+    """
     try:
         tensors = dict(safetensors.deserialize(payload))
     except safetensors.SafetensorError as error:
         raise GroupFormatError(f"group bytes: payload is not safetensors ({error})") from error
-    frame = {one.name: _array(one, tensors.pop(one.name)) for one in _FRAME if one.name in tensors}
-    optional = {
-        name: _array(one, tensors.pop(name)) for name, one in _OPTIONAL.items() if name in tensors
-    }
+    frame = _popped(tensors, _FRAME)
+    optional = _popped(tensors, _OPTIONAL)
     attachments = _attachments(tensors, optional) if _DIGESTS.name in optional else []
-    found = {columns.named(name, "group bytes"): tensor for name, tensor in tensors.items()}
-    # in the order of their declaration: safetensors gives them in none
-    named = [(column, found[column]) for column in (LOGPROBS, *columns.carried) if column in found]
-    of_tokens = {column: _array(column, one) for column, one in named if columns.wants(column)}
-    return {**_checked(frame), **optional}, of_tokens, attachments
+    sent = {columns.named(name, "group bytes"): tensor for name, tensor in tensors.items()}
+    declared_columns = {}
+    # in the order of their declaration, as safetensors keeps none
+    for column in (LOGPROBS, *columns.carried):
+        if column in sent and columns.wants(column):
+            declared_columns[column] = _array(column, sent[column])
+    return {**_checked(frame), **optional}, declared_columns, attachments
+
+
+def _popped(tensors: dict[str, Any], columns: Sequence[Column]) -> Tensors:
+    """Takes those of these columns that are there out of the tensors."""
+    return {
+        column.name: _array(column, tensors.pop(column.name))
+        for column in columns
+        if column.name in tensors
+    }
 
 
 def _attachments(tensors: dict[str, Any], optional: Tensors) -> list[Attachment]:
-    """Takes the attachments out of the tensors, by number.
+    """Takes the attachments out of the tensors and returns them by number.
 
     Raises GroupFormatError unless they are those whose digests were sent.
     """
@@ -270,9 +301,10 @@ def _array_of_any_shape(name: str, tensor: dict[str, Any]) -> np.ndarray:
 def _placeholders(
     bindings: np.ndarray, attachments: Sequence[Attachment]
 ) -> tuple[Placeholders, ...]:
-    """The runs of int32 [B, 3] bindings, each with all its attachments.
+    """Returns the runs of int32 [B, 3] bindings, each with all its attachments.
 
-    Raises GroupFormatError for one of an array that is not there, and for an array without any.
+    Raises GroupFormatError for a binding of an array that is not there, and for an array without a
+    binding.
     """
     by_span: dict[tuple[int, int], list[Attachment]] = {}
     numbers = set()
@@ -294,33 +326,39 @@ def _placeholders(
     )
 
 
-def _shared(group: Group) -> list[int]:
-    """[G]: how many tokens before the first that the policy wrote each sample has in common with
-    the one before it.
+def _shared_lengths(group: Group) -> list[int]:
+    """Returns how many tokens before the first that the policy wrote each sample has in common with
+    the sample before it.
     """
-    offsets, prompts, keys = group.offsets().tolist(), group.prompt_lengths(), group.prefix_keys
-    shared, before = [0], keys[: prompts[0]].tobytes()
-    for start, length in zip(offsets[1:], prompts[1:], strict=False):
+    keys = group.prefix_keys
+    prompt_lengths = group.prompt_lengths()
+    starts = group.offsets().tolist()[:-1]
+    previous = keys[: prompt_lengths[0]].tobytes()
+    shared = [0]
+    for start, length in zip(starts[1:], prompt_lengths[1:], strict=True):
         prompt = keys[start : start + length].tobytes()
-        # nearly always the same prompt
-        shared.append(length if prompt == before else _common(before, prompt, keys.dtype))
-        before = prompt
+        if prompt == previous:  # nearly always
+            shared.append(length)
+        else:
+            shared.append(_num_common_keys(previous, prompt, keys.dtype))
+        previous = prompt
     return shared
 
 
-def _common(one: bytes, other: bytes, dtype: np.dtype[Any]) -> int:
-    """Leading keys that two prompts share."""
-    shorter = min(len(one), len(other)) // dtype.itemsize
-    differs = np.frombuffer(one, dtype, shorter) != np.frombuffer(other, dtype, shorter)
+def _num_common_keys(first: bytes, second: bytes, dtype: np.dtype[Any]) -> int:
+    """Returns the number of leading keys that two prompts share."""
+    shorter = min(len(first), len(second)) // dtype.itemsize
+    differs = np.frombuffer(first, dtype, shorter) != np.frombuffer(second, dtype, shorter)
     return int(differs.argmax()) if differs.any() else shorter
 
 
 def _array(column: Column, tensor: dict[str, Any]) -> np.ndarray:
     shape = tensor["shape"]
-    if tensor["dtype"] != STORED[column.dtype] or not shape or tuple(shape[1:]) != column.shape:
-        wanted = f"{STORED[column.dtype]} [{', '.join(['n', *map(str, column.shape)])}]"
+    stored = STORED[column.dtype]
+    if tensor["dtype"] != stored or not shape or tuple(shape[1:]) != column.shape:
+        sizes = ", ".join(["n", *map(str, column.shape)])
         raise GroupFormatError(
-            f"group bytes: {column.name} is {tensor['dtype']} {shape}, expected {wanted}"
+            f"group bytes: {column.name} is {tensor['dtype']} {shape}, expected {stored} [{sizes}]"
         )
     return np.frombuffer(tensor["data"], column.type).reshape(shape)
 
@@ -341,80 +379,88 @@ def _checked(frame: Tensors) -> Tensors:
 
 def _group(
     arrays: Tensors,
-    of_tokens: Mapping[Column, np.ndarray],
+    declared_columns: Mapping[Column, np.ndarray],
     attachments: Sequence[Attachment],
     columns: RunColumns,
 ) -> Group:
-    """Undoes what `to_bytes` left out."""
-    numbers = arrays["numbers"].tolist()
-    identity, num_samples, part = (
-        numbers[: len(IDENTITY)],
-        numbers[len(IDENTITY)],
-        tuple(numbers[len(IDENTITY) + 1 :]),
-    )
-    spans, values = arrays["spans"], arrays["values"]
+    """Makes the group, for which it restores what `to_bytes` left out."""
+    identity = arrays["numbers"][: len(IDENTITY)].tolist()
+    num_samples, *part = arrays["numbers"][len(IDENTITY) :].tolist()
+    spans = arrays["spans"]
+    values = arrays["values"]
     if not 0 < num_samples <= len(spans) or len(values) != len(spans):
         raise GroupFormatError(
             f"group bytes: {len(spans)} spans and {len(values)} values for {num_samples} samples"
         )
-    lengths, finished = spans[:num_samples, 0].copy(), spans[:num_samples, 2]
+    lengths = spans[:num_samples, 0].copy()
+    finished = spans[:num_samples, 2]
     if ((finished != 0) & (finished != 1)).any():
         raise GroupFormatError(
             f"group bytes: finished must be 0 or 1, found {finished.tolist()[:8]}"
         )
     shared = spans[:num_samples, 1].tolist()
-    tokens = _all_tokens("tokens", lengths.tolist(), shared, arrays["tokens"])
+    tokens = _restored("tokens", lengths.tolist(), shared, arrays["tokens"])
     rows, run_lengths = _trained_rows(spans[num_samples:], len(tokens))
-    component = np.zeros(len(tokens), np.uint8)
-    component[rows] = 1
-    if (components := arrays.get(_COMPONENTS.name)) is not None:
-        if len(components) != len(run_lengths):
-            raise GroupFormatError(
-                f"group bytes: {len(components)} components for {len(run_lengths)} runs"
-            )
-        component[rows] = np.repeat(components, run_lengths)
     weight = arrays.get(WEIGHT.name)
-    bindings = arrays.get(_PLACEHOLDERS.name, _NO_BINDINGS)
-    sampled: dict[Column, Any] = {
+    sent: dict[Column, Any] = {
         LOGPROBS: np.float32(0),
-        **of_tokens,
+        **declared_columns,
         VERSIONS: np.repeat(spans[num_samples:, 2], run_lengths),
         ADVANTAGES: np.repeat(values[num_samples:], run_lengths),
     }
-    full = {
-        column: _all_tokens(column.name, lengths.tolist(), shared, found)
-        if column.tokens == "context"
-        else _full(column, found, len(tokens), rows)
-        for column, found in sampled.items()
-    }
-    fixed: dict[str, Any] = {
-        column.name: full.pop(column) for column in (LOGPROBS, VERSIONS, ADVANTAGES)
-    }
+    full = {}
+    for column, sent_values in sent.items():
+        if column.tokens == "context":
+            full[column] = _restored(column.name, lengths.tolist(), shared, sent_values)
+        else:
+            full[column] = _full(column, sent_values, len(tokens), rows)
     group = Group(
         **dict(zip(IDENTITY, identity, strict=True)),
         lengths=lengths,
         tokens=tokens,
-        component=component,
+        component=_component(arrays.get(_COMPONENTS.name), len(tokens), rows, run_lengths),
         weight=None if weight is None else _full(WEIGHT, weight, len(tokens), rows),
-        **fixed,
+        logprobs=full.pop(LOGPROBS),
+        versions=full.pop(VERSIONS),
+        advantages=full.pop(ADVANTAGES),
         rewards=values[:num_samples].copy(),
         finished=finished.astype(np.bool_),
-        part=part or None,
+        part=tuple(part) or None,
         columns=full,
-        placeholders=_placeholders(bindings, attachments),
+        placeholders=_placeholders(arrays.get(_PLACEHOLDERS.name, _NO_BINDINGS), attachments),
     )
-    columns.check(tuple(of_tokens), str(group))
+    columns.check(tuple(declared_columns), str(group))
     return group
 
 
-def _full(column: Column, values: np.ndarray, num_tokens: int, rows: np.ndarray) -> np.ndarray:
-    """[num_tokens, *shape]. values: of the trained tokens, which are at `rows`, one for all of
-    them, or of all tokens.
+def _component(
+    components: np.ndarray | None, num_tokens: int, rows: np.ndarray, run_lengths: np.ndarray
+) -> np.ndarray:
+    """Returns uint8 [num_tokens]: the component of each token. components: of each run; None if
+    all are 1.
     """
-    wanted = len(rows) if column.tokens == "trained" else num_tokens
-    if values.ndim and len(values) != wanted:
+    component = np.zeros(num_tokens, np.uint8)
+    if components is None:
+        component[rows] = 1
+        return component
+    if len(components) != len(run_lengths):
         raise GroupFormatError(
-            f"group bytes: {column.name} has {len(values)} values for {wanted} {column.tokens} "
+            f"group bytes: {len(components)} components for {len(run_lengths)} runs"
+        )
+    component[rows] = np.repeat(components, run_lengths)
+    return component
+
+
+def _full(column: Column, values: np.ndarray, num_tokens: int, rows: np.ndarray) -> np.ndarray:
+    """Returns the column of all tokens, [num_tokens, *shape].
+
+    values: those of the trained tokens, which are at `rows`, or of all tokens, as the column
+    declares; without dimensions, one value for all trained tokens.
+    """
+    expected = len(rows) if column.tokens == "trained" else num_tokens
+    if values.ndim and len(values) != expected:
+        raise GroupFormatError(
+            f"group bytes: {column.name} has {len(values)} values for {expected} {column.tokens} "
             "tokens"
         )
     if column.tokens == "all":
@@ -424,37 +470,49 @@ def _full(column: Column, values: np.ndarray, num_tokens: int, rows: np.ndarray)
     return full
 
 
-def _all_tokens(name: str, lengths: list[int], shared: list[int], own: np.ndarray) -> np.ndarray:
-    """[sum of lengths, ...]: each sample's tokens, or a column of them, from those that only it
-    has.
+def _restored(name: str, lengths: list[int], shared: list[int], unshared: np.ndarray) -> np.ndarray:
+    """Returns all samples' tokens, or a column of them, [sum of lengths, ...].
+
+    shared: how many leading tokens each sample has in common with the one before it. unshared: the
+    values of all other tokens.
     """
-    before = 0
+    previous_length = 0
     for length, common in zip(lengths, shared, strict=True):
-        if not 0 <= common <= min(before, length):
+        if not 0 <= common <= min(previous_length, length):
             raise GroupFormatError(
                 f"group bytes: shared {shared[:8]} does not fit to lengths {lengths[:8]}: a sample "
-                f"of {length} tokens, after one of {before}, shares {common}"
+                f"of {length} tokens, after one of {previous_length}, shares {common}"
             )
-        before = length
+        previous_length = length
     total = sum(lengths)
-    if total > _MOST_TOKENS or total - sum(shared) != len(own):
+    if total > _MAX_TOKENS or total - sum(shared) != len(unshared):
         raise GroupFormatError(
-            f"group bytes: {len(own)} {name}, but samples of {total} tokens that share "
+            f"group bytes: {len(unshared)} {name}, but samples of {total} tokens that share "
             f"{sum(shared)} need {total - sum(shared)}"
         )
-    tokens = np.empty((total, *own.shape[1:]), own.dtype)
-    before = start = taken = 0
+    values = np.empty((total, *unshared.shape[1:]), unshared.dtype)
+    previous_start = 0
+    start = 0
+    position = 0  # in `unshared`
     for length, common in zip(lengths, shared, strict=True):
-        middle, end = start + common, start + length
-        tokens[start:middle] = tokens[before : before + common]
-        tokens[middle:end] = own[taken : taken + length - common]
-        before, start, taken = start, end, taken + length - common
-    return tokens
+        num_unshared = length - common
+        middle = start + common
+        end = start + length
+        values[start:middle] = values[previous_start : previous_start + common]
+        values[middle:end] = unshared[position : position + num_unshared]
+        previous_start = start
+        start = end
+        position += num_unshared
+    return values
 
 
 def _trained_rows(runs: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """(int64 [N] where the runs' tokens are in the group, int64 [R] their numbers)."""
-    starts, lengths = runs[:, 0].astype(np.int64), runs[:, 1].astype(np.int64)
+    """Returns int64 [N], where the runs' tokens are in the group, and int64 [R], the runs' lengths.
+
+    Raises GroupFormatError unless the runs follow one another within num_tokens tokens.
+    """
+    starts = runs[:, 0].astype(np.int64)
+    lengths = runs[:, 1].astype(np.int64)
     ends = starts + lengths
     if (
         not len(runs)
@@ -467,5 +525,8 @@ def _trained_rows(runs: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.nda
             f"group bytes: runs {runs[:8, :2].tolist()} of trained tokens must follow one another "
             f"within {num_tokens} tokens"
         )
-    taken = np.cumsum(lengths)
-    return np.arange(taken[-1]) + np.repeat(starts - taken + lengths, lengths), lengths
+    # the k-th trained token of the group is token `start + k - first` of it, where `first` trained
+    # tokens come before its run
+    num_trained = int(lengths.sum())
+    firsts = np.cumsum(lengths) - lengths
+    return np.arange(num_trained) + np.repeat(starts - firsts, lengths), lengths

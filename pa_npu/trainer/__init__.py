@@ -1,1 +1,1 @@
-"""The trainer process, one per rank: its entry, the training loop, the border between iterations, and the invariants' checks."""
+"""The trainer process, one per rank: entry, training loop, iteration border, invariants' checks."""

@@ -1,6 +1,7 @@
-"""Invariant I5 on a trainer rank: engine and trainer log-probs agree, judged after every publish and after every iteration.
+"""Invariant I5 on a trainer rank: engine and trainer log-probs agree.
 
-    version v: first group -> within the limits?   tokens of iteration v -> within the limits?
+    after every publish of v      first group            -> within the limits?
+    after every iteration v       tokens of iteration v  -> within the limits?
 
 Limits follow from a yardstick that no engine can move: the trainer's own rounding, measured over
 the first responses of the first iteration and of every YARDSTICK_EVERY-th. Nothing is learned from
@@ -12,17 +13,17 @@ whatever the verdict, so that a stop can be judged afterwards. publish.only_logg
 warn and record, and end no run.
 
 The probe of version v is the first microbatch that each replica trains: a whole group's responses,
-compared before anything is learned from them, at the cost of one look at the device. Requests of
-its own it has where no group serves: before the first iteration, which may begin with another model
-altogether, after the last one, and where groups of older versions are trained. Such a probe is its
-own yardstick.
+compared before anything is learned from them, at the cost of one read from the device. A probe has
+requests of its own if no group can serve: before the first iteration, which may begin with another
+model altogether, after the last one, and when groups of older versions are trained. Such a probe is
+its own yardstick.
 
-Tokens of which the policy has moved on (schedule.max_staleness, or a later update without an old
-policy) differ by more than rounding. They are judged by what a moving policy does not do
-(algorithm/agreement.py), beside a probe of an equally old version.
+Tokens that were sampled by an older policy (schedule.max_staleness, or a later update without an
+old policy) differ by more than rounding. They are judged by what a moving policy does not do
+(algorithm/agreement.py), together with a probe of an equally old version.
 
-Numbers of iterations and of probes with requests are equal on all ranks, so that all judge alike;
-of its first microbatch a replica judges alone.
+The numbers of iterations and of probes with requests are equal on all ranks, so that all judge
+alike. A replica judges its first microbatch alone.
 """
 
 from __future__ import annotations
@@ -94,9 +95,9 @@ class Agreement:
             self._file.close()
 
     def measure(self, iteration: int, first: Callable[[int], list[Microbatch]]) -> None:
-        """Measure the trainer's rounding where that is due.
+        """Measures the trainer's rounding if that is due. Collective.
 
-        Collective. first: gives the microbatches that are trained first.
+        first: returns the given number of microbatches that are trained first.
         """
         due = self._yardstick is None or iteration - self._measured_at >= YARDSTICK_EVERY
         if self._margin is None or not due:
@@ -114,11 +115,10 @@ class Agreement:
         )
 
     def check_requests(self, version: int, microbatches: list[Microbatch]) -> DifferenceSums:
-        """Compare a probe of requests of its own. Collective. Raises InvariantViolation."""
+        """Judges a probe with requests of its own. Collective. Raises InvariantViolation."""
         probe = self._learner.probe(microbatches)
-        self.check_probe(
-            version, probe, None if self._margin is None else self._rounding(microbatches)
-        )
+        yardstick = None if self._margin is None else self._rounding(microbatches)
+        self.check_probe(version, probe, yardstick)
         if self._config.schedule.max_staleness:
             self._aging.append((version, microbatches))
         return probe
@@ -126,11 +126,11 @@ class Agreement:
     def check_probe(
         self, version: int, probe: DifferenceSums, yardstick: DifferenceSums | None = None
     ) -> None:
-        """Raises InvariantViolation where engines that have just loaded `version` compute other
+        """Raises InvariantViolation if engines that have just loaded `version` compute other
         log-probs than the trainers.
 
-        probe: of its own requests, or of the first microbatch that came from them. yardstick: of
-        the probe's own tokens.
+        probe: differences of the probe's requests, or of the first microbatch that engines sampled.
+        yardstick: rounding of the probe's own tokens; None takes the last one that was measured.
         """
         tolerance = self._config.publish.probe_tolerance
         subject = f"the probe after publishing version {version}"
@@ -150,10 +150,10 @@ class Agreement:
     def check_trained(
         self, iteration: int, exact: DifferenceSums, aged: DifferenceSums
     ) -> AgreementReport:
-        """The same for all tokens of `iteration`. Collective.
+        """Raises InvariantViolation if log-probs of the tokens of `iteration` disagree. Collective.
 
-        exact: of tokens compared under the weights that sampled them. aged: of tokens of which the
-        policy has moved on.
+        exact: differences under the weights that sampled the tokens. aged: differences of tokens
+        that an older policy sampled.
         """
         if self._margin is None:
             return AgreementReport()
@@ -174,8 +174,8 @@ class Agreement:
         return self._learner.rounding(microbatches) or _FP32_ROUNDING
 
     def _reference(self, iteration: int) -> DifferenceSums | None:
-        """A probe that agreed when it was new, as old as the oldest tokens of `iteration`, under
-        the weights of now.
+        """Returns the differences, under the current weights, of a probe that agreed when it was
+        new and is as old as the oldest tokens of `iteration`; None if there is none.
         """
         oldest = iteration - self._config.schedule.max_staleness
         while len(self._aging) > 1 and self._aging[1][0] <= oldest:
@@ -192,9 +192,8 @@ class Agreement:
         bound: AgreementLimits,
         yardstick: DifferenceSums | None,
     ) -> None:
-        """Records the comparison.
-
-        Raises InvariantViolation for the first limit that is broken and ends a run.
+        """Records the comparison. Raises InvariantViolation for the first broken limit that ends a
+        run.
         """
         broken = bound.broken(sums)
         self._record(subject, version, sums, bound, yardstick, list(broken))
@@ -221,8 +220,8 @@ class Agreement:
         yardstick: DifferenceSums | None,
         broken: list[str],
     ) -> None:
-        """Appends a line to this replica's file; nothing on ranks that do not compute log-probs,
-        and none is lost by a stop.
+        """Appends a line to this replica's file, if this rank computes log-probs. The line is there
+        even if the run stops right afterwards.
         """
         place = self._learner.backend.place
         if not (place.is_last_stage and place.is_tensor_leader):

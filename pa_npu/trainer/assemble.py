@@ -1,4 +1,4 @@
-"""Assemble one trainer rank: its training backend, what publishes its weights, its border and its rollouts."""
+"""Assembles one trainer rank: its training backend, its publication, its border and its rollouts."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from pa_npu.trainer.publication import NoPublication, Publication, make_publicat
 from pa_npu.weight_transfer.transport import HOST_BACKEND
 
 # A publish keeps up to four buckets in the leader's memory: two on the wire, two being gathered
-# over TP. With this share of the free memory for each they take a 64th. What is free is asked
-# before the optimizer has made its state.
+# over TP. With this share of the free memory for each they take a 64th. The free memory is asked
+# for before the optimizer has made its state.
 SHARE_OF_FREE_MEMORY = 1 / 256
 SMALLEST_BUCKET_BYTES = 4 * 2**20
 
@@ -57,13 +57,13 @@ class RankParts:
     checks: IterationChecks
     publisher: Publisher | None
     late_engines: LateEngines | None
-    kept: TrainerLogprobs | None
+    kept_logprobs: TrainerLogprobs | None
     held_out: HeldOutRows | None
 
     def close(self) -> None:
         self.checks.agreement.close()
-        if self.kept is not None:
-            self.kept.close()
+        if self.kept_logprobs is not None:
+            self.kept_logprobs.close()
         if self.publisher is not None:
             self.publisher.close()
         self.learner.backend.close()
@@ -92,8 +92,8 @@ def assemble_rank(
         TRAINERS_RUN_ON.put(channel, trainers_run_on(config, spec, platform, backend))
     # before the learner makes the optimizer's state: it asks for the free memory
     sender = make_sender(config, platform, store, backend) if config.rollout.has_engines else None
-    kept = kept_logprobs(config, backend, rank)
-    learner = Learner(config, backend, platform, timeline, kept=kept)
+    kept_logprobs = make_kept_logprobs(config, backend, rank)
+    learner = Learner(config, backend, platform, timeline, kept_logprobs=kept_logprobs)
     publisher, late_engines = None, None
     if sender is not None:
         publisher = sender.publisher
@@ -139,14 +139,14 @@ def assemble_rank(
         checks=IterationChecks(config, channel, agreement, backend.place.replica),
         publisher=publisher,
         late_engines=late_engines,
-        kept=kept,
+        kept_logprobs=kept_logprobs,
         held_out=held_out,
     )
 
 
-def kept_logprobs(config: Config, backend: TrainBackend, rank: int) -> TrainerLogprobs | None:
-    """Makes what keeps this rank's log-probs of the samples on record (telemetry.samples); None on
-    a rank that has none, or whose are copies.
+def make_kept_logprobs(config: Config, backend: TrainBackend, rank: int) -> TrainerLogprobs | None:
+    """Makes the record of this rank's log-probs of the samples that telemetry.samples keeps; None
+    on a rank that computes no log-probs, or the same ones as its tensor leader.
     """
     has_them = backend.place.is_last_stage and backend.place.is_tensor_leader
     if not config.telemetry.samples or not has_them:
@@ -165,7 +165,7 @@ def publication_of(
     timeline: Timeline,
     milestones: Milestones,
 ) -> Publication:
-    """Makes this rank's side of the run's publication, which a run without engines has none of."""
+    """Makes this rank's side of the run's publication; a run without engines sends nothing."""
     if not config.rollout.has_engines:
         return NoPublication(learner=learner, channel=channel)
     return make_publication(
@@ -182,7 +182,7 @@ def publication_of(
 
 @dataclass(frozen=True)
 class WeightSender:
-    """Sends a stage's weights: `publisher` at borders, `late` to engines that come late."""
+    """Sends a stage's weights. publisher: at borders. late: to engines that come late."""
 
     publisher: Publisher
     late: Publisher
@@ -191,8 +191,8 @@ class WeightSender:
 def make_sender(
     config: Config, platform: Platform, store: dist.TCPStore, backend: TrainBackend
 ) -> WeightSender | None:
-    """Makes what sends this rank's weights; None on a rank whose weights are copies. Collective:
-    the weights' sources make groups on all ranks.
+    """Makes the sender of this rank's weights; None on a rank whose weights another rank has too.
+    Collective: the weights' sources make process groups on all ranks.
     """
     num_bytes = bucket_bytes(platform, backend)
     weights = backend.published_weights(num_bytes)
@@ -222,8 +222,8 @@ def make_publisher(
     weights: WeightSource,
     late: bool = False,
 ) -> Publisher:
-    """Makes the sender of `weights`. late: for engines that come late, to which it sends beside
-    training, through host memory.
+    """Makes the publisher of `weights`. late: for engines that come late, to which it sends through
+    host memory while training runs.
     """
     return Publisher(
         weights,
@@ -237,19 +237,19 @@ def make_publisher(
 
 
 def bucket_bytes(platform: Platform, backend: TrainBackend) -> int:
-    """Bytes of a bucket of a publish, on which the ranks of a tensor-parallel group agree: a
-    collective of theirs.
+    """Returns the bytes of a publish's bucket, the same on all ranks of a tensor-parallel group.
+    Collective over these.
     """
-    own = auto_bucket_bytes(platform.free_memory_bytes(), platform.largest_bucket_bytes)
-    size = torch.tensor([own], dtype=torch.int64, device=backend.device)
+    largest = auto_bucket_bytes(platform.free_memory_bytes(), platform.largest_bucket_bytes)
+    size = torch.tensor([largest], dtype=torch.int64, device=backend.device)
     if backend.tensor_group is not None:
         dist.all_reduce(size, op=dist.ReduceOp.MIN, group=backend.tensor_group)
     return int(size.item())
 
 
 def auto_bucket_bytes(free_bytes: int, largest_bytes: int) -> int:
-    """The bucket of a publish on a device with `free_bytes`, where larger ones than `largest_bytes`
-    gain nothing.
+    """Returns the bytes of a publish's bucket on a device with `free_bytes`. largest_bytes: the
+    size from which on larger buckets gain nothing.
     """
     return min(largest_bytes, max(SMALLEST_BUCKET_BYTES, int(free_bytes * SHARE_OF_FREE_MEMORY)))
 
@@ -257,31 +257,34 @@ def auto_bucket_bytes(free_bytes: int, largest_bytes: int) -> int:
 def rollout_source(
     config: Config, channel: StoreChannel, learner: Learner, timeline: Timeline
 ) -> Callable[[int], MicrobatchIterator]:
-    """A function from an iteration to this replica's microbatches of it."""
-    backend, own = learner.backend, None
+    """Returns the function that gives this replica's microbatches of an iteration."""
+    backend = learner.backend
     replica = backend.place.replica
+    own_shard = None
     reads = backend.replica_links is None or backend.replica_links.reads
     if config.buffer.lies_on_nodes(config.placement.nnodes) and reads:
         address = os.environ.get(ADDRESS_VARIABLE, config.placement.address)
-        own = host_shard(channel, replica, address)
+        own_shard = host_shard(channel, replica, address)
     algorithm = build_algorithm(config)
-    buffer = open_buffer(config, channel, readers=config.mesh.replica_size, trains=True, own=own)
+    buffer = open_buffer(
+        config, channel, readers=config.mesh.replica_size, trains=True, own_shard=own_shard
+    )
 
     freshness = Freshness.from_sections(config.schedule, config.publish)
-    is_told = config.schedule.trained_groups is None
-    # a group is carried for max_staleness updates at most
-    most = config.groups_per_replica * (1 + freshness.max_staleness * is_told)
+    has_announced_size = config.schedule.trained_groups is None
+    max_groups = config.groups_per_replica
+    if has_announced_size:
+        # a group is carried for max_staleness updates at most
+        max_groups *= 1 + freshness.max_staleness
 
     def size(iteration: int) -> int | None:
         if config.devices.unequal_groups:
             dispatched = DISPATCHED.get_if_there(channel, iteration=iteration)
-            return (
-                None
-                if dispatched is None
-                else sum(group.replica == replica for group in dispatched.groups)
-            )
-        found = UPDATE_SIZE.get_if_there(channel, iteration=iteration)
-        return None if found is None else found.groups
+            if dispatched is None:
+                return None
+            return sum(group.replica == replica for group in dispatched.groups)
+        update_size = UPDATE_SIZE.get_if_there(channel, iteration=iteration)
+        return None if update_size is None else update_size.groups
 
     def unequal(iteration: int) -> bool:
         return config.devices.unequal_groups and config.schedule.streams(iteration)
@@ -292,7 +295,7 @@ def rollout_source(
             replica=replica,
             num_replicas=config.mesh.data,
             iteration=iteration,
-            groups=config.schedule.prompts_per_iteration if unequal(iteration) else most,
+            groups=config.schedule.prompts_per_iteration if unequal(iteration) else max_groups,
             order=config.schedule.order,
             responses_per_microbatch=config.microbatch_responses,
             shared_prompt=config.attention.shared_prompt,
@@ -304,7 +307,7 @@ def rollout_source(
             timeline=timeline,
             freshness=freshness,
             algorithm=algorithm,
-            size=partial(size, iteration) if is_told or unequal(iteration) else None,
+            size=partial(size, iteration) if has_announced_size or unequal(iteration) else None,
             fills_places=fills_places(config),
             dispatched=partial(DISPATCHED.get_if_there, channel, iteration=iteration),
         )
@@ -315,9 +318,7 @@ def rollout_source(
 def trainers_run_on(
     config: Config, spec: ModelSpec, platform: Platform, backend: TrainBackend
 ) -> TrainersRunOn:
-    """Describes the software of trainers as this rank finds it; the others have the same
-    installation.
-    """
+    """Describes the trainers' software as it is on this rank; all ranks have the same installation."""
     heads = spec.num_heads // config.trainer.tensor_parallel
     kernels = attention_kernels(
         backend.device,
@@ -345,9 +346,9 @@ def trainers_run_on(
 def fills_places(config: Config) -> bool:
     """Returns whether fillers take the places of groups that are trained by rule.
 
-    Stages of a pipeline agree on the number of microbatches beforehand. Ranks that compute one
-    microbatch at a time together add up the same ones with order=prompt, so that the sum is that of
-    a run without the rule, to the bit.
+    They do in a pipeline, whose stages agree on the number of microbatches beforehand. They also do
+    with order=prompt if ranks compute one microbatch at a time together: these then add up the same
+    microbatches as in a run without the rule, and the sum is equal to the bit.
     """
     mesh = config.mesh
     if mesh.pipeline > 1:

@@ -1,6 +1,6 @@
-"""The iteration border as a trainer rank sees it: publish a version, save what is due, compare a probe (I5).
+"""The iteration border on a trainer rank: publish a version, save a checkpoint, compare a probe (I5).
 
-    report of the iteration before ─> publish (publication.py) ─> checkpoint ─> probe, where one came with it
+    report of the last iteration ─> publish (publication.py) ─> checkpoint if due ─> probe if any
 
 No engine waits for what comes after the publish: they generate already.
 """
@@ -75,8 +75,10 @@ class TrainerBorder:
     def cross(
         self, version: int, report: IterationReport | None, save: Callable[[int], CheckpointReport]
     ) -> ProbeReport:
-        """Hands over the report of the iteration before, publishes `version`, saves it where that
-        is due, and compares the probe.
+        """Hands over the report of the last iteration, publishes `version`, saves it if that is
+        due, and compares the probe.
+
+        report: None before the first iteration. save: saves a version if that is due.
 
         Raises InvariantViolation.
         """
@@ -97,7 +99,7 @@ class TrainerBorder:
             return self._compare(version, published.probe)
 
     def _compare(self, version: int, probe: Probe) -> ProbeReport:
-        """Compares log-probs of the probe with the trainers'."""
+        """Compares the log-probs of the probe with the trainers'."""
         replica = self._learner.backend.place.replica
         microbatches = probe_microbatches(probe, version, self._config, replica)
         # engines beyond these come and go; what decides about publishes must not depend on them
@@ -107,15 +109,15 @@ class TrainerBorder:
         return ProbeReport(differences.largest, differences.absolute_mean)
 
     def before_step(self) -> None:
-        """The weights are about to change."""
+        """Ends what the coming change of the weights would disturb."""
         self._publication.before_step()
 
     def ends(self, version: int) -> bool:
-        """Whether the run ends with `version`, earlier than configured, because the launcher asks
-        for it; the same on all ranks.
+        """Returns whether the run ends with `version`, earlier than configured, because the
+        launcher asks for it; the same on all ranks.
 
-        Collective; call it when `version` is published. Groups that are carried over the version
-        must be there for a checkpoint.
+        Collective; call it when `version` is published. If groups are carried over the version, the
+        run ends only once they can be saved.
         """
         asked = False
         if self._rank == 0:
@@ -127,8 +129,8 @@ class TrainerBorder:
         return bool(answer.item())
 
     def data_position(self, version: int) -> dict[str, Any]:
-        """TrainingStream.state() of the coordinator before iteration `version`: where a resumed run
-        goes on.
+        """Returns the coordinator's TrainingStream.state() before iteration `version`: the place
+        where a resumed run continues.
         """
         return DATA_POSITION.wait(
             self._channel, self._config.deadlines.wait_timeout_s, iteration=version
@@ -141,16 +143,19 @@ class TrainerBorder:
         return rollouts_ahead(self._config, self._channel, self._buffer, version)
 
 
-def joint_digest(own: str, place: Place, reductions: Reductions, device: torch.device) -> str:
-    """Returns one digest of all ranks' weights, equal on all of them. own: this rank's, or empty.
-    Collective.
+def joint_digest(
+    own_digest: str, place: Place, reductions: Reductions, device: torch.device
+) -> str:
+    """Returns one digest of all ranks' weights, equal on all ranks. Collective.
+
+    own_digest: this rank's, empty if another rank has the same weights.
 
     Each rank brings eight numbers of 32 bits that follow from its place and its digest. Their sums
     cannot overflow, and do not depend on the order in which they are added.
     """
     numbers = torch.zeros(8, dtype=torch.int64)
-    if own:
-        where = f"{place.stage} {place.tensor} {place.replica} {own}"
+    if own_digest:
+        where = f"{place.stage} {place.tensor} {place.replica} {own_digest}"
         mixed = hashlib.blake2b(where.encode(), digest_size=32).digest()
         numbers = torch.from_numpy(np.frombuffer(mixed, "<u4").astype(np.int64))
     sums = reductions.ranks(numbers.to(device)).cpu().numpy().astype("<i8")
@@ -160,7 +165,7 @@ def joint_digest(own: str, place: Place, reductions: Reductions, device: torch.d
 def probe_microbatches(
     probe: Probe, version: int, config: Config, replica: int
 ) -> list[Microbatch]:
-    """One microbatch with the probe's prompt and the replica's share of its responses, in the
+    """Returns a microbatch of the probe's prompt and the replica's share of its responses, in the
     packing that training uses.
     """
     responses = probe.responses[config.mesh.turns_of(replica, len(probe.responses))]
@@ -173,9 +178,9 @@ def probe_microbatches(
             version,
         )
         samples.append(sample.finish(False, ""))
-    none = np.zeros(len(samples), np.float32)
-    group = Group.of_samples(
-        samples, none, none, run_seed=0, iteration=version, index=0, prompt_id=0
+    zeros = np.zeros(len(samples), np.float32)
+    group = Group.from_samples(
+        samples, zeros, zeros, run_seed=0, iteration=version, index=0, prompt_id=0
     )
     return build_microbatches(
         group, len(responses), config.attention.shared_prompt, config.trainer.pad_multiple
@@ -185,31 +190,36 @@ def probe_microbatches(
 def rollouts_ahead(
     config: Config, channel: StoreChannel, buffer: RolloutBuffer, version: int
 ) -> list[AheadIteration]:
-    """Iterations that are produced by versions before `version` and trained from it on, for a
-    checkpoint of it.
+    """Returns the iterations that were produced by versions before `version` and are trained from
+    it on, for a checkpoint of `version`. One rank calls it, once for each version.
 
-    One rank asks, once for each version. With schedule.max_staleness = k these are iterations v to
-    v + k - 1 at the border before iteration v, or fewer where producing runs fewer iterations ahead
-    (freshness.iterations_ahead): all of them are complete by then, or will be before the next publish,
-    which waits for them too. With schedule.tokens_per_update there are also groups that were
-    carried to a later update: those that no update before this version has trained, and no
-    iteration that is produced by then. Raises DeadlineExceeded.
+    With schedule.max_staleness = k these are iterations v to v + k - 1 at the border before
+    iteration v, or fewer if producing runs fewer iterations ahead (freshness.iterations_ahead). All
+    of them are complete by then, or will be before the next publish, which waits for them too. With
+    schedule.tokens_per_update there are also groups that were carried to a later update: those that
+    no update before this version has trained.
+
+    Raises DeadlineExceeded.
     """
-    limit_s, found = config.deadlines.wait_timeout_s, []
+    limit_s = config.deadlines.wait_timeout_s
+    produced_ahead = []
     ahead = iterations_ahead(config.schedule, config.publish)
     for iteration in range(version, min(version + ahead, config.schedule.iterations)):
         produced = PRODUCED_AHEAD.wait(channel, limit_s, iteration=iteration)
         data = DATA_POSITION.wait(channel, limit_s, iteration=iteration + 1).state
         numbers = range(len(DISPATCHED.wait(channel, limit_s, iteration=iteration).groups))
         groups = [buffer.read_bytes(iteration, *config.mesh.slot_of(number)) for number in numbers]
-        found.append(AheadIteration(iteration, produced.numbers, produced.samples, data, groups))
+        produced_ahead.append(
+            AheadIteration(iteration, produced.numbers, produced.samples, data, groups)
+        )
     if config.schedule.trained_groups is None and version < config.schedule.iterations:
         carried = CARRIED.wait(channel, limit_s, version=version)
-        written, groups = buffer.written(version), []
+        written = buffer.written(version)
+        groups = []
         for index in range(len(carried.groups)):
             groups.append(written.read_bytes(carried.iteration, 0, index))
             written.done(carried.iteration, 0, index)
-        found.append(
+        produced_ahead.append(
             AheadIteration(carried.iteration, {CARRIED_KEY: asdict(carried)}, [], {}, groups)
         )
-    return found
+    return produced_ahead

@@ -1,17 +1,19 @@
-"""Invariant I7 from one end to the other, now and then: weights that move along the gradient change log-probs as it says.
+"""Invariant I7 end to end: weights that move along the gradient change log-probs as it predicts.
 
-    microbatches ──accumulate──> gradient G of the weights      predicted:  G · (w+ - w-)
-    w+, w-       ──evaluate────> log-probs                      measured:   sum over tokens of g (log p(w+) - log p(w-))
+    microbatches ──accumulate──> gradient G of the weights
+    w+, w-       ──evaluate────> log-probs
+    predicted    G · (w+ - w-)
+    measured     sum over tokens of g (log p(w+) - log p(w-))
 
 w+ and w- lie on both sides of the weights w, so that the difference is exact to the second order; g
 is the gradient at the log-probs that the algorithm's formula gives for the groups' rewards
 (algorithm/loss_gradient.py). So nothing that the gradient went through is taken on trust: the
 objective, the backward, the sum over microbatches and replicas. The weights are put back to the
-bit.
+bit. The check takes some passes, and is made in some iterations only.
 
 Elements move by a share of their size, in the direction of their own gradient's sign, in another
-half of the tensors every time; so many of them that the change is far above the rounding of
-log-probs, and small enough to be a straight line.
+half of the tensors every time. So many of them move that the change is far above the rounding of
+log-probs, and still small enough to be a straight line.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import torch
 
 from pa_npu.algorithm.algorithm import Algorithm
 from pa_npu.algorithm.component_sums import all_gradients
-from pa_npu.algorithm.loss_gradient import Values, joined, on_host
+from pa_npu.algorithm.loss_gradient import Values
 from pa_npu.algorithm.objective import Objective, Outputs, Targets
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.backends.protocol import DTYPES, SteppedTensor, TrainBackend
@@ -35,15 +37,15 @@ from pa_npu.config.schema import Config
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import Traffic
 from pa_npu.trainer.invariants import GradientSum
-from pa_npu.trainer.loss_checks import with_advantages
+from pa_npu.trainer.loss_checks import arrived_gradients, batch_with_credit
 
-# By model.dtype. The rounding of a token's log-prob, in nats; the change to aim at, as the root of
-# the summed squares of tokens' changes, at least; the share of its size by which an element moves,
+# By model.dtype: the rounding of a token's log-prob, in nats; the smallest change to aim at, as the
+# root of the summed squares of tokens' changes; the share of its size by which an element moves,
 # which in bf16 is some units of its last place.
 _ROUNDING = {"fp32": 1e-5, "bf16": 0.05}
 _CHANGE = {"fp32": 0.05, "bf16": 2.0}
 _SHARE = {"fp32": 2.0**-8, "bf16": 2.0**-5}
-_LARGEST_SHARE = 0.25
+_MAX_SHARE = 0.25
 # What is left of the third order, and in bf16 of rounding that tokens have in common, as a share of
 # the change.
 _TOLERANCE = {"fp32": 0.02, "bf16": 0.3}
@@ -59,9 +61,12 @@ _FEWER = 4
 
 @dataclass(frozen=True)
 class FiniteDifference:
-    """What weights that moved changed. predicted: by their gradient; measured: by two passes.
-    limit: of their difference, or None where rounding or a bend hides too much to tell. tensors:
-    how many moved."""
+    """By how much moved weights changed the objective.
+
+    predicted: by their gradient. measured: by two passes.
+    limit: of the difference between the two; None if rounding or a bend hides too much to judge.
+    tensors: number of tensors that moved.
+    """
 
     predicted: float
     measured: float
@@ -69,32 +74,30 @@ class FiniteDifference:
     tensors: int
 
     def __str__(self) -> str:
-        verdict = (
-            "which is too little to tell"
-            if self.limit is None
-            else f"they may differ by {self.limit:.3g}"
-        )
+        verdict = "which is too little to tell"
+        if self.limit is not None:
+            verdict = f"they may differ by {self.limit:.3g}"
         return (
             f"{self.tensors} tensors moved along their gradient change the objective by "
             f"{self.measured:.6g}, where it says {self.predicted:.6g}; {verdict}"
         )
 
 
-class _Listed:
-    """A MicrobatchSource of microbatches that are here."""
+class _ListedMicrobatches:
+    """A MicrobatchSource of a list of microbatches."""
 
     waited_s = 0.0
     traffic = Traffic()
     by_rule = ()
 
     def __init__(self, microbatches: Sequence[Microbatch], groups: int) -> None:
-        self._left = list(microbatches)
+        self._remaining = list(microbatches)
         self._groups = groups
         self.advantages: Mapping[int, Sequence[np.ndarray]] = {}
 
     @property
     def is_last(self) -> bool:
-        return not self._left
+        return not self._remaining
 
     def settle(self) -> int:
         return self._groups
@@ -103,17 +106,17 @@ class _Listed:
         return self
 
     def __next__(self) -> Microbatch:
-        if not self._left:
+        if not self._remaining:
             raise StopIteration
-        return self._left.pop(0)
+        return self._remaining.pop(0)
 
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """The tokens of this rank that count: none where another rank has the same ones.
+    """The N tokens of this rank for which it computes the loss; none on other ranks.
 
-    gradient, entropy_gradient: of the objective at their log-probs and entropies, fp64 [N];
-    logprobs: where nothing has moved.
+    gradient, entropy_gradient: fp64 [N], of the objective at their log-probs and entropies.
+    logprobs: fp64 [N], before any weight has moved.
     """
 
     gradient: Values
@@ -121,40 +124,33 @@ class _Tokens:
     logprobs: Values
 
     @classmethod
-    def of(
+    def from_objective(
         cls,
         objective: Objective,
         algorithm: Algorithm,
         advantages: Mapping[int, Sequence[np.ndarray]],
     ) -> _Tokens:
-        """What the objective was given, and the gradient that the algorithm's formula makes of it."""
-        given = objective.given
-        if not given:
+        """Returns the tokens that the objective was given, with the gradient that the algorithm's
+        formula gives for them.
+        """
+        losses = objective.given
+        if not losses:
             return cls(np.zeros(0), np.zeros(0), np.zeros(0))
-        batch = on_host(joined([microbatch.batch for microbatch in given]))
-        sources = [source for microbatch in given for source in microbatch.sources]
-        lengths = np.array([length for microbatch in given for length in microbatch.lengths])
-        batch = with_advantages(batch, sources, lengths, advantages)
+        batch, _, _ = batch_with_credit(losses, advantages)
         expected = all_gradients(algorithm, batch)
-        none = [torch.zeros_like(microbatch.batch.logprobs) for microbatch in given]
-        arrived = torch.cat(
-            [
-                blank if microbatch.gradient is None else microbatch.gradient
-                for microbatch, blank in zip(given, none, strict=True)
-            ]
-        )
-        # beside a bound of a ratio either slope is right
-        gradient = np.where(expected.is_sure, expected.values, arrived.cpu().double().numpy())
-        # a part of the leading component's loss alone
+        # close to a bound of a ratio the slopes of both sides are right
+        gradient = np.where(expected.is_sure, expected.values, arrived_gradients(losses))
+        # entropy belongs to the leading component's loss alone
         weights = batch.weights.double().numpy()
-        if (component := batch.columns.get("component")) is not None:
+        component = batch.columns.get("component")
+        if component is not None:
             weights = np.where(component.numpy() == 1, weights, 0.0)
         entropy_gradient = -algorithm.keys.entropy_coef * weights
         return cls(gradient, entropy_gradient, batch.logprobs.double().numpy())
 
     def change(self, first: _Scores, second: _Scores) -> float:
-        """By how much the objective changes from the first scores to the second, along its gradient
-        at the log-probs.
+        """Returns by how much the objective changes from the first scores to the second, along its
+        gradient at the log-probs.
         """
         by_logprobs = np.sum(self.gradient * (second.logprobs - first.logprobs))
         return float(by_logprobs + np.sum(self.entropy_gradient * (second.entropy - first.entropy)))
@@ -162,7 +158,7 @@ class _Tokens:
 
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """Of tokens, fp64 [N] each."""
+    """Log-probs and entropies of tokens, fp64 [N] each."""
 
     logprobs: Values
     entropy: Values
@@ -170,22 +166,22 @@ class _Scores:
 
 @dataclass(frozen=True, eq=False)
 class _Moving:
-    """Elements of a tensor at equal distances, as far as this rank has them.
+    """Those elements of a tensor that move, at equal distances, as far as this rank has them.
 
-    memory: a view of what the model computes with. before: its bits. step: by how much it moves,
-    fp32. gradient: fp32.
+    memory: a view of the elements that the model computes with. original: a copy of them.
+    step: fp32, by how much each moves. gradient: fp32.
     share: see SteppedTensor.
     """
 
     memory: torch.Tensor
-    before: torch.Tensor
+    original: torch.Tensor
     step: torch.Tensor
     gradient: torch.Tensor
     share: float
 
-    def at(self, side: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the elements on a side of where they were, as the model computes with them; fp32."""
-        return (self.before.float() + side * self.step).to(dtype).float()
+    def at(self, direction: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the elements after a move, rounded to the model's type; fp32. direction: 1 or -1."""
+        return (self.original.float() + direction * self.step).to(dtype).float()
 
 
 class WeightMoves:
@@ -195,23 +191,22 @@ class WeightMoves:
         self._backend = backend
         self._dtype = DTYPES[config.model.dtype]
         self._seed = seed
-        every = [
+        with_gradient = [
             tensor for tensor in backend.stepped() if tensor.share and tensor.gradient is not None
         ]
-        half = [tensor for tensor in every if _digest(seed, tensor.name) % 2]
+        half = [tensor for tensor in with_gradient if _digest(seed, tensor.name) % 2]
         self.reach = self._over_ranks(_reach(half))
         self._tensors = half
         if not self.reach:  # the half without a gradient
-            self._tensors, self.reach = every, self._over_ranks(_reach(every))
+            self._tensors, self.reach = with_gradient, self._over_ranks(_reach(with_gradient))
 
     def __len__(self) -> int:
         return len(self._tensors)
 
     @contextmanager
     def chosen(self, share: float, distance: int) -> Iterator[list[_Moving]]:
-        """Elements that move by a `share` of their size, one in `distance` of each tensor.
-
-        Puts them back to the bit.
+        """Yields the elements that move by a `share` of their size, one in `distance` of each
+        tensor, and puts them back to the bit afterwards.
         """
         moving = [
             self._moving(tensor, share, distance)
@@ -221,24 +216,27 @@ class WeightMoves:
         try:
             yield moving
         finally:
-            for part in moving:
-                part.memory.copy_(part.before)
+            for tensor_part in moving:
+                tensor_part.memory.copy_(tensor_part.original)
             self._backend.share_weights()
 
     def move(self, moving: Sequence[_Moving], side: int) -> None:
-        """Collective."""
-        for part in moving:
-            part.memory.copy_(part.at(side, self._dtype))
+        """Moves the elements to one side, 1 or -1, of their original weights. Collective."""
+        for tensor_part in moving:
+            tensor_part.memory.copy_(tensor_part.at(side, self._dtype))
         self._backend.share_weights()
 
     def predicted(self, moving: Sequence[_Moving]) -> float:
-        """By how much the gradient says that the objective changes from one side to the other, on
-        this rank.
+        """Returns by how much the objective changes from one side to the other according to this
+        rank's gradient.
         """
         changes = [
-            part.share
-            * torch.sum(part.gradient * (part.at(1, self._dtype) - part.at(-1, self._dtype)))
-            for part in moving
+            tensor_part.share
+            * torch.sum(
+                tensor_part.gradient
+                * (tensor_part.at(1, self._dtype) - tensor_part.at(-1, self._dtype))
+            )
+            for tensor_part in moving
         ]
         return float(torch.stack(changes).sum()) if changes else 0.0
 
@@ -246,23 +244,24 @@ class WeightMoves:
         memory = tensor.weights if tensor.model is None else tensor.model
         assert tensor.gradient is not None, "tensors without one were left out"
         start = _digest(self._seed, tensor.name) % min(distance, memory.numel())
-        memory, gradient = memory[start::distance], tensor.gradient[start::distance].float()
-        before = memory.clone()
-        step = share * (before.float().abs() + _SIZE_OF_ZERO) * gradient.sign()
-        return _Moving(memory, before, step, gradient, tensor.share)
+        memory = memory[start::distance]
+        gradient = tensor.gradient[start::distance].float()
+        original = memory.clone()
+        step = share * (original.float().abs() + _SIZE_OF_ZERO) * gradient.sign()
+        return _Moving(memory, original, step, gradient, tensor.share)
 
     def _over_ranks(self, value: float) -> float:
         return over_ranks(self._backend, [value])[0]
 
 
 def _digest(seed: int, name: str) -> int:
-    """A number of a tensor that is the same on all ranks, and another one for every seed."""
+    """Returns a number for a tensor that is the same on all ranks and differs with the seed."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "big")
 
 
 def _reach(tensors: Sequence[SteppedTensor]) -> float:
-    """By how much the objective changes, to the first order, where all elements move by their size;
-    on this rank.
+    """Returns by how much the objective changes, to the first order, if all elements of this rank
+    move by their size.
     """
     changes = []
     for tensor in tensors:
@@ -289,18 +288,18 @@ def finite_difference(
     advantages: Mapping[int, Sequence[np.ndarray]],
     seed: int,
 ) -> FiniteDifference | None:
-    """Compares the gradient of `microbatches` with what weights that move along it change.
-    Collective; changes nothing but the gradient.
+    """Moves weights along the gradient of `microbatches` and compares the change of the objective
+    with the one that the gradient predicts. Collective; changes nothing but the gradient.
 
     Args:
         backend: holds the policy that the microbatches are about to train.
         config: the run's.
-        microbatches: of this replica, the pieces of one group where there are pipeline stages.
+        microbatches: this replica's; with pipeline stages, the pieces of one group.
         update: which update, for messages.
-        advantages: as of LossGradient.check.
-        seed: another one for another choice of weights.
+        advantages: as in LossGradient.check.
+        seed: another seed chooses other weights.
 
-    Returns None where no token has a gradient.
+    Returns None if no token has a gradient.
 
     Raises:
         InvariantViolation: the two differ by more than rounding and the third order make.
@@ -312,8 +311,8 @@ def finite_difference(
     algorithm = build_algorithm(config)
     objective = Objective(config, backend.device, algorithm=algorithm)
     with torch.enable_grad():
-        backend.accumulate(_Listed(microbatches, 1), objective)
-    tokens = _Tokens.of(objective, algorithm, advantages)
+        backend.accumulate(_ListedMicrobatches(microbatches, 1), objective)
+    tokens = _Tokens.from_objective(objective, algorithm, advantages)
     counts = float(place.is_last_stage and place.is_tensor_leader)
     (squares,) = over_ranks(backend, [counts * float(np.sum(tokens.gradient**2))])
     size = math.sqrt(squares)
@@ -327,10 +326,10 @@ def finite_difference(
         )
     start = _evaluated(backend, microbatches)
     # the share of their size by which all elements would move
-    needed = _CHANGE[dtype] * size / moves.reach
+    full_share = _CHANGE[dtype] * size / moves.reach
     for _ in range(_TRIES):
-        distance = max(1, int(_SHARE[dtype] / needed)) | 1
-        share = min(_LARGEST_SHARE, needed * distance)
+        distance = max(1, int(_SHARE[dtype] / full_share)) | 1
+        share = min(_MAX_SHARE, full_share * distance)
         with moves.chosen(share, distance) as moving:
             predicted = moves.predicted(moving)
             sides = []
@@ -338,21 +337,19 @@ def finite_difference(
                 moves.move(moving, side)
                 sides.append(_evaluated(backend, microbatches))
         plus, minus = sides
-        measured, bend = (
-            tokens.change(minus, plus),
-            tokens.change(start, plus) + tokens.change(start, minus),
-        )
+        measured = tokens.change(minus, plus)
+        bend = tokens.change(start, plus) + tokens.change(start, minus)
         predicted, measured, bend = over_ranks(
             backend, [predicted, counts * measured, counts * bend]
         )
         if abs(bend) <= _BENT * max(abs(predicted), abs(measured)):
             break
-        needed /= _FEWER
+        full_share /= _FEWER
     rounding = _DEVIATIONS * math.sqrt(2.0) * _ROUNDING[dtype] * size
     limit = _TOLERANCE[dtype] * min(abs(predicted), abs(measured)) + rounding
-    if abs(bend) > _BENT * max(abs(predicted), abs(measured)) or rounding > _TOLERANCE[dtype] * abs(
-        predicted
-    ):
+    is_bent = abs(bend) > _BENT * max(abs(predicted), abs(measured))
+    is_hidden = rounding > _TOLERANCE[dtype] * abs(predicted)
+    if is_bent or is_hidden:
         return FiniteDifference(predicted, measured, None, len(moves))
     if not abs(measured - predicted) <= limit:
         raise update.broken(
@@ -364,15 +361,15 @@ def finite_difference(
 
 
 def _evaluated(backend: TrainBackend, microbatches: Sequence[Microbatch]) -> _Scores:
-    """Log-probs and entropies of the policy as it is now, in the order of the microbatches.
-
+    """Returns log-probs and entropies of the policy as it is now, in the order of the microbatches.
     Collective.
     """
-    logprobs, entropies = [np.zeros(0)], [np.zeros(0)]
+    logprobs = [np.zeros(0)]
+    entropies = [np.zeros(0)]
 
-    def take(microbatch: Targets, outputs: Outputs) -> None:
+    def keep(microbatch: Targets, outputs: Outputs) -> None:
         logprobs.append(outputs.policy.values.detach().cpu().double().numpy())
         entropies.append(outputs.entropy.detach().cpu().double().numpy())
 
-    backend.evaluate(list(microbatches), take)
+    backend.evaluate(list(microbatches), keep)
     return _Scores(np.concatenate(logprobs), np.concatenate(entropies))

@@ -1,4 +1,4 @@
-"""The loss of held-out rows on a trainer rank: a forward pass over each set, of the weights as they are at a border.
+"""The loss of held-out rows on a trainer rank: a forward pass over each set, at a border.
 
 Every replica computes its share of a set's microbatches, equally many, of which the last may repeat
 one that another replica counts. The coordinator cuts a set into them, by the keys that cut training.
@@ -34,7 +34,7 @@ from pa_npu.trainer.learner import Learner
 
 @dataclass(frozen=True)
 class _Share:
-    """This replica's microbatches of a set. counted: how many of them are in its sum."""
+    """This replica's microbatches of a set. counted: how many of them belong to its sum."""
 
     held_out: HeldOutSet
     microbatches: list[Microbatch]
@@ -43,7 +43,7 @@ class _Share:
 
 @dataclass(eq=False, repr=False)
 class HeldOutRows:
-    """One rank's part. Every call is collective."""
+    """One rank's part of the held-out losses. Every call is collective."""
 
     config: Config
     learner: Learner
@@ -53,7 +53,7 @@ class HeldOutRows:
     _shares: list[_Share] | None = field(default=None, init=False)
 
     def at_border(self, version: int) -> None:
-        """Computes the loss of all sets where that is due, and tells the coordinator."""
+        """Computes the losses of all sets if they are due, and reports them to the coordinator."""
         if not self.milestones.is_measured(version):
             return
         start_s = time.perf_counter()
@@ -62,8 +62,8 @@ class HeldOutRows:
                 self._shares = self._read()
             means = {share.held_out.name: self._means(share) for share in self._shares}
         if self.learner.backend.place.rank == 0:
-            told = HeldOutLoss(means, time.perf_counter() - start_s)
-            HELD_OUT_LOSS.put(self.channel, told, version=version)
+            losses = HeldOutLoss(means, time.perf_counter() - start_s)
+            HELD_OUT_LOSS.put(self.channel, losses, version=version)
 
     def _read(self) -> list[_Share]:
         sets = HELD_OUT_SETS.wait(self.channel, self.config.run.startup_timeout_s).sets
@@ -93,13 +93,13 @@ class HeldOutRows:
         backend, held_out = self.learner.backend, share.held_out
         algorithm = build_algorithm(self.config)
         sums = MetricSums(backend.device, algorithm.held_out_names)
-        none = torch.zeros(NUM_SUMS + NUM_MAXIMA, device=backend.device)
-        taken = 0
+        no_differences = torch.zeros(NUM_SUMS + NUM_MAXIMA, device=backend.device)
+        num_done = 0
 
-        def take(microbatch: Targets, outputs: Outputs) -> None:
-            nonlocal taken
-            counts = float(taken < share.counted)
-            taken += 1
+        def add(microbatch: Targets, outputs: Outputs) -> None:
+            nonlocal num_done
+            counts = float(num_done < share.counted)
+            num_done += 1
             batch = token_batch(
                 microbatch,
                 outputs,
@@ -109,9 +109,9 @@ class HeldOutRows:
             )
             named = algorithm.held_out_sums(batch)
             counted = {name: value * counts for name, value in named.items()}
-            sums.add(counted, none, microbatch.ages.max())
+            sums.add(counted, no_differences, microbatch.ages.max())
 
-        backend.evaluate(share.microbatches, take)
+        backend.evaluate(share.microbatches, add)
         totals = sums.over_ranks(backend.reductions).sums
         count = algorithm.held_out_count(rows=held_out.rows, tokens=held_out.tokens)
         return {name: total / count for name, total in totals.items()}

@@ -1,21 +1,21 @@
-"""Invariants I2 and I7 on a trainer rank: what was dispatched is trained once, and the step's gradient is the sum it claims.
+"""Invariants I2 and I7 on a trainer rank: each response is trained once; the gradient is their sum.
 
-I2, after an iteration. The coordinator says when the last group is in the buffer which groups the
-iteration consists of, whose they are, and how many tokens each response has. The backend says which
-responses went through forward and backward. Every rank compares its replica's own share, and that
-the shares make a whole; together the ranks compare everything, without a collective.
+I2, after an iteration. When the last group is in the buffer, the coordinator announces which groups
+the iteration consists of, which replicas have them, and how many tokens each response has. The
+backend counts which responses went through forward and backward. Every rank checks its replica's
+share, and that the shares make a whole; together the ranks check everything, without a collective.
 
 I7, in every update:
 
-    what went in      responses whose gradient came back = responses given to the objective; each
+    responses         responses whose gradient came back = responses given to the objective; each
                       factor is 1
-    over replicas     for every bucket, what replicas brought = what was left after its reduction
-    divided           gradient before the division = normaliser x gradient after it
-    by what           the update's normalisers = those of the tokens and responses that the
+    over replicas     for every bucket, sum of the replicas' gradients = gradient after its reduction
+    division          gradient before the division = normaliser x gradient after it
+    normaliser        the update's normalisers = those of the tokens and responses that the
                       coordinator dispatched
     advantages        those of the rewards that a group carries: where it is read, and in the loss
-    ratios            against the policy that algorithm.ratio names: the log-probs carry whose they
-                      are (algorithm/objective.py)
+    ratios            against the policy that algorithm.ratio names: the log-probs carry the name of
+                      the weights that computed them (algorithm/objective.py)
 
 Every check is on numbers that training has anyway, or on a sample of the gradient: a few small
 kernels per bucket and update.
@@ -42,9 +42,8 @@ _NAMED = 4
 _SUM_ROUNDING = 1e-3
 # fp32 products of the same numbers, as a share of their norm.
 _DIVISION_ROUNDING = 1e-5
-# Elements of a reduction are rounded once for each replica, by half of 2^-23 at most and at random:
-# so
-# many deviations of that.
+# Elements of a reduction are rounded once for each replica, at random, by half of 2^-23 at most.
+# The limit is so many standard deviations of that.
 _REDUCTION_DEVIATIONS = 32.0
 
 
@@ -57,20 +56,21 @@ class GradientSum:
     def check_passed(
         self, entered: Sequence[TrainedResponse], trained: Sequence[TrainedResponse]
     ) -> None:
-        """Raises InvariantViolation where a response's gradient came back another number of times
-        than it went in.
+        """Raises InvariantViolation if a response's gradient did not come back as often as the
+        response was given to the objective.
         """
-        once, found = Counter(entered), Counter(trained)
+        times_entered = Counter(entered)
+        times_trained = Counter(trained)
         for response in [*entered, *trained]:
-            if once[response] != found[response]:
+            if times_entered[response] != times_trained[response]:
                 raise self.broken(
                     f"response {response.number} of group {response.group} ({response.tokens} "
-                    f"tokens) was given to the objective {once[response]} times and its gradient "
-                    f"passed backward {found[response]} times"
+                    f"tokens) was given to the objective {times_entered[response]} times and its gradient "
+                    f"passed backward {times_trained[response]} times"
                 )
 
     def check_zero(self, size: float) -> None:
-        """size: of the gradient before the update's first backward."""
+        """Raises InvariantViolation unless the gradient's size before the first backward is 0."""
         if size != 0:
             raise self.broken(
                 f"a gradient of {size:.6g} was there before the first backward, left by the update "
@@ -78,15 +78,18 @@ class GradientSum:
             )
 
     def check_factor(self, error: float) -> None:
-        """error: by how much the gradient that a loss got was not 1."""
+        """Raises InvariantViolation unless a loss got the gradient 1. error: its distance from 1."""
         if not error <= 0:
             raise self.broken(f"a loss got a gradient that differs from 1 by {error:.3g}")
 
     def check_reduced(
         self, gradient: ReducedGradient | None, replicas: int, reductions: Reductions
     ) -> None:
-        """Collective over replicas; a backend may sum gradients over other ranks too, and tells of
-        it then.
+        """Raises InvariantViolation if a bucket's reduction left anything but the replicas' sum.
+
+        gradient: sizes of the buckets before and after their reduction; None if the backend reduced
+        nothing. Collective over replicas; a backend that sums gradients over other ranks too counts
+        these in `gradient`.
         """
         if gradient is None:
             if replicas == 1:
@@ -94,23 +97,25 @@ class GradientSum:
             raise self.broken(f"{replicas} replicas have summed no gradients")
         parts = torch.stack([gradient.own, gradient.squares, gradient.reduced])
         unit = torch.finfo(parts.dtype).eps
-        # the sums themselves are rounded where they are no fp64
+        # the sums themselves are rounded, unless they are fp64
         rounded = 64 * unit * gradient.own.abs()
-        own, squares, reduced, rounding = reductions.gradients(
+        brought, squares, reduced, rounding = reductions.gradients(
             torch.cat([parts, rounded[None]])
         ).cpu()
         limit = _REDUCTION_DEVIATIONS * replicas * 2.0**-24 * squares.sqrt() + rounding
-        wrong = ~((own - reduced).abs() <= limit)
+        wrong = ~((brought - reduced).abs() <= limit)
         if wrong.any():
             bucket = int(wrong.nonzero()[0])
             raise self.broken(
-                f"the {replicas} replicas brought {own[bucket]:.6g} to gradient bucket {bucket} of "
-                f"{len(own)}, of which its reduction left {reduced[bucket]:.6g}; "
+                f"the {replicas} replicas brought {brought[bucket]:.6g} to gradient bucket {bucket} of "
+                f"{len(brought)}, of which its reduction left {reduced[bucket]:.6g}; "
                 f"{int(wrong.sum())} buckets are wrong"
             )
 
     def check_divided(self, before: float, after: float, normaliser: float) -> None:
-        """before, after: the gradient's size around its division."""
+        """Raises InvariantViolation unless the gradient was divided by the normaliser. before,
+        after: its size around the division.
+        """
         if not abs(after * normaliser - before) <= _DIVISION_ROUNDING * before:
             divisor = before / after if after else float("inf")
             raise self.broken(
@@ -121,25 +126,28 @@ class GradientSum:
     def check_advantages(
         self,
         responses: Sequence[TrainedResponse],
-        found: Sequence[float],
+        advantages: Sequence[float],
         expected: Mapping[int, Sequence[np.ndarray]],
     ) -> None:
-        """found: the sum over each response's tokens. expected: of each group whose credit is
-        known, those of each sample's trained tokens."""
-        for response, value in zip(responses, found, strict=True):
+        """Raises InvariantViolation if the loss used other advantages than the groups' credit.
+
+        advantages: summed over each response's tokens. expected: by group whose credit is known,
+        those of each sample's trained tokens.
+        """
+        for response, value in zip(responses, advantages, strict=True):
             if response.group not in expected:
                 continue
-            wanted = float(expected[response.group][response.number].sum(dtype=np.float64))
-            if not abs(value - wanted) <= _SUM_ROUNDING * abs(wanted):
+            credit = float(expected[response.group][response.number].sum(dtype=np.float64))
+            if not abs(value - credit) <= _SUM_ROUNDING * abs(credit):
                 raise self.broken(
                     f"response {response.number} of group {response.group} has the advantage "
                     f"{value / response.tokens:.6g} in the loss, where its group's rewards give "
-                    f"{wanted / response.tokens:.6g}"
+                    f"{credit / response.tokens:.6g}"
                 )
 
     def check_unmoved(self, policy: str, old: str) -> None:
-        """Called where no log-prob of the policy differs from the old policy's. policy, old:
-        digests of their weights.
+        """Raises InvariantViolation unless the old policy has the policy's weights. Called if no
+        log-prob of the two differs. policy, old: digests of their weights.
         """
         if policy != old:
             raise self.broken(
@@ -147,13 +155,15 @@ class GradientSum:
                 "give the log-probs of the old one"
             )
 
-    def check_apart(self, policy: str, reference: str, known: str) -> None:
-        """Called where no log-prob of the reference differs from the policy's, which is another
-        version.
+    def check_apart(self, policy: str, reference: str, original: str) -> None:
+        """Raises InvariantViolation unless the reference has the weights that it was made with, and
+        these are the policy's. Called if no log-prob of the two differs although the policy is
+        another version.
 
-        policy, reference: digests of their weights. known: the reference's when it was made.
+        policy, reference: digests of their weights. original: digest of the reference when it was
+        made.
         """
-        if reference != known:
+        if reference != original:
             raise self.broken(
                 "the reference's weights have changed since it was made, and its KL to the policy "
                 "is exactly 0"
@@ -164,26 +174,27 @@ class GradientSum:
                 "give the reference's log-probs"
             )
 
-    def broken(self, what: str) -> InvariantViolation:
-        return InvariantViolation(f"I7 gradient: {self._where}: {what}")
+    def broken(self, reason: str) -> InvariantViolation:
+        """Returns the error of this update."""
+        return InvariantViolation(f"I7 gradient: {self._where}: {reason}")
 
 
 def check_normalisers(
     dispatched: Dispatched, normalisers: Sequence[float], algorithm: Algorithm
 ) -> None:
-    """Raises InvariantViolation where the updates were divided by something else than what was
-    dispatched makes.
+    """Raises InvariantViolation if the updates were divided by other normalisers than those of the
+    dispatched tokens and responses.
     """
-    lengths = [length for group in dispatched.groups for length in group.leading]
-    tokens, responses = sum(lengths), sum(length > 0 for length in lengths)
-    wrong = algorithm.broken_normalisers(
-        normalisers, Counts(tokens, responses), len(dispatched.groups)
-    )
-    if wrong is not None:
+    lengths: list[int] = []
+    for group in dispatched.groups:
+        lengths += group.leading
+    counts = Counts(sum(lengths), sum(length > 0 for length in lengths))
+    problem = algorithm.broken_normalisers(normalisers, counts, len(dispatched.groups))
+    if problem is not None:
         divisors = ", ".join(f"{normaliser:g}" for normaliser in normalisers)
         raise InvariantViolation(
             f"I7 gradient: iteration {dispatched.iteration}: its updates were divided by "
-            f"{divisors}, {wrong}"
+            f"{divisors}, {problem}"
         )
 
 
@@ -195,11 +206,11 @@ def check_dispatched(
     *,
     unequal: bool = False,
 ) -> None:
-    """Raises InvariantViolation where the iteration is no whole: a group twice, one from nowhere, a
-    replica with too few.
+    """Raises InvariantViolation if the iteration is incomplete: a group came twice or from nowhere,
+    or a replica has too few groups.
 
-    unequal: replicas may have any numbers, which are those of all groups together, and several a
-    part each of one.
+    unequal: replicas may have different numbers of groups, and several may have a part each of one
+    group. All groups must still be there.
     """
     where = f"I2 exactly once: iteration {iteration}"
     if dispatched.iteration != iteration:
@@ -254,9 +265,17 @@ def check_trained(
         for notice in by_rule
         for number, tokens in enumerate(notice.response_tokens, start=notice.first)
     ]
-    own = [group for group in dispatched.groups if group.replica == replica]
-    _check_responses(dispatched, replica, counted, [one for one in own if one.by_rule], " by rule")
-    _check_responses(dispatched, replica, trained, [one for one in own if not one.by_rule])
+    groups_by_rule = []
+    computed_groups = []
+    for group in dispatched.groups:
+        if group.replica != replica:
+            continue
+        if group.by_rule:
+            groups_by_rule.append(group)
+        else:
+            computed_groups.append(group)
+    _check_responses(dispatched, replica, counted, groups_by_rule, " by rule")
+    _check_responses(dispatched, replica, trained, computed_groups)
 
 
 def _check_responses(
@@ -264,51 +283,60 @@ def _check_responses(
     replica: int,
     trained: Sequence[TrainedResponse],
     groups: Sequence[DispatchedGroup],
-    how: str = "",
+    manner: str = "",
 ) -> None:
-    """Raises InvariantViolation unless `trained` is each response of `groups` once."""
+    """Raises InvariantViolation unless `trained` is each response of `groups` once.
+
+    manner: how they are trained, for messages.
+    """
     expected = Counter(
         TrainedResponse(group.index, number, tokens)
         for group in groups
         for number, tokens in enumerate(group.response_tokens, start=group.first)
     )
-    found = Counter(trained)
-    if found == expected:
+    trained_counts = Counter(trained)
+    if trained_counts == expected:
         return
     owner = {
         (group.index, group.first + number): group.replica
         for group in dispatched.groups
         for number in range(len(group.response_tokens))
     }
-    excess = [_described(response, owner, replica) for response in (found - expected).elements()]
+    excess = [
+        _described(response, owner, replica) for response in (trained_counts - expected).elements()
+    ]
     missing = [
-        f"response {r.number} of group {r.group} ({r.tokens} tokens)"
-        for r in (expected - found).elements()
+        f"response {response.number} of group {response.group} ({response.tokens} tokens)"
+        for response in (expected - trained_counts).elements()
     ]
-    parts = [
-        f"{what} {_some(items)}"
-        for what, items in ((f"trained too much{how}:", excess), (f"left out{how}:", missing))
-        if items
-    ]
+    problems = []
+    if excess:
+        problems.append(f"trained too much{manner}: {_some(excess)}")
+    if missing:
+        problems.append(f"left out{manner}: {_some(missing)}")
     raise InvariantViolation(
         f"I2 exactly once: iteration {dispatched.iteration}, replica {replica}: "
-        f"{'; '.join(parts)}; dispatched were {expected.total()} responses with "
-        f"{_tokens(expected)} tokens, trained {found.total()} with {_tokens(found)}"
+        f"{'; '.join(problems)}; dispatched were {expected.total()} responses with "
+        f"{_tokens(expected)} tokens, trained {trained_counts.total()} with {_tokens(trained_counts)}"
     )
 
 
 def _described(response: TrainedResponse, owner: dict[tuple[int, int], int], replica: int) -> str:
-    other = owner.get((response.group, response.number))
-    whose = (
-        "" if other == replica else ", of no replica" if other is None else f", of replica {other}"
-    )
+    owning_replica = owner.get((response.group, response.number))
+    whose = ""
+    if owning_replica is None:
+        whose = ", of no replica"
+    elif owning_replica != replica:
+        whose = f", of replica {owning_replica}"
     return f"response {response.number} of group {response.group} ({response.tokens} tokens{whose})"
 
 
 def _some(items: list[str]) -> str:
-    return ", ".join(items[:_NAMED]) + (
-        f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
-    )
+    """Lists the first items, and the number of the others."""
+    listed = ", ".join(items[:_NAMED])
+    if len(items) > _NAMED:
+        listed += f" and {len(items) - _NAMED} more"
+    return listed
 
 
 def _tokens(responses: Counter[TrainedResponse]) -> int:

@@ -1,6 +1,6 @@
-"""One rank's policy through its versions: updates by the objective over what the backend runs, copies, checkpoints.
+"""Learner: one rank's policy through its versions, with its updates, its copies and its checkpoints.
 
-What every training backend needs alike stands here; TrainBackend is what is left to write for one.
+What every training backend needs alike is here; TrainBackend is what each of them writes itself.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ from pa_npu.trainer.step_replay import StepReplay
 class Update:
     """The result of an optimizer step, equal on all ranks.
 
-    differences: of its tokens' log-probs from the engines' (I5); exact: whether the weights that
-    sampled them computed both; first: differences in every replica's first microbatch. normaliser:
-    what the gradient was divided by.
+    differences: sums of the differences between its tokens' log-probs and the engines' (I5).
+    exact: whether both log-probs were computed by the weights that sampled the tokens.
+    first: differences in every replica's first microbatch.
+    normaliser: the number that the gradient was divided by.
     """
 
     report: UpdateReport
@@ -65,19 +66,18 @@ class Update:
     normaliser: float
 
 
-# AdamW moves a weight by about the learning rate. With one below this the weights may differ and
-# all log-probs in fp32 be equal.
-_LEAST_RATE = 1e-10
-# Of what a rank says of its optimizer for a checkpoint: two digests, its number and a share, as
-# JSON.
+# AdamW moves a weight by about the learning rate. With a rate below this, weights may differ while
+# all log-probs in fp32 are equal.
+_MIN_RATE = 1e-10
+# Room for a rank's description of its optimizer in a checkpoint: two digests, its number and a
+# share, as JSON.
 _DESCRIPTION_BYTES = 512
 
 
 class Learner:
-    """One rank's policy, and the models beside it.
+    """One rank's policy, and the models beside it. Every method is collective.
 
-    Every method is collective. gate: guards the weights that late engines are sent; closed while
-    they change.
+    gate: guards the weights that late engines are sent; closed while these change.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Learner:
         platform: Platform,
         timeline: Timeline,
         *,
-        kept: TrainerLogprobs | None = None,
+        kept_logprobs: TrainerLogprobs | None = None,
     ) -> None:
-        """kept: gets the log-probs of what is trained; of use on a last stage's tensor leader
-        only.
+        """kept_logprobs: records the log-probs of what is trained; needed only on the last stage's
+        tensor leader, which computes them.
         """
         self._config = config
         self._algorithm = build_algorithm(config)
@@ -100,11 +100,11 @@ class Learner:
         self._timeline = timeline
         gate = VersionGate if self._models.published_source == "policy" else CopyGate
         self.gate = gate(config.deadlines.border_timeout_s)
-        self._kept = kept
+        self._kept_logprobs = kept_logprobs
         self._source: MicrobatchSource | None = None
         self._seen_traffic = Traffic()
         self._policy: PolicyState | None = None  # unknown until the first publish
-        # the policy's that the reference was last made equal to; 0 is the HF model
+        # the version of the policy that the reference was last made equal to; 0 is the HF model
         self._reference_version = 0
         self._reference_digest: str | None = None
         self._replay = StepReplay(config, backend.place.rank)
@@ -113,22 +113,23 @@ class Learner:
         self._name_reference()
         for name, directory in self._models.directories.items():
             backend.name_policy(FixedWeights(directory), name)
-        platform.take_memory_peak()  # what loading took is no iteration's
+        platform.take_memory_peak()  # the memory that loading took belongs to no iteration
 
     def accumulate(
         self,
         microbatches: MicrobatchSource,
         judge_first: Callable[[DifferenceSums], None] | None = None,
     ) -> list[TrainedResponse]:
-        """Forward and backward over one update's microbatches as they arrive; gradients stay
+        """Runs forward and backward over one update's microbatches as they arrive; gradients stay
         unnormalised sums.
 
-        judge_first: called with this replica's first microbatch's differences before its backward,
-        where log-probs are computed (on the last pipeline stage); it may raise. Returns what this
-        replica has trained, counted where gradients pass (I2). Raises InvariantViolation where that
-        is not what it was given (I7).
+        judge_first: called on the last pipeline stage with the differences of this replica's first
+        microbatch, before its backward; it may raise.
+
+        Returns the responses that this replica has trained, counted where gradients pass (I2).
+        Raises InvariantViolation if these are not the responses that it was given (I7).
         """
-        keep = None if self._kept is None else self._kept.add
+        keep = None if self._kept_logprobs is None else self._kept_logprobs.add
         self._first_sampled = self._replay.first_sampled % SAMPLED_EVERY
         self._gradient_at_start = None
         self._objective = Objective(
@@ -143,18 +144,19 @@ class Learner:
         )
         start = time.perf_counter()
         waited_s = microbatches.waited_s
-        # groups that were taken ahead, to measure rounding by, are this update's too
-        traffic = self._seen_traffic if microbatches is self._source else Traffic()
+        # traffic of groups that were taken ahead, to measure rounding by, belongs to this update
+        traffic_before = self._seen_traffic if microbatches is self._source else Traffic()
         reduced = self.backend.accumulate(microbatches, self._objective)
         for notice in microbatches.by_rule:
             self._objective.totals.add_by_rule(notice.leading_tokens)
         self._wait_s = microbatches.waited_s - waited_s
         self._train_s = time.perf_counter() - start - self._wait_s
-        self._source, self._seen_traffic = microbatches, microbatches.traffic
-        self._traffic = self._seen_traffic.since(traffic)
+        self._source = microbatches
+        self._seen_traffic = microbatches.traffic
+        self._traffic = self._seen_traffic.since(traffic_before)
         self._expected_advantages = dict(microbatches.advantages)
-        if self._kept is not None:
-            self._kept.write()
+        if self._kept_logprobs is not None:
+            self._kept_logprobs.write()
         self._sum = GradientSum(self._where())
         if self._gradient_at_start is not None:
             self._sum.check_zero(float(self._gradient_at_start))
@@ -163,15 +165,17 @@ class Learner:
         return self._objective.trained
 
     def step(self) -> Update:
-        """Divide by the update's normaliser, clip, apply. Raises InvariantViolation."""
+        """Divides the gradient by the update's normaliser, clips it and applies it. Raises
+        InvariantViolation.
+        """
         start = time.perf_counter()
         with self._timeline.span("step"):
             totals, traffic = self._over_replicas()
             normaliser = self._objective.normaliser(totals, self.backend.reductions)
-            before = self.backend.gradient_size(self._first_sampled)
+            size_before = self.backend.gradient_size(self._first_sampled)
             self.backend.scale_gradients(1.0 / normaliser)
-            divided = self.backend.gradient_size(self._first_sampled)
-            self._sum.check_divided(float(before), float(divided), normaliser)
+            size_after = self.backend.gradient_size(self._first_sampled)
+            self._sum.check_divided(float(size_before), float(size_after), normaliser)
             tensors = self.backend.stepped()
             begun = self._replay.before(
                 self._where(), tensors, self.backend.reductions, self.backend.device
@@ -198,24 +202,24 @@ class Learner:
         return update
 
     def probe(self, microbatches: list[Microbatch]) -> DifferenceSums:
-        """Log-probs of the current policy against the engines' for the same tokens, over all ranks;
-        changes nothing.
+        """Returns the differences between the current policy's log-probs and the engines' for the
+        same tokens, over all ranks; changes nothing.
         """
         sums = MetricSums(self.backend.device)
 
-        def take(microbatch: Targets, outputs: Outputs) -> None:
+        def compare(microbatch: Targets, outputs: Outputs) -> None:
             sums.add(
                 {},
                 measure(microbatch, outputs.policy.values, outputs.entropy, self._config),
                 microbatch.ages.max(),
             )
 
-        self.backend.evaluate(microbatches, take)
+        self.backend.evaluate(microbatches, compare)
         return sums.over_ranks(self.backend.reductions).all
 
     def rounding(self, microbatches: list[Microbatch]) -> DifferenceSums | None:
-        """How far the trainers' log-probs are from those in a wider type, over all ranks; None
-        where the device has none.
+        """Returns how far the trainers' log-probs are from those in a wider type, over all ranks;
+        None if the device has no wider type.
         """
         sums = MetricSums(self.backend.device)
         entropies: list[torch.Tensor] = []
@@ -235,11 +239,11 @@ class Learner:
     def finite_difference(
         self, microbatches: Sequence[Microbatch], advantages: Mapping[int, Sequence[np.ndarray]]
     ) -> FiniteDifference | None:
-        """Compares the gradient of microbatches that are about to be trained with what weights that
-        move along it change.
+        """Moves weights along the gradient of microbatches that are about to be trained, and
+        compares the change of the objective with the one that the gradient predicts.
 
-        Collective; changes no weight. advantages: as of LossGradient.check.
-        Returns None where no token has a gradient. Raises InvariantViolation (I7).
+        Collective; leaves every weight as it was. advantages: as in LossGradient.check.
+        Returns None if no token has a gradient. Raises InvariantViolation (I7).
         """
         return finite_difference(
             self.backend,
@@ -251,10 +255,8 @@ class Learner:
         )
 
     def publish(self, version: int) -> None:
-        """The policy is that of `version`, which engines are about to hold.
-
-        The models that follow the policy follow it where they are due, and late engines get this
-        version from here on.
+        """Names the policy `version`, which engines are about to hold, and updates the models that
+        follow it if that is due. Late engines get this version from here on.
         """
         self.gate.close()
         self.skip_publish(version)
@@ -263,24 +265,21 @@ class Learner:
         self.gate.open(version)
 
     def offer(self, version: int) -> None:
-        """The policy is that of `version`, which engines receive and swap to later.
-
-        Until they have, late engines get the version before.
+        """Names the policy `version`, which engines receive now and swap to later. Until they have
+        swapped, late engines get the version before.
         """
         self.skip_publish(version)
         self.gate.offer(version, self._keep_published)
 
     def engines_swapped(self) -> None:
-        """Engines have swapped to what was offered: late engines get it too.
-
-        Call it before the next step, which changes the weights.
+        """Gives late engines the offered version too, now that engines have swapped to it. Call it
+        before the next step, which changes the weights.
         """
         self.gate.take_offer()
 
     def skip_publish(self, version: int) -> None:
-        """The policy is that of `version`; engines, also late ones, keep what they have.
-
-        The old policy and the reference follow the policy where they are due.
+        """Names the policy `version`, while engines, late ones too, keep the version that they
+        have. The old policy and the reference follow the policy if that is due.
         """
         self._name_policy(PolicyState(version))
         if "old" in self._models.computed:
@@ -293,10 +292,11 @@ class Learner:
 
     def plan_save(self, directory: Path) -> PlannedSave:
         """See SavedState."""
-        has_reference, version = "reference" in self._models.computed, self._reference_version
+        has_reference = "reference" in self._models.computed
+        version = self._reference_version
         plan = self.backend.plan_save(directory, has_reference and version > 0)
         reference = {"version": version, "saved": version > 0} if has_reference else None
-        optimizer = self._of_all_ranks(self._replay.saved(self.backend.stepped()))
+        optimizer = self._gathered(self._replay.saved(self.backend.stepped()))
         plan.description |= {
             "layout": layout_of(self._config),
             "reference": reference,
@@ -307,53 +307,54 @@ class Learner:
     def load(self, directory: Path) -> int:
         """See SavedState.
 
-        Raises DataError where the optimizer's state is another one than was saved.
+        Raises DataError if the optimizer's state is not the one that was saved.
         """
         meta = self.backend.load(directory)
         self._reference_version = meta.reference["version"] if meta.reference else 0
         self._name_reference()
-        rank, by_rank = self.backend.place.rank, meta.optimizer or []
+        rank = self.backend.place.rank
+        by_rank = meta.optimizer or []
         saved = None
         if by_rank:
             saved = by_rank[rank] if rank < len(by_rank) else by_rank[0]
-        if wrong := self._replay.load(meta.updates, self.backend.stepped(), saved, meta.seed):
-            raise damaged(directory, wrong)
+        problem = self._replay.load(meta.updates, self.backend.stepped(), saved, meta.seed)
+        if problem:
+            raise damaged(directory, problem)
         return meta.version
 
     def _keep_published(self) -> None:
-        """Copies the policy, which is the version that engines have. Runs on any thread."""
+        """Copies the policy, which holds the version that engines have. Runs on any thread."""
         self.backend.copy_policy("published")
 
     def _reference_state(self) -> PolicyState | None:
-        """The weights that the reference is of; None where there is none."""
-        return (
-            PolicyState(self._reference_version) if "reference" in self._models.computed else None
-        )
+        """Returns which weights the reference has; None if there is no reference."""
+        if "reference" not in self._models.computed:
+            return None
+        return PolicyState(self._reference_version)
 
     def _name_reference(self) -> None:
-        """The reference is what it has just been loaded as."""
+        """Names the weights that the reference has just been loaded with."""
         self._reference_digest = None
-        if (state := self._reference_state()) is not None:
+        state = self._reference_state()
+        if state is not None:
             self.backend.name_policy(state, "reference")
 
     def _look_at_start(self) -> None:
-        # what was left of the update before is left everywhere
+        # a gradient that the last update left behind is in every element: a coarse sample will do
         self._gradient_at_start = self.backend.gradient_size(self._first_sampled, SAMPLED_EVERY**2)
 
-    def _of_all_ranks(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Returns every rank's description, by rank.
+    def _gathered(self, description: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns every rank's description, by rank. Collective.
 
-        Collective; as JSON, of which nothing but values can be made.
+        Descriptions travel as JSON, which can only be read as values.
         """
         if not dist.is_initialized():
-            return [own]
-        text = json.dumps(own).encode()
-        mine = torch.frombuffer(bytearray(text.ljust(_DESCRIPTION_BYTES)), dtype=torch.uint8).to(
-            self.backend.device
-        )
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, mine)
-        return [json.loads(bytes(part.cpu().tolist())) for part in gathered]
+            return [description]
+        text = bytearray(json.dumps(description).encode().ljust(_DESCRIPTION_BYTES))
+        own_text = torch.frombuffer(text, dtype=torch.uint8).to(self.backend.device)
+        texts = [torch.empty_like(own_text) for _ in range(dist.get_world_size())]
+        dist.all_gather(texts, own_text)
+        return [json.loads(bytes(rank_text.cpu().tolist())) for rank_text in texts]
 
     def _name_policy(self, weights: PolicyState) -> None:
         self._policy = weights
@@ -372,60 +373,59 @@ class Learner:
         self._sum.check_factor(statistics.factor_error)
         objective = self._objective
         if objective.advantages:
-            found = torch.cat(objective.advantages).tolist()
-            self._sum.check_advantages(objective.entered, found, self._expected_advantages)
+            loss_advantages = torch.cat(objective.advantages).tolist()
+            self._sum.check_advantages(
+                objective.entered, loss_advantages, self._expected_advantages
+            )
         if self._computed_with is not None and self._has_moved_from_old() and not statistics.moved:
             self._sum.check_unmoved(self._computed_with, self.backend.digest("old"))
         self._check_reference(statistics)
-        LossGradient(self._sum, self._config, self._algorithm, self._policy).check(
-            objective.given, self._expected_advantages, self._partial_head_group()
-        )
+        gradient_check = LossGradient(self._sum, self._config, self._algorithm, self._policy)
+        gradient_check.check(objective.given, self._expected_advantages, self._partial_head_group())
 
     def _check_reference(self, statistics: Statistics) -> None:
-        """A reference that gives the policy's own log-probs has the policy's weights, and none that
-        were put there since (I7).
+        """Checks that a reference which gives the policy's own log-probs has the policy's weights,
+        and the weights that it was made with (I7).
         """
         reference = self._reference_state()
-        if (
-            reference is None
-            or self._policy is None
-            or self._config.optimizer.learning_rate < _LEAST_RATE
-        ):
+        if reference is None or self._policy is None:
+            return
+        if self._config.optimizer.learning_rate < _MIN_RATE:
             return
         if self._reference_digest is None:
             self._reference_digest = self.backend.digest("reference")
         if self._computed_with is not None and not statistics.apart and reference != self._policy:
-            found = self.backend.digest("reference")
-            self._sum.check_apart(self._computed_with, found, self._reference_digest)
+            digest = self.backend.digest("reference")
+            self._sum.check_apart(self._computed_with, digest, self._reference_digest)
 
     def _has_moved_from_old(self) -> bool:
-        """Whether an update of this iteration lies between the policy and the old policy."""
-        return (
-            self._policy is not None and self._policy.updates > 0 and "old" in self._models.computed
-        )
+        """Returns whether an update of this iteration lies between the policy and the old policy."""
+        if self._policy is None or "old" not in self._models.computed:
+            return False
+        return self._policy.updates > 0
 
     def _gives_no_difference(self) -> bool:
-        """Whether a frozen model of other weights gave this rank the policy's own log-probs; on
-        ranks that compute them.
+        """Returns whether a frozen model of other weights gave the policy's own log-probs; always
+        False on ranks that compute no log-probs.
         """
         if not self._objective.entered or not self.backend.place.is_last_stage:
             return False
-        reference = self._reference_state()
-        is_other = reference is not None and reference != self._policy
         sums = self._objective.sums
-        return (self._has_moved_from_old() and not bool(sums.moved)) or (
-            is_other and not bool(sums.apart)
-        )
+        if self._has_moved_from_old() and not bool(sums.moved):
+            return True
+        reference = self._reference_state()
+        has_other_weights = reference is not None and reference != self._policy
+        return has_other_weights and not bool(sums.apart)
 
     def _partial_head_group(self) -> dist.ProcessGroup | None:
-        """The ranks over which the gradient of what meets the LM head is summed later; None where
-        each has all of it.
+        """Returns the ranks over which the gradient of the LM head's input is summed later; None if
+        each rank has all of it.
         """
         return self.backend.tensor_group
 
     def _over_replicas(self) -> tuple[Totals, Traffic]:
-        own = [*astuple(self._objective.totals), *astuple(self._traffic)]
-        values = torch.tensor(own, dtype=torch.int64, device=self.backend.device)
+        own_numbers = [*astuple(self._objective.totals), *astuple(self._traffic)]
+        values = torch.tensor(own_numbers, dtype=torch.int64, device=self.backend.device)
         numbers = [int(value) for value in self.backend.reductions.replicas(values).tolist()]
         split = len(astuple(Totals()))
         return Totals(*numbers[:split]), Traffic(*numbers[split:])
@@ -437,10 +437,12 @@ class Learner:
         statistics = self._objective.sums.over_ranks(reductions)
         self._check(statistics)
         peak = self._platform.take_memory_peak()
-        own = torch.tensor(
+        own_seconds = torch.tensor(
             [self._wait_s, self._train_s + step_s, step_s], dtype=torch.float32, device=device
         )
-        wait_s, train_s, step_s = (reductions.ranks(own) / self.backend.place.mesh.size).tolist()
+        wait_s, train_s, step_s = (
+            reductions.ranks(own_seconds) / self.backend.place.mesh.size
+        ).tolist()
         fullest = torch.tensor(
             [peak.host_bytes, peak.device_bytes or 0], dtype=torch.int64, device=device
         )

@@ -1,8 +1,8 @@
-"""Invariant I7 at the log-probs: their gradient is the formula's, and goes on as it came.
+"""Invariant I7 at the log-probs: their gradient is the formula's, and is passed on unchanged.
 
 Every token of every microbatch is compared with a second calculation (algorithm/loss_gradient.py)
-when the update is over, so that no device waits for the host in between. Advantages are taken from
-the groups' rewards, weights and denominators from the configuration.
+when the update is over, so that no device waits for the host in between. Advantages come from the
+groups' rewards, weights and denominators from the configuration.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pa_npu.algorithm.component_sums import all_gradients
 from pa_npu.algorithm.loss_gradient import (
     ExpectedGradient,
     GivenLoss,
+    Values,
     joined,
     on_host,
     slope_of,
@@ -32,7 +33,7 @@ _UNITS = {"fp32": 2.0**-24, "bf16": 2.0**-9}
 # A gradient that is left out, doubled or turned around is off by 1 or more. In bf16 the rounding of
 # a sharp policy's logits, which equal responses share, moves the factor by itself; in fp32 nothing
 # does.
-_LARGEST_SLOPE_ERRORS = {"fp32": 0.02, "bf16": 0.5}
+_MAX_SLOPE_ERRORS = {"fp32": 0.02, "bf16": 0.5}
 _DEVIATIONS = 8.0
 _MARGIN = 8.0  # of a token's value over its rounding, in units of the largest error above
 # Two passes over the same weights, one of them with a gradient, as a mean over tokens in nats.
@@ -40,7 +41,9 @@ _SAME_WEIGHTS = {"fp32": 1e-3, "bf16": 0.05}
 
 
 class LossGradient:
-    """Checks one update's on one rank. policy: the weights that were trained; None: nobody knows."""
+    """Checks one update's gradient on one rank. policy: the weights that were trained; None if they
+    have no version yet.
+    """
 
     def __init__(
         self, update: GradientSum, config: Config, algorithm: Algorithm, policy: PolicyState | None
@@ -52,32 +55,24 @@ class LossGradient:
 
     def check(
         self,
-        given: Sequence[GivenLoss],
+        losses: Sequence[GivenLoss],
         advantages: Mapping[int, Sequence[np.ndarray]],
         group: dist.ProcessGroup | None,
     ) -> None:
-        """Raises InvariantViolation. Empty where no loss is computed. Collective over `group`,
-        where gradients are partial in it.
+        """Raises InvariantViolation if the gradient of the losses is not the formula's.
 
-        advantages: of the groups whose credit is known, those of each sample's trained tokens, by
-        dispatch index.
+        losses: what the objective was given; empty on ranks that compute no loss.
+        advantages: by dispatch index of the groups whose credit is known, those of each sample's
+        trained tokens.
+        group: ranks over which gradients are partial; None if they are not. Collective over it.
         """
-        if not given:
+        if not losses:
             return
-        batch = on_host(joined([microbatch.batch for microbatch in given]))
-        gradients = [
-            torch.zeros_like(microbatch.batch.logprobs)
-            if microbatch.gradient is None
-            else microbatch.gradient
-            for microbatch in given
-        ]
-        arrived = torch.cat(gradients).cpu().double().numpy()
-        sources = [source for one in given for source in one.sources]
-        lengths = np.array([length for one in given for length in one.lengths])
-        batch = with_advantages(batch, sources, lengths, advantages)
+        arrived = arrived_gradients(losses)
+        batch, sources, lengths = batch_with_credit(losses, advantages)
         self._compare(sources, lengths, arrived, all_gradients(self._algorithm, batch))
         self._check_same(float((batch.logprobs - batch.old_logprobs).abs().sum()), len(arrived))
-        self._check_head(given, arrived, (batch.logprobs + batch.entropy).double().numpy(), group)
+        self._check_head(losses, arrived, (batch.logprobs + batch.entropy).double().numpy(), group)
 
     def _compare(
         self,
@@ -86,12 +81,11 @@ class LossGradient:
         arrived: np.ndarray,
         expected: ExpectedGradient,
     ) -> None:
-        wrong = expected.is_sure & ~(np.abs(arrived - expected.values) <= expected.limit)
+        difference = np.abs(arrived - expected.values)
+        wrong = expected.is_sure & ~(difference <= expected.limit)
         if not wrong.any():
             return
-        error = np.where(
-            wrong, np.abs(arrived - expected.values) / np.maximum(expected.limit, 1e-300), 0.0
-        )
+        error = np.where(wrong, difference / np.maximum(expected.limit, 1e-300), 0.0)
         token = int(error.argmax())
         ends = np.cumsum(lengths)
         response = int(np.searchsorted(ends, token, side="right"))
@@ -106,14 +100,13 @@ class LossGradient:
         )
 
     def _check_same(self, apart: float, tokens: int) -> None:
-        """Before an iteration's first update the old policy is the policy, so that ratios are 1."""
-        begins = self._policy is not None and self._policy.updates == 0
-        if (
-            not begins
-            or self._algorithm.ratio == "sampling"
-            or self._config.schedule.max_staleness
-            or not tokens
-        ):
+        """Checks that ratios are 1 in an iteration's first update, when the old policy is the
+        policy. apart: summed difference of the log-probs of both, over `tokens` tokens.
+        """
+        is_first = self._policy is not None and self._policy.updates == 0
+        if not is_first or not tokens:
+            return
+        if self._algorithm.ratio == "sampling" or self._config.schedule.max_staleness:
             return
         if not apart / tokens <= _SAME_WEIGHTS[self._config.model.dtype]:
             raise self._update.broken(
@@ -124,24 +117,27 @@ class LossGradient:
 
     def _check_head(
         self,
-        given: Sequence[GivenLoss],
+        losses: Sequence[GivenLoss],
         arrived: np.ndarray,
         surprise: np.ndarray,
         group: dist.ProcessGroup | None,
     ) -> None:
-        """surprise: log p + H of every token."""
+        """Checks the gradient behind the log-probs, at the LM head. surprise: log p + H of every
+        token.
+        """
         all_products: list[torch.Tensor] = []
         all_sizes: list[torch.Tensor] = []
         rows: list[np.ndarray] = []
-        start, is_partial = 0, False
-        for microbatch in given:
+        start = 0
+        is_partial = False
+        for microbatch in losses:
             head, logprobs = microbatch.head, microbatch.batch.logprobs
             if head is not None and head.is_watched:
                 is_partial = is_partial or head.is_partial
-                watched = np.arange(start, start + len(logprobs), head.every)
-                rows.append(watched)
+                loss_rows = np.arange(start, start + len(logprobs), head.every)
+                rows.append(loss_rows)
                 if head.products is None or head.sizes is None:  # no gradient went on
-                    nothing = torch.zeros(len(watched), device=logprobs.device)
+                    nothing = torch.zeros(len(loss_rows), device=logprobs.device)
                     all_products.append(nothing)
                     all_sizes.append(nothing)
                 else:
@@ -150,22 +146,49 @@ class LossGradient:
             start += len(logprobs)
         if not rows:
             return
-        both = torch.cat([*all_products, *all_sizes])
+        all_sums = torch.cat([*all_products, *all_sizes])
         if group is not None and is_partial:
-            dist.all_reduce(both, group=group)
-        products, sizes = both.cpu().double().numpy().reshape(2, -1)
+            dist.all_reduce(all_sums, group=group)
+        products, sizes = all_sums.cpu().double().numpy().reshape(2, -1)
         expected = (arrived * surprise)[np.concatenate(rows)]
         dtype = self._config.model.dtype
         slope = slope_of(
-            products, expected, sizes, _MARGIN * _UNITS[dtype] / _LARGEST_SLOPE_ERRORS[dtype]
+            products, expected, sizes, _MARGIN * _UNITS[dtype] / _MAX_SLOPE_ERRORS[dtype]
         )
         if slope is None:
             return
-        if abs(slope.value - 1.0) > max(_LARGEST_SLOPE_ERRORS[dtype], _DEVIATIONS * slope.error):
+        if abs(slope.value - 1.0) > max(_MAX_SLOPE_ERRORS[dtype], _DEVIATIONS * slope.error):
             raise self._update.broken(
                 f"the gradient that went on behind the log-probs is {slope.value:.4g} times the "
                 f"one that came to them, over {len(products)} tokens"
             )
+
+
+def arrived_gradients(losses: Sequence[GivenLoss]) -> Values:
+    """Returns fp64 [N]: the gradient that came back to each token's log-prob; 0 if none came."""
+    gradients = []
+    for loss in losses:
+        zeros = torch.zeros_like(loss.batch.logprobs)
+        gradients.append(zeros if loss.gradient is None else loss.gradient)
+    return torch.cat(gradients).cpu().double().numpy()
+
+
+def batch_with_credit(
+    losses: Sequence[GivenLoss], advantages: Mapping[int, Sequence[np.ndarray]]
+) -> tuple[TokenBatch, list[tuple[int, int]], np.ndarray]:
+    """Returns all tokens of the losses on the host, with the advantages that their groups' credit
+    gives; (group, response) of each response; and int64 [responses], the responses' lengths.
+
+    advantages: as in LossGradient.check.
+    """
+    batch = on_host(joined([loss.batch for loss in losses]))
+    sources: list[tuple[int, int]] = []
+    lengths: list[int] = []
+    for loss in losses:
+        sources += loss.sources
+        lengths += loss.lengths
+    lengths_array = np.array(lengths)
+    return with_advantages(batch, sources, lengths_array, advantages), sources, lengths_array
 
 
 def with_advantages(
@@ -174,14 +197,16 @@ def with_advantages(
     lengths: np.ndarray,
     advantages: Mapping[int, Sequence[np.ndarray]],
 ) -> TokenBatch:
-    """The batch with the advantages that the groups' credit gives, where it is known."""
+    """Returns the batch with the advantages that the groups' credit gives, if it is known."""
     if not any(group in advantages for group, _ in sources):
         return batch
     values: list[np.ndarray] = []
     for (group, number), length in zip(sources, lengths.tolist(), strict=True):
-        is_known = group in advantages
-        values.append(
-            advantages[group][number] if is_known else np.full(length, np.nan, np.float32)
-        )
-    of_tokens = torch.from_numpy(np.concatenate(values))
-    return replace(batch, advantages=torch.where(of_tokens.isnan(), batch.advantages, of_tokens))
+        if group in advantages:
+            values.append(advantages[group][number])
+        else:
+            values.append(np.full(length, np.nan, np.float32))  # keeps the batch's own
+    token_advantages = torch.from_numpy(np.concatenate(values))
+    return replace(
+        batch, advantages=torch.where(token_advantages.isnan(), batch.advantages, token_advantages)
+    )

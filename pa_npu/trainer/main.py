@@ -1,4 +1,4 @@
-"""Entry of one trainer rank: `python -m pa_npu.trainer.main --config RUN/config.yaml`, started by the launcher.
+"""Entry of a trainer rank, which the launcher starts: `python -m pa_npu.trainer.main --config FILE`.
 
 The environment gives the rank's place (RANK, LOCAL_RANK, WORLD_SIZE as torchrun sets them) and the
 store (PA_NPU_STORE=host:port).
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def run_rank(config: Config, rank: int) -> None:
-    """Build this rank's share of the model and run the loop."""
+    """Builds this rank's share of the model and runs the training loop."""
     local_rank = int(os.environ["LOCAL_RANK"])
     platform = platforms.get(config.run.device)
     platform.set_device(local_rank)

@@ -1,4 +1,4 @@
-"""Which tensors a gradient has come to, and which of the others may be without one."""
+"""Finds the tensors that got a gradient, and those of the others that may have none."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ import torch
 from pa_npu.backends.protocol import SteppedTensor
 
 _PARTNERS = {".lora_A.": ".lora_B."}
-"""A's gradient is exactly 0 as long as B is, as it begins."""
+"""The gradient of A is exactly 0 as long as B is 0, which B is at first."""
 
 
 def _partner(name: str) -> str | None:
-    """Returns the name of the tensor without which this one has no gradient."""
-    for part, partner in _PARTNERS.items():
-        if part in name:
-            return name.replace(part, partner)
+    """Returns the name of the tensor without which this one has no gradient; None if there is no
+    such tensor.
+    """
+    for suffix, partner_suffix in _PARTNERS.items():
+        if suffix in name:
+            return name.replace(suffix, partner_suffix)
     return None
 
 
 def waits_for_its_partner(name: str, weights: dict[str, float]) -> bool:
-    """Whether a tensor is multiplied by another one that is 0. weights: by name, whether any is not
-    0.
+    """Returns whether a tensor is multiplied by another one that is 0. weights: by name, whether
+    any weight of the tensor is not 0.
     """
     partner = _partner(name)
     return partner is not None and not weights.get(partner, 1.0)
@@ -34,12 +36,15 @@ def waits_for_its_partner(name: str, weights: dict[str, float]) -> bool:
 def gradients_present(
     tensors: Sequence[SteppedTensor], sampled: npt.NDArray[np.bool_]
 ) -> tuple[list[bool], list[bool], list[bool]]:
-    """Says of each tensor whether a gradient has come, whether any of its elements is not 0, and of
-    B of an adapter whose A has no gradient whether any weight is not. sampled: as of
-    StepReplay._check_gradients.
+    """Returns three answers for each tensor: whether a gradient has come; whether any of its
+    elements is not 0; and, for the B of an adapter whose A has no gradient, whether any weight is
+    not 0 (True for all other tensors).
+
+    sampled: as in StepReplay._check_gradients.
     """
     arrived = [tensor.gradient is not None for tensor in tensors]
-    nonzero, weights = sampled.tolist(), [True] * len(tensors)
+    nonzero: list[bool] = sampled.tolist()
+    weights = [True] * len(tensors)
     # most rows of an embedding have no gradient, so that a sample that is 0 says nothing
     unknown = [
         (number, tensor.gradient)
@@ -65,7 +70,7 @@ def gradients_present(
 
 
 def _any(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Says of each tensor whether any element is not 0; the device is waited for once."""
+    """Returns for each tensor whether any element is not 0; waits for the device once."""
     if not tensors:
         return []
     device = tensors[0].device

@@ -1,13 +1,15 @@
-"""A trainer rank's part in bringing versions to the engines: one policy per run, called at named points of an iteration.
+"""Publication: a trainer rank's part in bringing versions to the engines; one policy per run.
 
-    policy                what it does with version v                                         key
-    BlockingPublication   sends it at the border; engines hold it then                        publish.mode=blocking
-    DelayedPublication    sends it at the border; engines may swap to it later, and engines   publish.mode=delayed, rolling
-                          that come late get the version before until then
-    SkippingPublication   leaves it out while the engines' policy is near                     publish.divergence
-    NoPublication         announces it: there are no engines                                  rollout.engines=0
+    policy                key                     what it does with version v
+    BlockingPublication   publish.mode=blocking   sends it at the border; engines hold it then
+    DelayedPublication    publish.mode=delayed,   sends it at the border; engines may swap to it
+                          rolling                 later, and late engines get the version before
+                                                  until then
+    SkippingPublication   publish.divergence      leaves it out while the engines' policy is near
+    NoPublication         rollout.engines=0       announces it: there are no engines
 
-    point           when
+A policy is called at these points of an iteration:
+
     publish         the policy is `version`, before anything is trained from it
     probed          engines have answered a probe of `version`
     before_step     the weights are about to change
@@ -42,11 +44,11 @@ class Publication(ABC):
 
     @abstractmethod
     def publish(self, version: int) -> Published:
-        """Brings `version` to the engines. Raises DeadlineExceeded where the coordinator is silent."""
+        """Brings `version` to the engines. Raises DeadlineExceeded if the coordinator is silent."""
 
     @abstractmethod
     def probed(self, version: int, probe: Sequence[Microbatch]) -> None:
-        """Learns what engines sampled by `version` right after they had loaded it."""
+        """Takes note of what engines sampled by `version` right after they had loaded it."""
 
     @abstractmethod
     def before_step(self) -> None:
@@ -155,7 +157,7 @@ class DelayedPublication(BlockingPublication):
 
 
 class SkippingPublication(BlockingPublication):
-    """Publishes a version only where the policy has moved on, or where it has to be published."""
+    """Publishes a version only if the policy has moved on, or if it must be published."""
 
     def __init__(
         self,
@@ -198,18 +200,18 @@ class Probes(Protocol):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class PublishedVersions:
-    """Chooses the versions that are published (publish.divergence): engines keep theirs while it is
-    near the trainers' policy.
+    """Chooses the versions that are published (publish.divergence): engines keep their version as
+    long as it is near the trainers' policy.
 
         publish of version e ──> probe: responses that e sampled, and their log-probs
         border of version v  ──> KL(e || v) over the probe, by K3, under the weights that train now
                                  below `limit`: engines keep e, the trainers go on
 
-    Always published: the first and the last version, one that is evaluated or saved (so that a run
-    that continues from it does what the one that was not interrupted does), and one without which
-    tokens would be older than schedule.max_staleness. Never published: one by which nothing is
-    generated any more. All ranks decide alike, from numbers that depend neither on time nor on
-    which engines serve.
+    Always published are the first and the last version, a version that is evaluated or saved (so
+    that a continued run does what an undisturbed one does), and one without which tokens would be
+    older than schedule.max_staleness. A version by which nothing is generated anymore is never
+    published. All ranks decide alike, from numbers that depend neither on time nor on which engines
+    serve.
 
     The idea is that of adaptive actor policy synchronisation: ClusterEnv, arXiv 2507.10990.
     """
@@ -222,8 +224,9 @@ class PublishedVersions:
     _probe: Sequence[Microbatch] = field(default=(), init=False)
 
     def published(self, version: int, probe: Sequence[Microbatch]) -> None:
-        """Engines hold `version`, and have sampled `probe` by it."""
-        self._published, self._probe = version, probe
+        """Takes note that engines hold `version` and have sampled `probe` by it."""
+        self._published = version
+        self._probe = probe
 
     def decide(self, version: int) -> DivergenceReport:
         """Decides whether to publish `version`, which the policy holds now. Collective."""
@@ -251,7 +254,7 @@ def make_publication(
     freshness: Freshness,
     milestones: Milestones,
 ) -> BlockingPublication:
-    """Makes the policy that the keys of a run with engines ask for; arguments as of the policies."""
+    """Makes the policy that the keys of a run with engines ask for; arguments as in the policies."""
     if publish.divergence is not None:
         choice = PublishedVersions(
             probes=learner, limit=publish.divergence, freshness=freshness, milestones=milestones

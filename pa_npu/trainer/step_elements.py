@@ -1,4 +1,7 @@
-"""The elements by which a step is judged: some of each tensor, others in every update, read with one copy from each device."""
+"""The elements by which a step is judged: some of each tensor, and other ones in every update.
+
+They are read with one copy from each device.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,18 @@ from pa_npu.backends.protocol import SteppedTensor
 
 Integers = npt.NDArray[np.int64]
 
-_ELEMENTS = 512  # a rank, in all
-_OF_EACH = 2  # tensor, at least
+_ELEMENTS_OF_A_RANK = 512
+_MIN_ELEMENTS_OF_A_TENSOR = 2
 
 
 @dataclass(frozen=True, eq=False)
 class ChosenElements:
-    """Elements of each tensor, at equal distances from a random one on, in one order.
+    """The n chosen elements of a rank's tensors: of each tensor some, at equal distances from a
+    random one on. They are ordered by tensor.
 
-    slices: (start, stop, distance) of each tensor. counts: int64 [tensors], of its elements; owner:
-    int64 [n], each element's tensor.
+    slices: (start, stop, distance) of each tensor.
+    counts: int64 [tensors], number of elements of each tensor.
+    owner: int64 [n], the number of each element's tensor.
     """
 
     slices: list[tuple[int, int, int]]
@@ -32,16 +37,18 @@ class ChosenElements:
     owner: Integers
 
     @classmethod
-    def of(
+    def choose(
         cls, tensors: Sequence[SteppedTensor], seed: int, update: int, rank: int
     ) -> ChosenElements:
-        """The elements by which step `update` is judged on this rank."""
+        """Chooses the elements by which step `update` is judged on this rank."""
         sizes = np.array([tensor.weights.numel() for tensor in tensors], np.int64)
-        each = max(_OF_EACH, _ELEMENTS // max(1, int(np.count_nonzero(sizes))))
-        counts = np.minimum(each, sizes)
+        num_tensors = max(1, int(np.count_nonzero(sizes)))
+        counts = np.minimum(
+            max(_MIN_ELEMENTS_OF_A_TENSOR, _ELEMENTS_OF_A_RANK // num_tensors), sizes
+        )
         random = np.random.default_rng((seed, update, rank)).random((2, len(sizes)))
-        # up to the largest distance at which there are as many, so that no pattern of elements is
-        # at it every time
+        # distances are random, up to the largest one that leaves room for as many elements, so that
+        # no pattern of elements is met, or missed, every time
         largest = np.maximum(1, sizes // np.maximum(1, counts))
         distances = np.maximum(1, largest - (random[0] * largest / 4).astype(np.int64))
         room = sizes - np.maximum(0, counts - 1) * distances
@@ -53,22 +60,23 @@ class ChosenElements:
     def __len__(self) -> int:
         return len(self.owner)
 
-    def of_elements(self, values: Sequence[float]) -> Values:
-        """Spreads a value of each tensor over its elements."""
+    def spread(self, values: Sequence[float]) -> Values:
+        """Returns, for each element, the value of its tensor. values: one of each tensor."""
         return np.repeat(np.asarray(values, np.float64), self.counts)
 
-    def any_of_tensors(self, values: Values) -> npt.NDArray[np.bool_]:
-        """Says of each tensor whether any of its elements here is not 0."""
+    def tensors_with_any(self, values: Values) -> npt.NDArray[np.bool_]:
+        """Returns bool [tensors]: whether any element of the tensor has a value that is not 0."""
         return np.bincount(self.owner, weights=values != 0, minlength=len(self.counts)) > 0
 
 
 Memory = list[torch.Tensor | Values | None]
-"""An attribute of each tensor, in numpy where that is the host's memory in fp32; None where there
-is none. The same type holds views of the chosen elements of each.
+"""An attribute of each tensor: as numpy if it is fp32 in host memory, None if the tensor has none.
+The same type holds views of each tensor's chosen elements.
 """
 
 
 def memory_of(tensors: Sequence[SteppedTensor], name: str) -> Memory:
+    """Returns the attribute `name` of each tensor."""
     memory: Memory = []
     for tensor in tensors:
         values: torch.Tensor | None = getattr(tensor, name)
@@ -78,20 +86,17 @@ def memory_of(tensors: Sequence[SteppedTensor], name: str) -> Memory:
 
 
 def views_of(memory: Memory, chosen: ChosenElements) -> Memory:
-    """There are many tensors: one call for each."""
-    return [
-        values[start:stop:distance] if values is not None and count else None
-        for values, (start, stop, distance), count in zip(
-            memory, chosen.slices, chosen.counts.tolist(), strict=True
-        )
-    ]
+    """Returns views of each tensor's chosen elements; None for a tensor without any."""
+    views: Memory = []
+    for values, span, count in zip(memory, chosen.slices, chosen.counts.tolist(), strict=True):
+        views.append(None if values is None or not count else values[slice(*span)])
+    return views
 
 
 @torch.no_grad()
 def read_elements(columns: Sequence[tuple[ChosenElements, Memory]]) -> list[Values]:
-    """Reads columns of elements, fp64 [n] each; NaN where a tensor has none.
-
-    One copy from each device for all of them.
+    """Reads columns of elements with one copy from each device; returns fp64 [n] for each column,
+    NaN for elements of tensors that have no such attribute.
     """
     parts: list[npt.NDArray[Any] | None] = []
     waiting: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
@@ -110,5 +115,5 @@ def read_elements(columns: Sequence[tuple[ChosenElements, Memory]]) -> list[Valu
         for number, view in numbered:
             parts[number] = values[begin : begin + len(view)]
             begin += len(view)
-    whole = np.concatenate([np.zeros(0), *(part for part in parts if part is not None)])
-    return np.split(whole, np.cumsum([len(chosen) for chosen, _ in columns])[:-1])
+    joined = np.concatenate([np.zeros(0), *(part for part in parts if part is not None)])
+    return np.split(joined, np.cumsum([len(chosen) for chosen, _ in columns])[:-1])

@@ -1,15 +1,16 @@
-"""Invariant I7 behind the gradient: a step makes of the weights what AdamW makes of them.
+"""Invariant I7 behind the gradient: a step changes the weights as AdamW does.
 
     end of step u - 1    choose elements for step u, remember their weights and moments
     before step u        the same elements hold the same bits; tensors whose gradient is exactly 0
                          are named
     step u               the backend clips and applies
-    after step u         replay in fp64 from gradient, moments, schedule, decay, clip and bias correction ──> compare
+    after step u         replay in fp64 from gradient, moments, schedule, decay, clip and bias
+                         correction ──> compare
 
-The choice is another one in every update, some hundred elements a rank and some of every tensor, so
-that nothing that is left out can keep out of its way. A checkpoint holds a digest of the elements
-that the next step is judged by: moments that a resume lost show before anything is trained. Every
-rank judges its own part of the optimizer; the one sum over ranks says which tensors have no
+Every update chooses other elements, some hundred on each rank and some of every tensor, so that a
+tensor which is left out is met sooner or later. A checkpoint holds a digest of the elements that
+the next step is judged by, so that moments which a resume lost show before anything is trained.
+Every rank judges its own part of the optimizer; the only sum over ranks says which tensors have no
 gradient.
 """
 
@@ -33,14 +34,14 @@ from pa_npu.trainer.missing_gradients import gradients_present, waits_for_its_pa
 from pa_npu.trainer.step_elements import ChosenElements, Memory, memory_of, read_elements, views_of
 
 _NAMED = 4
-# Of the mean change of all elements, in deviations of its rounding: the limits of single elements
-# are some three of these.
+# Limit of the mean change of all elements, in deviations of its rounding. Limits of single elements
+# are some three deviations.
 _DEVIATIONS = 4.0
 _RATE_ROUNDING = 1e-6
 
 
 def _state(weights: Values, mean: Values, square: Values) -> dict[str, Values]:
-    """Weights and moments by name. Moments that no step has made yet are 0."""
+    """Returns weights and moments by name. Moments that no step has made yet are 0."""
     return {
         "weights": weights,
         "mean": np.nan_to_num(mean, nan=0.0),
@@ -57,11 +58,11 @@ class StepReplay:
         self._updates = 0
         self._next: ChosenElements | None = None
         self._remembered: dict[str, Values] = {}
-        self._left_out: dict[str, int] = {}  # by tensor, in how many updates nothing came to it
+        self._left_out: dict[str, int] = {}  # by tensor, in how many updates it got no gradient
 
     @property
     def first_sampled(self) -> int:
-        """A number that is another one in every update, for samples at equal distances."""
+        """A number that differs in every update; samples at equal distances begin there."""
         return int(
             np.random.default_rng((self._config.run.seed, self._updates + 1)).integers(0, 2**31)
         )
@@ -73,10 +74,9 @@ class StepReplay:
         reductions: Reductions,
         device: torch.device,
     ) -> BeforeStep:
-        """Looks at what the step is about to change. Collective over replicas. Raises
-        InvariantViolation.
+        """Checks and remembers what the step is about to change.
 
-        where: which update, for messages.
+        where: which update, for messages. Collective over replicas. Raises InvariantViolation.
         """
         if self._next is None:
             self._choose(tensors)
@@ -84,11 +84,10 @@ class StepReplay:
         assert chosen is not None, "it has just been chosen"
         memory = {name: memory_of(tensors, name) for name in ("gradient", *_STATE)}
         columns = [(chosen, views_of(values, chosen)) for values in memory.values()]
-        gradient, *state_columns = read_elements(columns)
-        self._check_gradients(
-            where, tensors, chosen.any_of_tensors(np.nan_to_num(gradient)), reductions, device
-        )
-        state = _state(*state_columns)
+        gradient, weights, mean, square = read_elements(columns)
+        has_gradient = chosen.tensors_with_any(np.nan_to_num(gradient))
+        self._check_gradients(where, tensors, has_gradient, reductions, device)
+        state = _state(weights, mean, square)
         for name, values in state.items():
             differs = values != remembered[name]
             if differs.any():
@@ -104,17 +103,20 @@ class StepReplay:
         return BeforeStep(where, chosen, before, gradient, tensors, memory)
 
     def after(self, begun: BeforeStep, tensors: Sequence[SteppedTensor], result: Step) -> None:
-        """Compares what the step made of the weights with the replay, and chooses the next
-        elements. Raises InvariantViolation.
+        """Compares the stepped weights with the replay, and chooses the next elements.
 
         tensors: those that `before` was given, whose memory the step has written.
+
+        Raises InvariantViolation.
         """
-        where, chosen, before = begun.where, begun.chosen, begun.state
+        where = begun.where
+        chosen = begun.chosen
+        before = begun.state
         self._updates += 1
         rate = scheduled_rate(self._config, self._updates)
         self._check_settings(where, tensors, result, rate)
-        decays = chosen.of_elements([self._decay(tensor) for tensor in tensors])
-        left_out = chosen.of_elements([self._left_out.get(tensor.name, 0) for tensor in tensors])
+        decays = chosen.spread([self._decay(tensor) for tensor in tensors])
+        left_out = chosen.spread([self._left_out.get(tensor.name, 0) for tensor in tensors])
         replayed = step(
             before,
             begun.gradient,
@@ -124,20 +126,24 @@ class StepReplay:
             rate=rate,
             clip=clip_factor(self._config, result.grad_norm),
         )
-        following = ChosenElements.of(tensors, self._config.run.seed, self._updates + 1, self._rank)
-        # where the step has written the same memory, it is not looked up again
-        is_same = tensors is begun.tensors
-        memory = begun.memory if is_same else {name: memory_of(tensors, name) for name in _STATE}
-        columns = [
-            (elements, views_of(memory[name], elements))
-            for elements in (chosen, following)
-            for name in _STATE
-        ]
-        copies = views_of(memory_of(tensors, "model"), chosen)
-        *read, model = read_elements([*columns, (chosen, copies)])
-        state, next_state = _state(*read[:3]), _state(*read[3:])
+        following = ChosenElements.choose(
+            tensors, self._config.run.seed, self._updates + 1, self._rank
+        )
+        # if the step has written the same memory, it need not be looked up again
+        memory = begun.memory
+        if tensors is not begun.tensors:
+            memory = {name: memory_of(tensors, name) for name in _STATE}
+        columns = []
+        for elements in (chosen, following):
+            for name in _STATE:
+                columns.append((elements, views_of(memory[name], elements)))
+        columns.append((chosen, views_of(memory_of(tensors, "model"), chosen)))
+        *states, model = read_elements(columns)  # one copy from the device for all
+        state = _state(*states[: len(_STATE)])
+        next_state = _state(*states[len(_STATE) :])
         for name, values in state.items():
-            expected, limit = getattr(replayed.expected, name), getattr(replayed.limit, name)
+            expected = getattr(replayed.expected, name)
+            limit = getattr(replayed.limit, name)
             wrong = ~(np.abs(values - expected) <= limit)
             if wrong.any():
                 place = int((np.abs(values - expected) / np.maximum(limit, 1e-300)).argmax())
@@ -158,10 +164,11 @@ class StepReplay:
             replayed.limit.weights,
         )
         self._check_copies(where, chosen, tensors, state["weights"], model)
-        self._next, self._remembered = following, next_state
+        self._next = following
+        self._remembered = next_state
 
     def saved(self, tensors: Sequence[SteppedTensor]) -> dict[str, Any]:
-        """This rank's part of a checkpoint's `optimizer`: what a resume compares with."""
+        """Returns this rank's part of a checkpoint's `optimizer`, which a resume compares with."""
         if self._next is None:
             self._choose(tensors)
         return self._description(tensors)
@@ -173,43 +180,42 @@ class StepReplay:
         saved: dict[str, Any] | None,
         seed: int,
     ) -> str:
-        """Goes on after `updates`; returns what is wrong with the state that was loaded, or
-        nothing.
+        """Continues after `updates` updates; returns what is wrong with the loaded state, or an
+        empty text.
 
-        saved: what `saved` of this rank gave; of any rank where ranks are others now. seed: of the
-        run that saved it.
+        saved: what `saved` returned on this rank; on any rank if the number of ranks has changed.
+        seed: of the run that saved it.
         """
-        self._updates, self._left_out = updates, {}
+        self._updates = updates
+        self._left_out = {}
         self._choose(tensors, seed)
-        wrong = ""
+        problem = ""
         if saved is not None:
             loaded = self._description(tensors)
             if saved["shape"] == loaded["shape"] and saved["rank"] == loaded["rank"]:
                 if saved["digest"] != loaded["digest"]:
-                    wrong = (
+                    problem = (
                         f"the optimizer's state of rank {self._rank} is not the one that was saved "
                         "(the digest of a sample differs)"
                     )
             elif saved["moving"] > 0.1 and loaded["moving"] == 0.0:
                 share = saved["moving"]
-                wrong = (
+                problem = (
                     f"the moments of AdamW are all 0 in a sample, where {share:.0%} of those "
                     "that were saved are not"
                 )
         self._choose(tensors)
-        return wrong
+        return problem
 
     def _description(self, tensors: Sequence[SteppedTensor]) -> dict[str, Any]:
-        shape, digest = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
+        shape = hashlib.blake2b(digest_size=8)
         for tensor in tensors:
             shape.update(f"{tensor.name} {tensor.weights.numel()} ".encode())
+        digest = hashlib.blake2b(digest_size=8)
         for values in self._remembered.values():
             digest.update(values.tobytes())
-        moving = (
-            float(np.mean(self._remembered["square"] != 0))
-            if len(self._remembered["square"])
-            else 0.0
-        )
+        squares = self._remembered["square"]
+        moving = float(np.mean(squares != 0)) if len(squares) else 0.0
         return {
             "rank": self._rank,
             "shape": shape.hexdigest(),
@@ -218,17 +224,20 @@ class StepReplay:
         }
 
     def _choose(self, tensors: Sequence[SteppedTensor], seed: int | None = None) -> None:
-        """For the next step."""
-        seed = self._config.run.seed if seed is None else seed
-        self._next = ChosenElements.of(tensors, seed, self._updates + 1, self._rank)
-        self._remembered = _state(
-            *read_elements(
-                [(self._next, views_of(memory_of(tensors, name), self._next)) for name in _STATE]
-            )
-        )
+        """Chooses the elements of the next step and remembers their state. seed: None means this
+        run's.
+        """
+        if seed is None:
+            seed = self._config.run.seed
+        self._next = ChosenElements.choose(tensors, seed, self._updates + 1, self._rank)
+        columns = []
+        for name in _STATE:
+            columns.append((self._next, views_of(memory_of(tensors, name), self._next)))
+        weights, mean, square = read_elements(columns)
+        self._remembered = _state(weights, mean, square)
 
     def _decay(self, tensor: SteppedTensor) -> float:
-        """Norms and biases are not decayed."""
+        """Returns the tensor's weight decay; norms and biases have none."""
         is_bias = tensor.dimensions <= 1 or tensor.name.endswith(".bias")
         return 0.0 if is_bias else self._config.optimizer.weight_decay
 
@@ -240,10 +249,8 @@ class StepReplay:
             if not tensor.weights.numel():
                 continue
             named.append((tensor.name, tensor.rate))
-            if (
-                abs(tensor.decay - self._decay(tensor))
-                > _RATE_ROUNDING * self._config.optimizer.weight_decay
-            ):
+            limit = _RATE_ROUNDING * self._config.optimizer.weight_decay
+            if abs(tensor.decay - self._decay(tensor)) > limit:
                 raise _broken(
                     where,
                     f"the weight decay of {tensor.name}, of {tensor.dimensions} dimensions, is "
@@ -260,7 +267,7 @@ class StepReplay:
     def _check_mean_change(
         self, where: str, before: Values, after: Values, expected: Values, limit: Values
     ) -> None:
-        """Sees a factor that is too small for any single element's rounding."""
+        """Detects a wrong factor that is too small to exceed any single element's limit."""
         change = expected - before
         size = float(np.sum(change**2))
         if not size:
@@ -281,9 +288,7 @@ class StepReplay:
         weights: Values,
         model: Values,
     ) -> None:
-        """The weights that the model computes with are those that were stepped, in the model's
-        type.
-        """
+        """Checks that the model computes with the weights that were stepped, in its own type."""
         narrow = [tensor.model is not None for tensor in tensors]
         if not any(narrow):
             return
@@ -308,10 +313,10 @@ class StepReplay:
         reductions: Reductions,
         device: torch.device,
     ) -> None:
-        """Names tensors whose gradient is exactly 0, on all ranks that hold a part of them, while
-        others' are not.
+        """Raises InvariantViolation for tensors whose gradient is exactly 0 on all ranks that hold
+        a part of them, while that of others is not.
 
-        sampled: whether any chosen element of each tensor's gradient is not 0.
+        sampled: for each tensor, whether any chosen element of its gradient is not 0.
         """
         present = gradients_present(tensors, sampled)
         moving = torch.from_numpy(np.array(present, np.float32)).to(device)
@@ -322,14 +327,12 @@ class StepReplay:
         if not nonzero.any():
             return  # rewards that are all equal train nothing
         by_name = dict(zip((tensor.name for tensor in tensors), weights, strict=True))
-        missing = [
-            tensor.name
-            for tensor, has_come, is_nonzero in zip(tensors, arrived, nonzero, strict=True)
-            if has_come
-            and not is_nonzero
-            and not tensor.may_be_zero
-            and not waits_for_its_partner(tensor.name, by_name)
-        ]
+        missing = []
+        for tensor, has_come, is_nonzero in zip(tensors, arrived, nonzero, strict=True):
+            if not has_come or is_nonzero or tensor.may_be_zero:
+                continue
+            if not waits_for_its_partner(tensor.name, by_name):
+                missing.append(tensor.name)
         if missing:
             more = f" and of {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
             raise _broken(
@@ -341,8 +344,11 @@ class StepReplay:
 
 @dataclass(frozen=True, eq=False)
 class BeforeStep:
-    """What StepReplay.before saw. gradient: divided, not yet clipped, fp64 [n]. memory: gradients,
-    weights and moments of `tensors` by name.
+    """What StepReplay.before has read.
+
+    where: which update, for messages. chosen: the n elements that the step is judged by.
+    state: their weights and moments. gradient: fp64 [n], divided but not yet clipped.
+    memory: gradients, weights and moments of `tensors`, by name.
     """
 
     where: str
@@ -357,5 +363,5 @@ _STATE = ("weights", "mean", "square")
 _NAMES = {"weights": "the weight", "mean": "the mean moment", "square": "the square moment"}
 
 
-def _broken(where: str, what: str) -> InvariantViolation:
-    return InvariantViolation(f"I7 step: {where}: {what}")
+def _broken(where: str, reason: str) -> InvariantViolation:
+    return InvariantViolation(f"I7 step: {where}: {reason}")

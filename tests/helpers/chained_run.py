@@ -174,7 +174,7 @@ def _group(iteration: int, index: int, numbers: Step) -> Group:
         "index": index,
         "prompt_id": GROUPS * iteration + index,
     }
-    return Group.of_samples(samples, rewards, _advantages(rewards), **identity)
+    return Group.from_samples(samples, rewards, _advantages(rewards), **identity)
 
 
 def _kept(iteration: int, index: int, numbers: Step) -> list[KeptResponse]:

@@ -156,7 +156,7 @@ def test_a_sessions_tree_has_the_gradients_of_its_branches_one_by_one_at_the_cos
     assert sum(sample.num_trained for sample in samples) == 66 + 5 + 4 + 3 + 6 + 7, "each turn once"
     identity = {"run_seed": 0, "iteration": 0, "index": 0, "prompt_id": 0}
     ones = np.ones(len(samples), np.float32)
-    group = Group.of_samples(samples, ones, ones, **identity)
+    group = Group.from_samples(samples, ones, ones, **identity)
     packed = pack([group], True, 4)
     total, unique = sum(len(sample.tokens) for sample in samples), num_unique(samples)
     assert unique < packed.num_computed_tokens + 1 < total / 2
@@ -183,6 +183,6 @@ def test_a_sessions_tree_has_the_gradients_of_its_branches_one_by_one_at_the_cos
                 sample.show(node.context)
             assert node.written is not None
             sample.write(node.written.tokens, node.written.logprobs, 0)
-        one = Group.of_samples([sample.finish(True, "")], ones[:1], ones[:1], **identity)
+        one = Group.from_samples([sample.finish(True, "")], ones[:1], ones[:1], **identity)
         run(twice, pack([one], False, 1))
     assert worst_relative(gradients(twice), gradients(apart)) > 0.1

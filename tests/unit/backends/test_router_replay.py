@@ -54,7 +54,7 @@ from pa_npu.backends.megatron.routing import replay_of  # isort: skip
 
 EXPERTS, TAKEN, SPARSE = 8, 2, 2  # of the three layers the middle one is dense
 ROUTES = routes(Experts(EXPERTS, TAKEN, 32, True, (0, 2)))
-RUN = RunColumns.of_features([ROUTES])
+RUN = RunColumns.from_features([ROUTES])
 REPLAY = {"router_replay": "rollout"}
 
 
@@ -431,7 +431,7 @@ async def test_the_transformers_engines_routes_are_what_the_trainer_would_choose
         assert torch.equal(recorded[:-1].sort(-1).values, wanted.sort(-1).values)
         assert (recorded[-1] == column.elsewhere).all()
     ones = np.ones(3, np.float32)
-    group = Group.of_samples(
+    group = Group.from_samples(
         samples_of(prompt, [replace(one, version=0) for one in found]),
         ones,
         ones,

@@ -102,7 +102,7 @@ def test_a_column() -> None:
     values = np.arange(18, dtype=np.float32).reshape(3, 3, 2)
     sample.write(np.arange(3, dtype=np.int32), -np.ones(3, np.float32), 0, {column: values})
     samples, zeros = [sample.finish(True, "")], np.zeros(1, np.float32)
-    group = Group.of_samples(
+    group = Group.from_samples(
         samples, zeros, zeros + 1, run_seed=0, iteration=0, index=0, prompt_id=0
     )
     buffer = RolloutBuffer(StoreChannel(dist.HashStore()), "run", 1, columns=run_columns(own))

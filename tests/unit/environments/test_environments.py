@@ -235,7 +235,7 @@ async def test_samples_of_several_turns_become_a_microbatch_whose_targets_see_th
 ):
     samples = await episode(ToolEnvironment(context()), Scripted(SCRIPTS), 3)
     ones = np.ones(3, np.float32)
-    group = Group.of_samples(samples, ones, ones, run_seed=1, iteration=2, index=3, prompt_id=4)
+    group = Group.from_samples(samples, ones, ones, run_seed=1, iteration=2, index=3, prompt_id=4)
     assert group.version_range == (0, 2)
     (microbatch,) = build_microbatches(group, 3, True, 1)
     shared = len(PROMPT.tokens)

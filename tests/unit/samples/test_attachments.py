@@ -64,7 +64,7 @@ def two_images(first: int, second: int, seed: int = 0) -> Sample:
 
 def group_of(samples: list[Sample], index: int = 0) -> Group:
     rewards = np.arange(len(samples), dtype=np.float32)
-    return Group.of_samples(samples, rewards, rewards + 1, **{**IDENTITY, "index": index})
+    return Group.from_samples(samples, rewards, rewards + 1, **{**IDENTITY, "index": index})
 
 
 def shows(placeholders: Any) -> list[tuple[int, int, list[tuple[str, bytes]]]]:

@@ -63,7 +63,7 @@ def two_turns(number: int, columns: tuple[Column, ...] = (MADE_UP, ROUTES)) -> S
 
 def group_of(samples: list[Sample], index: int = 0) -> Group:
     rewards = np.arange(len(samples), dtype=np.float32)
-    return Group.of_samples(samples, rewards, rewards + 1, **{**IDENTITY, "index": index})
+    return Group.from_samples(samples, rewards, rewards + 1, **{**IDENTITY, "index": index})
 
 
 def test_values_reach_the_targets_in_their_order_and_those_of_all_tokens_the_packed_rows() -> None:

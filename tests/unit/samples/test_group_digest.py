@@ -37,7 +37,7 @@ def group(index: int = 0) -> Group:
         samples.append(builder.finish(True, ""))
     rewards = rng.random(3).astype(np.float32)
     identity = {"run_seed": 1, "iteration": 2, "index": index, "prompt_id": 5}
-    made = Group.of_samples(samples, rewards, rewards - rewards.mean(), **identity)
+    made = Group.from_samples(samples, rewards, rewards - rewards.mean(), **identity)
     return replace(made, columns={SCORES: rng.random(len(made.tokens)).astype(np.float32)})
 
 

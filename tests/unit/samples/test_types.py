@@ -43,7 +43,7 @@ def make_group(
             if turn == 1 and length > 1:
                 sample.show(random.integers(0, 150_000, number, dtype=np.int32))
         samples.append(sample.finish(bool(random.integers(0, 2)), ""))
-    group = Group.of_samples(
+    group = Group.from_samples(
         samples,
         random.random(len(lengths), dtype=np.float32),
         random.standard_normal(len(lengths), dtype=np.float32),
