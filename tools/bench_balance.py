@@ -23,7 +23,7 @@ over iterations:
              responses over all places, and the longest response of all
   iteration  until the last replica is done, over the larger of that bound and of Tt, training on
              equally loaded replicas
-  tail       tail_waste of the records (pa_npu/coordinator/variants.py)
+  tail       tail_waste of the records (pa_npu/coordinator/features.py)
 """
 
 from __future__ import annotations

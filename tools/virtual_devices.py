@@ -24,8 +24,8 @@ from unittest import mock
 import numpy as np
 
 from pa_npu.config.schema import Config
+from pa_npu.coordinator.assembly import make_roles
 from pa_npu.coordinator.engine_groups import producer_on_engines
-from pa_npu.coordinator.main import make_roles
 from pa_npu.coordinator.roles import RolesDelivery
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import iterations_ahead
 from pa_npu.coordinator.episode import ScoredGroup
+from pa_npu.coordinator.features import AdmissionPace, HookPoints
 from pa_npu.coordinator.group_source import DeliveryTimes
 from pa_npu.coordinator.updates import EveryGroup
-from pa_npu.coordinator.variants import Pace, Points
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import GroupCost
 from pa_npu.engines.pool import EnginePool, Lease
@@ -58,10 +58,10 @@ class Planner:
         # work of what trainers have had, and as if it were prompts and what was written
         self._computed = self._written = 1.0
 
-    def pace(self, iteration: int, prompts: Sequence[Prompt]) -> Pace:
+    def pace(self, iteration: int, prompts: Sequence[Prompt]) -> AdmissionPace:
         """The schedule of an iteration that begins now."""
         schedule = self.controller.begin_iteration(self.outlook(iteration, prompts), iteration)
-        return Pace(schedule, len(self.pool.engines))
+        return AdmissionPace(schedule, len(self.pool.engines))
 
     def tokens(self, prompt: Prompt) -> int:
         """Expected tokens of a group, prompts and responses."""
@@ -115,9 +115,9 @@ class Admission:
     pool: EnginePool
     iteration: int
     choice: EveryGroup
-    pace: Pace
+    pace: AdmissionPace
     version: int | None
-    points: Points
+    points: HookPoints
     # of all that was generated, by index
     _lengths: dict[int, tuple[Prompt, list[int]]] = field(default_factory=dict, init=False)
 

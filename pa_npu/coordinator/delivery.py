@@ -25,7 +25,7 @@ from pa_npu.algorithm.algorithm import Algorithm, ScoredSamples, TokenValues
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.coordinator.episode import Credit, ScoredGroup, check_components, check_size
-from pa_npu.coordinator.variants import Variant
+from pa_npu.coordinator.features import Feature
 from pa_npu.data.stream import Outcome
 from pa_npu.dispatch.assignment import Assignment, GroupCost
 from pa_npu.samples.attachments import described
@@ -176,7 +176,7 @@ class Produced:
     outcomes: Sequence[Outcome] = ()
 
 
-class Production(Variant):
+class Production(Feature):
     """Accumulates the groups of one iteration: all as they are scored, and those that are trained
     (add, put).
 

@@ -31,10 +31,10 @@ from pa_npu.coordinator.episode import (
     score,
     with_components,
 )
+from pa_npu.coordinator.features import AdmissionPace, Feature, HookPoints, IdleTailMeter
 from pa_npu.coordinator.group_source import Deliver
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.updates import EveryGroup
-from pa_npu.coordinator.variants import Pace, Points, TailMeter, Variant
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import GroupCost
 from pa_npu.engines.group_session import GroupSession
@@ -81,7 +81,7 @@ class EngineGroups:
             version=version,
             choice=choice,
             expected_work=self.planner.expected_work(prompts),
-            tail=TailMeter(self.pool),
+            tail=IdleTailMeter(self.pool),
             pace=self.planner.pace(iteration, prompts),
         )
 
@@ -95,19 +95,19 @@ class IterationOnEngines:
     version: int | None
     choice: EveryGroup
     expected_work: float | None
-    tail: TailMeter
-    pace: Pace
-    variants: Sequence[Variant] = field(init=False)
+    tail: IdleTailMeter
+    pace: AdmissionPace
+    features: Sequence[Feature] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.variants = (self.tail, self.pace)
+        self.features = (self.tail, self.pace)
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The admission window that the iteration ended with, and TailMeter's."""
+        """The admission window that the iteration ended with, and IdleTailMeter's."""
         return {"window": self.pace.schedule.largest_window, "tail_waste": self.tail.tail_waste}
 
-    async def bring(self, points: Points, deliver: Deliver) -> None:
+    async def bring(self, points: HookPoints, deliver: Deliver) -> None:
         source, choice = self.source, self.choice
         admission = Admission(
             source.planner, source.pool, self.number, choice, self.pace, self.version, points
@@ -125,14 +125,14 @@ class IterationOnEngines:
         admission.end()
 
     async def _complete(
-        self, admitted: Admitted, admission: Admission, points: Points, deliver: Deliver
+        self, admitted: Admitted, admission: Admission, points: HookPoints, deliver: Deliver
     ) -> None:
         """A group, from its engine to the buffer."""
         group, lease = await self._generate(admitted, points)
         times = await deliver(admitted.index, group)
         admission.delivered(admitted.index, group, lease, times)
 
-    async def _generate(self, admitted: Admitted, points: Points) -> tuple[ScoredGroup, Lease]:
+    async def _generate(self, admitted: Admitted, points: HookPoints) -> tuple[ScoredGroup, Lease]:
         """The group with its rewards, and the lease under which it ended, closed."""
         source, config = self.source, self.source.config
         index, prompt, iteration = admitted.index, admitted.prompt, self.number
@@ -189,7 +189,7 @@ def producer_on_engines(
     timeline: Timeline,
     work: GroupCost,
     store_thread: Executor,
-    variants: Sequence[Variant] = (),
+    features: Sequence[Feature] = (),
     *,
     streamed: Callable[..., Delivery] = Delivery,
     demonstrations: Demonstrations | None = None,
@@ -211,7 +211,7 @@ def producer_on_engines(
         buffer=buffer,
         work=work,
         store_thread=store_thread,
-        variants=variants,
+        features=features,
         streamed=streamed,
         demonstrations=demonstrations,
     )

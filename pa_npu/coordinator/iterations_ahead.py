@@ -31,11 +31,11 @@ from pa_npu.control.messages import (
 from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.delivery import Produced
 from pa_npu.coordinator.episode import ScoredGroup
+from pa_npu.coordinator.features import Feature
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.publication import Publication
 from pa_npu.coordinator.token_budget import restored
 from pa_npu.coordinator.updates import Updates
-from pa_npu.coordinator.variants import Variant
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.row_stream import RowGroupStream
 from pa_npu.data.stream import TrainingStream
@@ -50,7 +50,7 @@ from pa_npu.telemetry.timeline import Timeline
 logger = logging.getLogger(__name__)
 
 
-class AllDispatched(Variant):
+class AllDispatched(Feature):
     """An event that is set when engines have had all groups of an iteration."""
 
     def __init__(self) -> None:
@@ -213,11 +213,11 @@ class IterationsAhead:
         await dispatched.event.wait()
 
     async def _produce(
-        self, iteration: int, prompts: Sequence[Prompt], held: int, *variants: Variant
+        self, iteration: int, prompts: Sequence[Prompt], held: int, *features: Feature
     ) -> None:
         choice = self.updates.choose(iteration, prompts)
         produced = await self.producer.produce(
-            iteration, prompts, choice, version=held, variants=variants
+            iteration, prompts, choice, version=held, features=features
         )
         self.updates.produced(iteration, choice)
         # with what the stream of prompts says of it

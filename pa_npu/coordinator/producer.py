@@ -7,7 +7,7 @@ Where groups come from is the source's business (group_source.py): engines write
 (engine_groups.py), or they are rows of data (row_groups.py). They finish, and are delivered, in any
 order. Nothing here waits for trainers, so the producer cannot stall them.
 
-What a feature does it does at these points (variants.py), for each iteration in this order:
+What a feature does it does at these points (features.py), for each iteration in this order:
 
     point            when                                                    who is there
     before_admit     before a group asks for an engine                       the schedule's turns
@@ -35,9 +35,9 @@ from pa_npu.config.schema import Config
 from pa_npu.coordinator.delivery import Delivery, HeldDelivery, Produced, Production
 from pa_npu.coordinator.demonstrations import Demonstrations
 from pa_npu.coordinator.episode import ScoredGroup
+from pa_npu.coordinator.features import Feature, HookPoints
 from pa_npu.coordinator.group_source import DeliveryTimes, GroupSource, IterationGroups
 from pa_npu.coordinator.updates import EveryGroup
-from pa_npu.coordinator.variants import Points, Variant
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import Assignment, GroupCost
 from pa_npu.samples.rollout_buffer import RolloutBuffer
@@ -50,7 +50,7 @@ class _Iteration:
 
     choice: EveryGroup
     groups: IterationGroups
-    points: Points
+    points: HookPoints
     production: Production
     delivery: Delivery
     demonstrations: Sequence[ScoredGroup]
@@ -93,7 +93,7 @@ class Producer:
 
     source: where groups come from. work: what training a group costs. store_thread: a
     single-threaded executor for the buffer's blocking calls; one thread keeps their order.
-    variants: the features that this run uses. streamed: makes the delivery of an iteration whose
+    features: the features that this run uses. streamed: makes the delivery of an iteration whose
     groups are handed over as they finish. demonstrations: rows that each iteration trains beside
     the source's groups, under the first numbers; None without any.
     """
@@ -103,7 +103,7 @@ class Producer:
     buffer: RolloutBuffer
     work: GroupCost
     store_thread: Executor
-    variants: Sequence[Variant] = ()
+    features: Sequence[Feature] = ()
     streamed: Callable[..., Delivery] = field(default=Delivery, kw_only=True)
     demonstrations: Demonstrations | None = field(default=None, kw_only=True)
 
@@ -123,16 +123,16 @@ class Producer:
         choice: EveryGroup | None = None,
         *,
         version: int | None = None,
-        variants: Sequence[Variant] = (),
+        features: Sequence[Feature] = (),
     ) -> Produced:
         """Put all groups of an iteration into the buffer. The first failure cancels the rest and is
         raised.
 
         choice: which groups are asked for and trained; None: one per prompt. version: of the
         weights that must write them; None: any.
-        variants: further ones, of this iteration.
+        features: further ones, of this iteration.
         """
-        this = self._plan(iteration, prompts, choice, version, variants)
+        this = self._plan(iteration, prompts, choice, version, features)
         try:
             await this.begin()
             await this.groups.bring(this.points, this.deliver)
@@ -149,7 +149,7 @@ class Producer:
         prompts: Sequence[Prompt],
         choice: EveryGroup | None,
         version: int | None,
-        variants: Sequence[Variant],
+        features: Sequence[Feature],
     ) -> _Iteration:
         config = self.config
         choice = choice or EveryGroup(prompts, config.schedule.order)
@@ -168,10 +168,9 @@ class Producer:
             expected_work,
             unequal=config.devices.unequal_groups,
         )
-        production = Production(
-            iteration, kept_groups(config.telemetry.samples), len(demonstrations)
-        )
-        points = Points([*self.variants, *groups.variants, production, *variants])
+        num_kept = kept_groups(config.telemetry.samples)
+        production = Production(iteration, num_kept, len(demonstrations))
+        points = HookPoints([*self.features, *groups.features, production, *features])
         make_delivery = self.streamed if config.schedule.streams(iteration) else HeldDelivery
         delivery = make_delivery(
             config=config,

@@ -16,7 +16,7 @@ from pa_npu.engines.pool import EngineUse
 from pa_npu.evaluation.results import Judged, Progress, kept_versions, results_file, write_results
 from pa_npu.planning.iteration_model.subjects import Prediction
 from pa_npu.platform.memory_peaks import ResidentPeak
-from pa_npu.publish.coordinator_side import EnginesHold
+from pa_npu.publish.engines_hold import EnginesHold
 from pa_npu.telemetry import idle
 from pa_npu.telemetry.chain import lines_digest
 from pa_npu.telemetry.progress import PREFIX, progress_line, remaining_s

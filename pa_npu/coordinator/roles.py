@@ -34,7 +34,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.tasks import cancel
 from pa_npu.coordinator.delivery import Delivery
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.coordinator.variants import Variant
+from pa_npu.coordinator.features import Feature
 from pa_npu.dispatch.assignment import common_end_s, divide_group
 from pa_npu.dispatch.roles import Rest, RoleUnit, decoding_units, role_units
 from pa_npu.dispatch.schedule import EngineSpeed
@@ -62,7 +62,7 @@ class _Flight:
 
 
 @dataclass(eq=False, repr=False)
-class Roles(Variant):
+class Roles(Feature):
     """Decides, for a whole run, when units change from decoding to training.
 
     speed: returns the speed of an engine, and the seconds that a replica takes for a unit of work;

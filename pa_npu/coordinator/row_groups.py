@@ -13,9 +13,9 @@ from pa_npu.algorithm.algorithm import Algorithm
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.episode import ScoredGroup, with_components
+from pa_npu.coordinator.features import Feature, HookPoints
 from pa_npu.coordinator.group_source import Deliver
 from pa_npu.coordinator.updates import EveryGroup
-from pa_npu.coordinator.variants import Points, Variant
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.row_sets import Row
 from pa_npu.data.row_stream import RowGroup
@@ -53,7 +53,7 @@ class IterationOfRows:
     choice: EveryGroup
     groups: Sequence[ScoredGroup]
     expected_work: float | None
-    variants: Sequence[Variant] = field(default=(), init=False)
+    features: Sequence[Feature] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         self._start_s = time.perf_counter()
@@ -63,7 +63,7 @@ class IterationOfRows:
         """How many rows the iteration trains."""
         return {"rows": sum(len(group.samples) for group in self.groups)}
 
-    async def bring(self, points: Points, deliver: Deliver) -> None:
+    async def bring(self, points: HookPoints, deliver: Deliver) -> None:
         while not self.choice.must_wait and (index := await self.choice.next_index()) is not None:
             await deliver(index, self.groups[index])
         for tell in points.all_dispatched:

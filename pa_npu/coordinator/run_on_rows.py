@@ -1,7 +1,7 @@
 """A run without engines: reads rows, meets the trainers, and hands all parts to the loop (loop.py).
 
-Of what a run with engines constructs (main.py) there are no engines, environments, rewards, schedule
-controller, publish or probe.
+Of what a run with engines constructs (main.py) there are no engines, environments, rewards,
+schedule controller, publish or probe.
 """
 
 from __future__ import annotations

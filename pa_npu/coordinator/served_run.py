@@ -39,7 +39,7 @@ from pa_npu.agents.openai_format import (
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import cancel
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.coordinator.variants import Variant
+from pa_npu.coordinator.features import Feature
 from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
@@ -98,7 +98,7 @@ class _Task:
 
 
 @dataclass(eq=False, repr=False)
-class ServedRun(Variant):
+class ServedRun(Feature):
     """The run of one coordinator, as the gateway sees it. sampling: the run's, for what a request
     leaves out.
     """

@@ -20,7 +20,7 @@ from pa_npu.agents import gateway
 from pa_npu.agents.environment import AgentEnvironment
 from pa_npu.agents.session import Sessions
 from pa_npu.config.schema import Config
-from pa_npu.coordinator.main import make_gateway, make_sessions
+from pa_npu.coordinator.assembly import make_gateway, make_sessions
 from pa_npu.engines.protocol import Generation
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import ConfigError
@@ -111,11 +111,11 @@ def test_the_gateways_key_is_in_a_file_also_where_engines_are_attached(tmp_path:
     ):
         with run_key_file(chosen, tmp_path, key):
             written = (tmp_path / "api_key").read_text().strip()
-            sessions = make_sessions(chosen, key or None)
+            sessions = make_sessions(chosen.run.dir, key or None)
             environment = make_environment(chosen, TOKENIZER, sessions)
             assert isinstance(environment, AgentEnvironment)
             assert environment.sessions is sessions, "agents and gateway share them"
-            gateway_of_run = make_gateway(chosen, environment, sessions, None)
+            gateway_of_run = make_gateway(chosen.rollout.temperature, environment, sessions, None)
             assert gateway_of_run is not None and gateway_of_run.sessions.key == written
             assert written == key or (not key and len(written) == 64)
         assert not (tmp_path / "api_key").exists()

@@ -22,7 +22,7 @@ from pa_npu.coordinator.publication import (
 )
 from pa_npu.coordinator.record import BorderOutcome
 from pa_npu.engines.protocol import EngineError
-from pa_npu.publish.coordinator_side import EnginesHold
+from pa_npu.publish.engines_hold import EnginesHold
 from pa_npu.publish.messages import READY, TrainersReady
 from pa_npu.publish.probes import ProbePlan
 from tests.helpers.policies import publication

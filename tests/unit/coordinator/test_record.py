@@ -19,7 +19,7 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EngineUse
 from pa_npu.planning.iteration_model.subjects import Prediction
 from pa_npu.platform.memory_peaks import MemoryPeak
-from pa_npu.publish.coordinator_side import EnginesHold
+from pa_npu.publish.engines_hold import EnginesHold
 from pa_npu.rewards.functions import RewardResult
 from pa_npu.samples.types import Sample, SampleBuilder
 from tests.helpers.reports import iteration_report

@@ -223,7 +223,7 @@ async def produce(
         ),  # type: ignore[arg-type]
         lambda prompt, responses: float(prompt + sum(responses)),
         store_thread,
-        variants=[roles],
+        features=[roles],
         streamed=partial(module.RolesDelivery, roles=roles),
     )
     prompts = [

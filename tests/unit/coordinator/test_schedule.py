@@ -17,7 +17,7 @@ from pa_npu.attention.trie import pack
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.coordinator.variants import Pace
+from pa_npu.coordinator.features import AdmissionPace
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.schedule import DispatchTurn, EngineSpeed, Reach, Schedule, same_windows
 from pa_npu.engines.pool import EnginePool
@@ -290,7 +290,7 @@ async def test_a_turn_that_waits_for_a_completion_is_woken_by_it_and_one_in_the_
         (same_windows("a", 8),),
         (DispatchTurn(0, 0.0), DispatchTurn(1, 0.0), DispatchTurn(0, -5.0)),
     )
-    pace = Pace(schedule, 1)
+    pace = AdmissionPace(schedule, 1)
     lease: Any = SimpleNamespace(engine=SimpleNamespace(name="a"))
     await asyncio.wait_for(pace.before_admit(), 1)
     pace.admitted(lease)

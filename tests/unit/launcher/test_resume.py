@@ -25,8 +25,8 @@ from pa_npu.checkpoints.provenance import (
 from pa_npu.config.keys import all_keys
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
-from pa_npu.coordinator.main import first_version
 from pa_npu.coordinator.record import RunRecords
+from pa_npu.coordinator.start import first_version
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.cli import main
 from pa_npu.launcher.run import Plan

@@ -20,7 +20,7 @@ from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.process import commands
 from pa_npu.platform.base import Platform
 from pa_npu.publish import while_healthy
-from pa_npu.publish.coordinator_side import CoordinatorPublish
+from pa_npu.publish.engine_loads import EngineLoads
 
 ROOT = Path(__file__).resolve().parents[3]
 TREE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t"}, "run": {"device": "cpu"}}
@@ -242,9 +242,7 @@ async def test_an_engine_that_hangs_has_a_publishs_time_from_when_the_trainers_s
 ) -> None:
     """It was asked to load long before; its health page stays green."""
     monkeypatch.setattr(while_healthy, "_HEALTH_EVERY_S", 0.02)
-    publish: Any = CoordinatorPublish.__new__(CoordinatorPublish)
-    publish._limit_s = 0.2
-    publish._rollout = SimpleNamespace(probe_timeout_s=1.0)
+    loads = EngineLoads(num_workers=1, limit_s=0.2, health_timeout_s=1.0)
     looks: list[float] = []
 
     async def look(deadline_s: float) -> None:
@@ -259,12 +257,12 @@ async def test_an_engine_that_hangs_has_a_publishs_time_from_when_the_trainers_s
         await asyncio.sleep(60 if hangs else 0.05)
         return "loaded"
 
-    assert await publish._while_healthy(engine, work(False, sending), sending) == "loaded"
+    assert await loads.while_healthy(engine, work(False, sending), sending) == "loaded"
     sending = asyncio.get_running_loop().create_future()
     start_s = time.perf_counter()
     with pytest.raises(
         DeadlineExceeded,
         match=r"http://engine: it has not loaded the weights 0.2 s after the trainers began",
     ):
-        await asyncio.wait_for(publish._while_healthy(engine, work(True, sending), sending), 30)
+        await asyncio.wait_for(loads.while_healthy(engine, work(True, sending), sending), 30)
     assert time.perf_counter() - start_s > 0.7 and looks
