@@ -23,6 +23,8 @@ _OF_MIXTURES = (".experts.", ".gate.", ".router.")  # of which a part may get no
 _WHOLE = 2
 _TURNS = 16
 _ELEMENTS_OF_TURN = 64
+# of a group's samples, kept on the device until they are summed up
+_MAX_KEPT_ELEMENTS = 2**20
 # named so from torch 2.13 on
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -146,11 +148,13 @@ class CountedReduceScatter:
     copies: replicas of the shards, over which FSDP2 sums what was scattered. `take_reduced` is its
     hook behind both. summed_in: the type of the counts.
 
-    The hook runs for every group of every microbatch, on memory that no cache holds any more, so
-    that every element that it reads is dear. The first reductions of an update are looked at in one
-    element of SAMPLED_EVERY. Behind them a large group's sample is dealt out to _TURNS reductions
-    in turn: what is lost at the same place in all of these is seen as if each had been looked at
-    whole, and what is lost in one of them is seen unless it is smaller than the turn's distances.
+    The hook runs for every group of every microbatch, when no cache holds its memory or its code
+    any more. So it makes three calls, one of which computes: it copies the elements that are looked
+    at. They are summed up at the update's end, or earlier where they are many. The first reductions
+    of an update are looked at in one element of SAMPLED_EVERY. Behind them a large group's sample
+    is dealt out to _TURNS reductions in turn: what is lost at the same place in all of these is
+    seen as if each had been looked at whole, and what is lost in one of them is seen unless it is
+    smaller than the turn's distances.
     """
 
     def __init__(self, copies: int, summed_in: torch.dtype = torch.float32) -> None:
@@ -162,9 +166,9 @@ class CountedReduceScatter:
 
     def restart(self) -> None:
         """Begin another update."""
-        self._own: list[torch.Tensor] = []
-        self._norms: list[torch.Tensor] = []
-        self._reduced: list[torch.Tensor] = []
+        self._samples: list[torch.Tensor] = []
+        self._num_kept_elements = 0
+        self._counts: torch.Tensor | None = None
         self._num_reductions = 0
 
     def allocate(
@@ -191,15 +195,26 @@ class CountedReduceScatter:
         chunk = len(reduced)
         first, every = self._next_sample(chunk)
         num_sampled = max(0, -(-(chunk - first) // every))
-        # of every rank's chunk the elements that this rank takes of its own, once it is reduced
-        sample = brought.as_strided(
-            (brought.numel() // chunk, num_sampled),
-            (chunk, every),
-            brought.storage_offset() + first,
-        ).to(self._summed_in)
-        self._own.append(sample.sum())
-        self._norms.append(torch.linalg.vector_norm(sample))
-        self._reduced.append(reduced[first::every].sum(dtype=self._summed_in))
+        num_chunks = brought.numel() // chunk
+        # of every rank's chunk the elements that this rank looks at in its own, once it is reduced
+        own = brought.as_strided(
+            (num_chunks, num_sampled), (chunk, every), brought.storage_offset() + first
+        )
+        left = reduced.as_strided(
+            (1, num_sampled), (chunk, every), reduced.storage_offset() + first
+        )
+        self._samples.append(torch.cat((own, left)))
+        self._num_kept_elements += (num_chunks + 1) * num_sampled
+        if self._num_kept_elements > _MAX_KEPT_ELEMENTS:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        """Adds the samples that are kept to the counts, and forgets them."""
+        elements = torch.cat(self._samples, dim=1).to(self._summed_in)
+        own, left = elements[:-1], elements[-1]
+        counts = torch.stack([own.sum(), own.square().sum(), left.sum() / self._copies])
+        self._counts = counts if self._counts is None else self._counts + counts
+        self._samples, self._num_kept_elements = [], 0
 
     def _next_sample(self, chunk: int) -> tuple[int, int]:
         """The first element of every rank's chunk that is looked at in this reduction, and the
@@ -216,10 +231,11 @@ class CountedReduceScatter:
         """[3]: the update's own, squares and reduced of ReducedGradient; NaN where nothing was
         reduced.
         """
-        if not self._own:
+        if self._samples:
+            self._sum_up()
+        if self._counts is None:
             return torch.full((3,), torch.nan, dtype=self._summed_in)
-        own, norms, reduced = torch.stack([*self._own, *self._norms, *self._reduced]).view(3, -1)
-        return torch.stack([own.sum(), norms.square().sum(), reduced.sum() / self._copies])
+        return self._counts
 
 
 def counted(reductions: Sequence[CountedReduceScatter], device: torch.device) -> ReducedGradient:

@@ -87,7 +87,7 @@ def test_reductions_of_an_update_add_up_and_the_next_update_begins_with_none() -
     sampled = len(range(0, CHUNK, SAMPLED_EVERY))
     counts = counted([one, rest], torch.device("cpu"))
     assert counts.own[0] == 11 * sampled
-    assert float(counts.squares[0]) == pytest.approx(101 * sampled)
+    assert counts.squares[0] == 101 * sampled
     assert counts.reduced[0] == 11 * sampled, "two copies of the shards hold the same sum"
     assert torch.stack([counts.own, counts.squares, counts.reduced])[:, 1].isnan().all()
     one.restart()
@@ -135,6 +135,24 @@ def test_a_small_group_is_looked_at_in_a_whole_sample_in_every_reduction() -> No
     elements = torch.ones(64 * 16 * SAMPLED_EVERY - 1)
     sampled = len(range(0, len(elements), SAMPLED_EVERY))
     assert {_reduction_of(one, elements) for _ in range(40)} == {(sampled, sampled)}
+
+
+def test_samples_that_are_many_are_summed_up_before_the_update_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept, summed = (CountedReduceScatter(copies=1, summed_in=torch.float64) for _ in range(2))
+    generator = torch.Generator().manual_seed(2)
+    limits = ((kept, reduction._MAX_KEPT_ELEMENTS), (summed, 20))
+    for _ in range(9):
+        elements = torch.randn(3 * CHUNK, generator=generator)
+        for one, limit in limits:
+            monkeypatch.setattr(reduction, "_MAX_KEPT_ELEMENTS", limit)
+            one.allocate(elements.shape, dtype=elements.dtype, device=elements.device)
+            assert one._input is not None
+            one._input.copy_(elements)
+            one.take_reduced(elements.view(3, CHUNK).sum(dim=0))
+    assert len(kept._samples) == 9 and len(summed._samples) < 3
+    torch.testing.assert_close(kept.counts(), summed.counts())
 
 
 @pytest.mark.parametrize("first", [0, 5, 60])
