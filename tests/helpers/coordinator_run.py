@@ -287,7 +287,7 @@ class Run:
 
     def consume(self, iteration: int) -> list[Group]:
         """All groups of an iteration, slot by slot, as the replicas would."""
-        slots = self.config.schedule.prompts_per_iteration // REPLICAS
+        slots = self.config.groups_per_replica
         if self.config.schedule.tokens_per_update:
             slots = self.message(UPDATE_SIZE, iteration=iteration).groups
         groups = []

@@ -195,6 +195,21 @@ def test_no_cut_into_microbatches_changes_the_update(aggregation: str, model: Pa
         assert other.report.grad_norm == pytest.approx(first.report.grad_norm, rel=1e-5)
 
 
+def test_the_first_comparison_with_engines_is_of_what_the_policy_wrote(model: Path) -> None:
+    """I5: demonstrations come first, and no engine has log-probs of them."""
+    config = config_of(model)
+    groups = groups_of(config)
+    learner = learner_of(config)
+    judged: list[float] = []
+    source = Source([one for group in groups for one in build_microbatches(group, SIZE, True, 1)])
+    source.advantages = {group.index: trained_advantages(group) for group in groups}
+    learner.publish(0)
+    learner.accumulate(source, lambda differences: judged.append(differences.n))
+    (first_written,) = (group for group in groups if group.index == GROUPS)
+    assert judged == [first_written.num_trained]
+    assert learner.step().first.n == first_written.num_trained
+
+
 def test_an_iterations_rows_follow_from_its_number_and_an_epoch_has_each_once() -> None:
     config = config_of(Path("m"))
     demonstrations = demonstrations_of(config)
