@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pa_npu.viewer.run import RunDirectory
 from tests.helpers.engine_process import KEY
 from tests.helpers.launched import ROOT, Launched, settings
 
@@ -41,9 +42,12 @@ def run(
     """Runs with the rule or without, and some keys of their own."""
     launched: list[Launched] = []
 
-    def start(skips: bool | None, **others: object) -> Ended:
-        directory = tmp_path / {True: "by_rule", False: "computed", None: "default"}[skips]
-        directory.mkdir()
+    def start(
+        skips: bool | None, *, name: str = "", kill_after: int | None = None, **others: object
+    ) -> Ended:
+        names = {True: "by_rule", False: "computed", None: "default"}
+        directory = tmp_path / (name or names[skips])
+        directory.mkdir(exist_ok=True)
         chosen: dict[str, object] = {
             "rollout.attach": shared_engine(tiny / "model"),
             "schedule.iterations": ITERATIONS,
@@ -64,7 +68,11 @@ def run(
         merged = {name: value for name, value in (chosen | others).items() if value is not None}
         arguments = settings(tiny, directory / "run", **merged)
         launched.append(Launched(directory, "run", *arguments, variables=KEY))
+        if kill_after is not None:
+            kill_at(launched[-1], directory / "run", kill_after)
         launched[-1].popen.wait(TIMEOUT_S)
+        if kill_after is not None:
+            return Ended(directory / "run", {}, [], launched[-1].output)
         assert launched[-1].popen.returncode == 0, launched[-1].output
         weights: dict[str, torch.Tensor] = {}
         for file in sorted((directory / "run" / "hf").glob("*.safetensors")):
@@ -80,6 +88,17 @@ def run(
     yield start
     for item in launched:
         item.close()
+
+
+def kill_at(launched: Launched, directory: Path, iterations: int) -> None:
+    """Kills the launcher, and so all that it started, once so many iterations are recorded."""
+
+    def reached() -> bool:
+        file = directory / "metrics.jsonl"
+        return file.is_file() and len(file.read_text().splitlines()) >= iterations
+
+    launched.wait_for(reached, f"{iterations} iterations are recorded", TIMEOUT_S)
+    launched.close()
 
 
 COLOCATED = {"rollout.engines": 2, "placement.colocate": "true", "rollout.attach": None}
@@ -154,3 +173,43 @@ def test_a_run_by_the_rule_ends_with_the_weights_of_one_that_computes_all_groups
         replayed = command("verify", str(by_rule.directory), "--replay", "1:3")
         assert replayed.returncode == 0, replayed.stdout + replayed.stderr
         print(replayed.stdout)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_a_run_that_is_killed_with_notices_ahead_ends_with_the_same_weights(
+    backend: str, run: Callable[..., Ended]
+) -> None:
+    """With max_staleness=1 a checkpoint keeps the groups that were produced ahead of it."""
+    chosen = BEHIND | {"trainer.backend": backend, "schedule.iterations": 6}
+    whole = run(True, name="whole", **chosen)
+    killed = run(True, name="killed", kill_after=2, **chosen)
+    kept = [file.read_bytes() for file in killed.directory.rglob("*") if file.is_file()]
+    assert any(b"PAGN" in data for data in kept), "no notice was in flight: nothing is shown"
+    resumed = run(True, name="killed", **chosen, **{"checkpoint.resume": "auto"})
+    assert resumed.weights.keys() == whole.weights.keys()
+    different = [
+        name
+        for name, weight in whole.weights.items()
+        if not torch.equal(weight, resumed.weights[name])
+    ]
+    assert different == []
+    skipped = [[record.get("groups_skipped") for record in one.records] for one in (whole, resumed)]
+    assert skipped[0] == skipped[1]
+
+
+def test_a_run_in_which_no_group_has_a_gradient_ends_and_says_so(run: Callable[..., Ended]) -> None:
+    """By default; its records miss what nothing was computed for, and whoever reads them lives."""
+    equal = {"reward.functions": '[{name: format, pattern: "(?s).*"}]'}
+    ended = run(None, **equal)
+    assert [record["groups_skipped"] for record in ended.records] == [8] * ITERATIONS
+    assert [record["tokens_computed"] for record in ended.records] == [0] * ITERATIONS
+    assert [record["grad_norm"] for record in ended.records] == [0.0] * ITERATIONS
+    assert ended.output.count("the step is that of a gradient of 0") == ITERATIONS
+    for arguments in (("verify",), ("diff", str(ended.directory))):
+        result = command(*arguments, str(ended.directory))
+        assert result.returncode == 0, result.stdout + result.stderr
+    view = RunDirectory(ended.directory)
+    assert len(view.records()) == ITERATIONS
+    assert view.overview()["name"] == view.name
+    assert view.samples(0)["groups"], "groups without trainers' log-probs are shown"
