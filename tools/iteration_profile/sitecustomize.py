@@ -1,9 +1,9 @@
 """Samples a process from inside: which code its processor time goes to, a line a second.
 
-tools/profile_iteration.py puts this on PYTHONPATH. Python imports a module of this name when it starts, so that every process of a run is sampled and
-none is changed. A thread looks at the stacks of all others every 10 ms and adds the processor time
-that each has taken since to the cause of its innermost known frame. PA_NPU_PROFILE names the folder
-of the files; without it nothing happens.
+tools/profile_iteration.py puts this on PYTHONPATH. Python imports a module of this name when it
+starts, so that every process of a run is sampled and none is changed. A thread looks at the stacks
+of all others every 10 ms and adds the processor time that each has taken since to the cause of its
+innermost known frame. PA_NPU_PROFILE names the folder of the files; without it nothing happens.
 """
 
 from __future__ import annotations
