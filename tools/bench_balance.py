@@ -334,6 +334,7 @@ def configuration(case: Case, dispatch: str, stream: bool) -> Config:
             },
             "trainer": {"devices": case.replicas},
             "schedule": {
+                "skip_zero_advantage": False,  # whatever its rewards, a group has work
                 "prompts_per_iteration": case.groups,
                 "dispatch": dispatch,
                 "stream": stream,

@@ -253,7 +253,11 @@ def measure(
                 "max_response_tokens": length,
                 "window": GROUPS_IN_FLIGHT * responses,
             },
-            "schedule": {"prompts_per_iteration": GROUPS_PER_ITERATION},
+            # every group goes the whole way, whatever its rewards
+            "schedule": {
+                "prompts_per_iteration": GROUPS_PER_ITERATION,
+                "skip_zero_advantage": False,
+            },
             "telemetry": {"samples": 0},
         }
     )

@@ -302,6 +302,7 @@ def configuration(directory: Path) -> Config:
             "reward": {"functions": [{"name": "format", "pattern": "t1"}]},
             "trainer": {"devices": TRAINERS},
             "schedule": {
+                "skip_zero_advantage": False,  # whatever its rewards, a group has work
                 "iterations": 10_000,
                 "prompts_per_iteration": GROUPS,
                 "evaluate_every": 0,

@@ -475,6 +475,7 @@ class Bench:
             "data.max_prompt_tokens": longest,
             "reward.functions": "[{name: 'tools.peers.rewards:of_group'}]",
             "schedule.prompts_per_iteration": GROUPS,
+            "schedule.skip_zero_advantage": "false",  # the peers compute every group
             "optimizer.learning_rate": LEARNING_RATE,
             "rollout.engines": 1,
             "rollout.window": "auto",

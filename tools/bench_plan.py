@@ -349,6 +349,7 @@ class Bench:
         settings = [
             f"schedule.iterations={iterations}",
             f"schedule.prompts_per_iteration={case.groups}",
+            "schedule.skip_zero_advantage=false",  # the same work whatever the rewards
             f"schedule.stream={str(case.stream).lower()}",
             f"rollout.window={case.window}",
             f"rollout.attach=[{','.join(self._urls)}]",

@@ -361,7 +361,11 @@ def configuration(
         },
         "reward": {"functions": [{"name": "format", "pattern": "t1"}]},
         "trainer": {"devices": replicas},
-        "schedule": {"iterations": 10_000, "prompts_per_iteration": GROUPS_PER_ENGINE * engines},
+        "schedule": {
+            "iterations": 10_000,
+            "prompts_per_iteration": GROUPS_PER_ENGINE * engines,
+            "skip_zero_advantage": False,  # every group goes the whole way, whatever its rewards
+        },
         "publish": {"probe_tokens": 0},
         "telemetry": {"trackers": [], "samples": 0},
     }

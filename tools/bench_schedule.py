@@ -804,6 +804,7 @@ class Bench:
             f"data.train={data}",
             f"schedule.iterations={iterations}",
             f"schedule.prompts_per_iteration={case.groups}",
+            "schedule.skip_zero_advantage=false",  # the same work whatever the rewards
             f"rollout.attach=[{','.join(self._urls[: self._dedicated])}]",
             f"rollout.max_response_tokens={self._args.response}",
             *overrides,
@@ -890,6 +891,7 @@ class VirtualBench(Bench):
             "model.path=none",
             "data.train=none",
             f"schedule.prompts_per_iteration={case.groups}",
+            "schedule.skip_zero_advantage=false",  # the same work whatever the rewards
             f"rollout.responses_per_prompt={RESPONSES}",
             f"rollout.max_response_tokens={limit}",
             f"rollout.max_num_seqs={self._args.max_num_seqs}",

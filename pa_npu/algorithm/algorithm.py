@@ -251,6 +251,27 @@ class Algorithm(ABC):
         """
         return f"{type(self).__name__} does not promise it (needs_every_gradient in its class)"
 
+    @property
+    def trains_by_rule(self) -> bool:
+        """Whether groups with advantages of 0 are trained by rule: schedule.skip_zero_advantage,
+        where null means that the loss is ours and needs no gradient of theirs.
+
+        The launcher has set the key to false where the model forbids it (settled_rule).
+        """
+        config = self.config
+        if config.schedule.skip_zero_advantage is not None:
+            return config.schedule.skip_zero_advantage
+        is_users_own = config.algorithm.is_users_own or ":" in self.keys.loss
+        if is_users_own or self.samples_from == "rows" or self.compares_whole_stages:
+            return False
+        return self.needs_every_gradient is None
+
+    @property
+    def compares_whole_stages(self) -> bool:
+        """Whether a finite difference is taken of groups that every stage of a pipeline computes."""
+        config = self.config
+        return config.trainer.pipeline_parallel > 1 and config.schedule.finite_difference_every > 0
+
     def is_without_gradient(self, group: ScoredSamples, advantages: TokenValues) -> bool:
         """Says whether the gradient of a group with these advantages [T] is exactly 0."""
         if self.needs_every_gradient is not None or advantages.any():

@@ -69,7 +69,7 @@ def _broken_skipping(algorithm: Algorithm) -> Iterator[str]:
             f"{key} needs a loss by which a group with advantages of 0 has no gradient, but "
             f"{reason}; set skip_zero_advantage to false"
         )
-    if config.trainer.pipeline_parallel > 1 and config.schedule.finite_difference_every:
+    if algorithm.compares_whole_stages:
         yield (
             f"{key} with trainer.pipeline_parallel = {config.trainer.pipeline_parallel} and "
             f"schedule.finite_difference_every = {config.schedule.finite_difference_every}, which "

@@ -81,7 +81,8 @@ class Planner:
         """Tells the controller the seconds that a group took."""
         written = self.work(timing.prompt_tokens, timing.lengths)
         self._written += written
-        self._computed += written if timing.computed is None else timing.work(self.work)
+        is_as_written = timing.computed is None and not timing.by_rule
+        self._computed += written if is_as_written else timing.work(self.work)
         self.controller.observe(timing, iteration)
 
     def outlook(self, iteration: int, prompts: Sequence[Prompt]) -> IterationOutlook:

@@ -119,7 +119,7 @@ class Delivery:
 
     def _decide(self, number: int, scored: ScoredGroup) -> None:
         """Decides whether the group is trained by rule: then it costs nothing, wherever it goes."""
-        if not self.config.schedule.skip_zero_advantage or self.algorithm.needs_whole == "batch":
+        if not self.algorithm.trains_by_rule or self.algorithm.needs_whole == "batch":
             return
         samples = scored.for_credit
         if self.algorithm.is_without_gradient(samples, self.algorithm.credit(samples)):
@@ -138,7 +138,7 @@ class HeldDelivery(Delivery):
     async def finish(self, num_groups: int) -> float:
         samples = [scored.for_credit for _, scored in self._held]
         advantages = self.algorithm.batch_credit(samples)
-        if self.config.schedule.skip_zero_advantage and self.algorithm.needs_whole == "batch":
+        if self.algorithm.trains_by_rule and self.algorithm.needs_whole == "batch":
             for (number, _), group, values in zip(self._held, samples, advantages, strict=True):
                 if self.algorithm.is_without_gradient(group, values):
                     self._by_rule.add(number)

@@ -19,7 +19,7 @@ from pa_npu.planning.memory import (
     wanted_sequences,
     wanted_tokens,
 )
-from pa_npu.planning.prediction.virtual_run import assumed_basis
+from pa_npu.planning.prediction.virtual_run import planned_basis
 from pa_npu.platform.typical import typical_speed
 from pa_npu.samples.routes import routes_of
 
@@ -199,7 +199,7 @@ def predicted_line(config: Config, spec: ModelSpec) -> str:
     Figures are published ones and lengths assumed, so seconds are good to a factor of two. The line
     serves to compare: it shows which side waits, and whether an iteration has enough groups.
     """
-    basis = assumed_basis(config, spec, typical_speed(config.run.device))
+    basis = planned_basis(config, spec, typical_speed(config.run.device))
     synchronous = basis.predict(config, streams=False)
     generate_s = synchronous.generate_s
     train_s = synchronous.train_s

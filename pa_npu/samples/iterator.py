@@ -269,7 +269,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         reason = None
         if self.algorithm is not None:
             reason = self.algorithm.broken_rule(np.asarray(notice.rewards, np.float32))
-            if not self.algorithm.config.schedule.skip_zero_advantage:
+            if not self.algorithm.trains_by_rule:
                 reason = "schedule.skip_zero_advantage = false"
         if reason is not None:
             raise InvariantViolation(

@@ -417,6 +417,7 @@ def summarise(run_dir: Path | str) -> str:
         nothing_learned_line(records, run_dir),
         overlap_line(records),
         saved_publishes_line(records),
+        by_rule_line(records),
     )
     parts += [line for line in lines if line]
     return "\n\n".join(parts)
@@ -442,6 +443,21 @@ def nothing_learned_line(records: Sequence[Mapping[str, Any]], run_dir: Path) ->
         "Note: all rewards inside each group were equal, so that nothing was learned from them; "
         f"{look}: the questions are too easy or too hard for the model, or reward.functions tells "
         "no response from another."
+    )
+
+
+def by_rule_line(records: Sequence[Mapping[str, Any]]) -> str | None:
+    """Says how many groups were trained by rule, and that means over tokens leave them out; None
+    where all groups were computed.
+    """
+    skipped = sum(record.get("groups_skipped") or 0 for record in records)
+    groups = sum(record.get("groups") or 0 for record in records)
+    if not skipped:
+        return None
+    return (
+        f"Not computed: {skipped} of {groups} groups, whose rewards are all equal, so that they "
+        "have no gradient (schedule.skip_zero_advantage). Entropy, clip ratio and differences of "
+        "log-probs are means over the tokens of the others."
     )
 
 

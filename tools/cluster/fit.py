@@ -310,6 +310,9 @@ def _fit_trainer(run: SeenRun, spec: ModelSpec, typical: TypicalSpeed) -> tuple[
     for seen in run.iterations:
         total = _iteration_operations(run, seen, operations.get(id(seen)), work)
         groups = float(seen.record.get("groups") or config.schedule.prompts_per_iteration)
+        computed = _computed_share(seen)
+        total *= computed
+        groups *= computed
         predicted = found[0] * groups * config.microbatches_per_group + found[1] * total
         measured = (
             float(seen.record["train_s"]) - float(seen.record.get("step_s", 0.0))
@@ -323,6 +326,14 @@ def _fit_trainer(run: SeenRun, spec: ModelSpec, typical: TypicalSpeed) -> tuple[
         max(run.median("publish_s"), 1e-9),
     )
     return cost, max(_LEAST_ERROR, float(np.std(np.array(factors) / factor)) / len(factors) ** 0.5)
+
+
+def _computed_share(seen: SeenIteration) -> float:
+    """Returns the share of the responses' tokens that trainers computed; the rest was trained by
+    rule (schedule.skip_zero_advantage).
+    """
+    tokens = seen.record.get("tokens_response") or 1
+    return max(1e-3, 1.0 - seen.record.get("tokens_skipped", 0) / tokens)
 
 
 def _operations(seen: SeenIteration, work: GroupWork) -> dict[int, float]:

@@ -111,10 +111,14 @@ def seen_workload(run: SeenRun) -> Workload:
         for seen in run.complete
         for timing in sorted(seen.groups, key=lambda timing: timing.index)
     ]
+    by_rule = [
+        seen.record.get("groups_skipped", 0) / seen.record["groups"] for seen in run.iterations
+    ]
+    share = statistics.fmean(by_rule)
     if shapes:
-        return Workload(tuple(shapes), "measured")
+        return Workload(tuple(shapes), "measured", by_rule=share)
     mean, prompt = run.median("response_length_mean"), run.median("prompt_length_mean")
-    return Workload(drawn_shapes(run.config, prompt, mean), "calibrated")
+    return Workload(drawn_shapes(run.config, prompt, mean), "calibrated", by_rule=share)
 
 
 def _events(path: Path) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, Weights
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.in_step import InStep, most, or_nothing
@@ -77,10 +78,14 @@ class MegatronBackend:
         self.device = device
         self.place = parallel.place()
         self._timeline = timeline
+        # the last slots of an iteration may hold groups that are trained by rule
+        knows_last = (
+            config.devices.reduces_in_buckets and not build_algorithm(config).trains_by_rule
+        )
         self._ddp = data_parallel(
             stage,
             distributed_optimizer=config.trainer.distributed_optimizer,
-            bucket_mib=_GRADIENT_BUCKET_MIB if config.devices.reduces_in_buckets else 0.0,
+            bucket_mib=_GRADIENT_BUCKET_MIB if knows_last else 0.0,
         )
         mesh = self.place.mesh
         has_experts = spec.experts is not None
