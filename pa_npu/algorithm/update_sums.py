@@ -150,6 +150,7 @@ class Statistics:
             "policy_loss": sums["policy_loss"] / normaliser,
             "kl": per_token("kl") or 0.0 if compares_policies else None,
             "teacher_kl": per_token("teacher_kl"),
+            "teacher_divergence": per_token("teacher_divergence"),
             "entropy": per_token("entropy"),
             "clip_ratio": per_token("clipped"),
             "logprob_diff_mean": self.all.absolute_mean if compares_policies else None,

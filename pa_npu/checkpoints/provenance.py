@@ -78,7 +78,8 @@ _KEYS: dict[Change, dict[str, str]] = {
         "algorithm": "name loss advantage clip_low clip_high kl_coef kl_estimator kl_in "
         "reference_refresh_every ratio importance_sampling importance_cap "
         "importance_floor age_exponent entropy_coef router_aux_coef router_replay "
-        "delta dual_clip aggregation preference_loss label_smoothing distill_coef distill_clip distill_discount",
+        "delta dual_clip aggregation preference_loss label_smoothing distill_coef distill_clip "
+        "distill_discount distill_divergence distill_top_k distill_beta",
         "optimizer": "learning_rate min_learning_rate warmup_iterations warmup_share decay "
         "weight_decay betas epsilon clip_grad",
         "schedule": "max_staleness tokens_per_update updates_per_iteration "

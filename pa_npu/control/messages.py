@@ -31,7 +31,8 @@ class UpdateReport:
     loss, policy_loss: sums divided by the update's normaliser.
     kl: K3's estimate of KL(policy || reference).
     teacher_kl: mean of log p_policy - log p_teacher of the policy's tokens, an estimate of
-    KL(policy || teacher); None without a teacher.
+    KL(policy || teacher); None without a teacher. teacher_divergence: mean of
+    algorithm.distill_divergence over the teacher's most likely tokens; None where it is `sampled`.
     logprob_diff_mean, logprob_diff_max: |trainer - engine| log-prob. For tokens of older versions
     the updates since then are included, here and in logprob_k3.
     logprob_k3: K3's estimate of KL(engine || trainer).
@@ -63,6 +64,7 @@ class UpdateReport:
     policy_loss: Annotated[float, _mean]
     kl: float | None
     teacher_kl: float | None
+    teacher_divergence: float | None
     entropy: float | None
     clip_ratio: float | None
     logprob_diff_mean: float | None

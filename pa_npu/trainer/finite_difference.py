@@ -35,7 +35,7 @@ from pa_npu.config.schema import Config
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import Traffic
 from pa_npu.trainer.invariants import GradientSum
-from pa_npu.trainer.loss_checks import with_advantages
+from pa_npu.trainer.loss_checks import expected_choice_gradient, with_advantages
 
 # By model.dtype. The rounding of a token's log-prob, in nats; the change to aim at, as the root of
 # the summed squares of tokens' changes, at least; the share of its size by which an element moves,
@@ -113,11 +113,13 @@ class _Tokens:
     """The tokens of this rank that count: none where another rank has the same ones.
 
     gradient, entropy_gradient: of the objective at their log-probs and entropies, fp64 [N];
+    choice_gradient: at those of a teacher's most likely tokens, [N, k + 1], or no rows;
     logprobs: where nothing has moved.
     """
 
     gradient: Values
     entropy_gradient: Values
+    choice_gradient: Values
     logprobs: Values
 
     @classmethod
@@ -130,7 +132,7 @@ class _Tokens:
         """What the objective was given, and the gradient that the algorithm's formula makes of it."""
         given = objective.given
         if not given:
-            return cls(np.zeros(0), np.zeros(0), np.zeros(0))
+            return cls(np.zeros(0), np.zeros(0), np.zeros((0, 1)), np.zeros(0))
         batch = on_host(joined([microbatch.batch for microbatch in given]))
         sources = [source for microbatch in given for source in microbatch.sources]
         lengths = np.array([length for microbatch in given for length in microbatch.lengths])
@@ -150,22 +152,34 @@ class _Tokens:
         if (component := batch.columns.get("component")) is not None:
             weights = np.where(component.numpy() == 1, weights, 0.0)
         entropy_gradient = -algorithm.keys.entropy_coef * weights
-        return cls(gradient, entropy_gradient, batch.logprobs.double().numpy())
+        choices = [one.choices for one in given if one.choices is not None]
+        choice_gradient = np.zeros((0, 1))
+        if choices:
+            choice_gradient = expected_choice_gradient(algorithm, choices).values
+        logprobs = batch.logprobs.double().numpy()
+        return cls(gradient, entropy_gradient, choice_gradient, logprobs)
 
     def change(self, first: _Scores, second: _Scores) -> float:
         """By how much the objective changes from the first scores to the second, along its gradient
         at the log-probs.
         """
         by_logprobs = np.sum(self.gradient * (second.logprobs - first.logprobs))
-        return float(by_logprobs + np.sum(self.entropy_gradient * (second.entropy - first.entropy)))
+        by_entropy = np.sum(self.entropy_gradient * (second.entropy - first.entropy))
+        by_choices = np.sum(self.choice_gradient * (second.choices - first.choices))
+        return float(by_logprobs + by_entropy + by_choices)
+
+    @property
+    def size_squared(self) -> float:
+        return float(np.sum(self.gradient**2) + np.sum(self.choice_gradient**2))
 
 
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """Of tokens, fp64 [N] each."""
+    """Of tokens, fp64 [N] each. choices: [N, k + 1], or no rows."""
 
     logprobs: Values
     entropy: Values
+    choices: Values
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,12 +324,12 @@ def finite_difference(
     keys = config.algorithm.model_copy(update={"router_aux_coef": 0.0})
     config = config.model_copy(update={"algorithm": keys})
     algorithm = build_algorithm(config)
-    objective = Objective(config, backend.device, algorithm=algorithm)
+    objective = Objective(config, backend.device, algorithm=algorithm, watch_all=True)
     with torch.enable_grad():
         backend.accumulate(_Listed(microbatches, 1), objective)
     tokens = _Tokens.of(objective, algorithm, advantages)
     counts = float(place.is_last_stage and place.is_tensor_leader)
-    (squares,) = over_ranks(backend, [counts * float(np.sum(tokens.gradient**2))])
+    (squares,) = over_ranks(backend, [counts * tokens.size_squared])
     size = math.sqrt(squares)
     if not size:
         return None  # rewards that are all equal train nothing
@@ -368,11 +382,14 @@ def _evaluated(backend: TrainBackend, microbatches: Sequence[Microbatch]) -> _Sc
 
     Collective.
     """
-    logprobs, entropies = [np.zeros(0)], [np.zeros(0)]
+    logprobs, entropies, choices = [np.zeros(0)], [np.zeros(0)], []
 
     def take(microbatch: Targets, outputs: Outputs) -> None:
         logprobs.append(outputs.policy.values.detach().cpu().double().numpy())
         entropies.append(outputs.entropy.detach().cpu().double().numpy())
+        if outputs.policy.choices is not None:
+            choices.append(outputs.policy.choices.detach().cpu().double().numpy())
 
     backend.evaluate(list(microbatches), take)
-    return _Scores(np.concatenate(logprobs), np.concatenate(entropies))
+    of_choices = np.concatenate(choices) if choices else np.zeros((0, 1))
+    return _Scores(np.concatenate(logprobs), np.concatenate(entropies), of_choices)
