@@ -316,11 +316,15 @@ class Algorithm(ABC):
 
         return gradient_by_autograd(lambda wide: self.loss_sums(wide).loss, batch)
 
+    def choice_weights(self, batch: TokenBatch) -> torch.Tensor:
+        """Returns the factor of each target's comparison of distributions, [tokens]."""
+        return batch.weights
+
     def expected_choice_gradient(self, choices: Choices, weights: torch.Tensor) -> ExpectedGradient:
         """Returns the gradient of `loss_sums` at the policy's log-probs of a teacher's most likely
         tokens by a second calculation, [N, k + 1], on the host (I7).
 
-        choices: in fp64, of targets of the leading component. weights: theirs, [N] fp64.
+        choices: in fp64, of targets of the leading component. weights: their `choice_weights`.
         Called only where a model has num_choices.
         """
         raise NotImplementedError(f"{type(self).__name__} compares no distributions")

@@ -7,7 +7,7 @@ A distribution over k + 1 outcomes: the teacher's k most likely tokens, and all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,35 +29,47 @@ class Choices:
         return Choices(change(self.policy), change(self.teacher))
 
 
-def needs_targets(model: NeededModel, columns: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Returns which targets a model is asked for, bool [N]; None where these are all.
+def asked_models(
+    models: Sequence[NeededModel], columns: Mapping[str, torch.Tensor]
+) -> tuple[str, ...]:
+    """Returns the names of the models that a microbatch with these columns asks for.
 
-    columns: the microbatch's, by name.
+    Waits for the device where a model is not asked for all targets.
     """
-    if model.targets is None:
-        return None
-    column, value = model.targets
-    return columns[column] == value
+    names = []
+    for model in models:
+        if model.targets is None or bool(_targets_of(model, columns).any()):
+            names.append(model.name)
+    return tuple(names)
 
 
 def by_target(
-    models: tuple[NeededModel, ...],
+    models: Sequence[NeededModel],
     columns: Mapping[str, torch.Tensor],
     values: Mapping[str, torch.Tensor],
 ) -> torch.Tensor | None:
     """Returns for each target the value of the model that is asked for it, [N, *shape]; None where
     there are no values.
 
-    values: by model, [N, *shape]; a model that no target of the microbatch asks for has none.
+    values: by model, [N, *shape]; a model that no target of the microbatch asks for may have none.
     """
     merged: torch.Tensor | None = None
     for model in models:
         if model.name not in values:
             continue
         own = values[model.name]
-        rows = needs_targets(model, columns) if model.targets and len(columns) else None
-        if merged is None or rows is None:
+        if merged is None or model.targets is None:
             merged = own
             continue
+        rows = _targets_of(model, columns)
         merged = torch.where(rows.reshape(-1, *[1] * (own.dim() - 1)), own, merged)
     return merged
+
+
+def _targets_of(model: NeededModel, columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Returns which targets ask for a model that is not for all of them, bool [N]; [0] where
+    nothing says it, as of a filler and of a probe.
+    """
+    assert model.targets is not None, "a model for all targets asks nobody"
+    column, value = model.targets
+    return columns[column] == value if column in columns else torch.zeros(0, dtype=torch.bool)

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from pa_npu.algorithm.loss_sums import LossSums
     from pa_npu.algorithm.policy_losses import TokenBatch
 
+# The number of a token's teacher in a run of several, from 1, in the order of `teacher`.
+TEACHER_COLUMN = "teacher"
 TEACHER_KL = "teacher_kl"
 TEACHER_DIVERGENCE = "teacher_divergence"
 # As a share of the terms of a sum over later tokens: fp32 against fp64.
@@ -65,8 +67,9 @@ class Distillation(PolicyGradient):
                 "a directory",
                 directory=teacher.model,
                 num_choices=self.keys.distill_top_k if self.compares_distributions else 0,
+                targets=(TEACHER_COLUMN, number) if len(self.config.teacher) > 1 else None,
             )
-            for name, teacher in self.config.teacher.items()
+            for number, (name, teacher) in enumerate(self.config.teacher.items(), start=1)
         ]
         return (*super().models, *teachers)
 
@@ -86,7 +89,7 @@ class Distillation(PolicyGradient):
 
         assert batch.choices is not None, "trainers give them where a model has num_choices"
         of_tokens = divergence(batch.choices, self.keys)
-        loss = sums.loss + self.keys.distill_coef * (of_tokens * batch.weights).sum()
+        loss = sums.loss + (of_tokens * self.choice_weights(batch)).sum()
         measured = {"loss": loss.detach(), TEACHER_DIVERGENCE: of_tokens.detach().sum()}
         return replace(sums, loss=loss, metrics=sums.metrics | measured)
 
@@ -95,11 +98,22 @@ class Distillation(PolicyGradient):
         names = (*super().metric_names, TEACHER_KL)
         return (*names, TEACHER_DIVERGENCE) if self.compares_distributions else names
 
+    def choice_weights(self, batch: TokenBatch) -> torch.Tensor:
+        return batch.weights * self._coefficients(batch)
+
+    def _coefficients(self, batch: TokenBatch) -> torch.Tensor:
+        """Returns distill_coef times the weight of each token's teacher, [tokens] or []."""
+        weights = [teacher.weight for teacher in self.config.teacher.values()]
+        of_teachers = self.keys.distill_coef * batch.weights.new_tensor(weights)
+        if len(weights) == 1:
+            return of_teachers[0]
+        return of_teachers[batch.columns[TEACHER_COLUMN].long() - 1]
+
     def expected_choice_gradient(self, choices: Choices, weights: torch.Tensor) -> ExpectedGradient:
         from pa_npu.algorithm.divergences import expected_gradient_of
 
         expected = expected_gradient_of(choices, self.keys)
-        factor = self.keys.distill_coef * weights.numpy()[:, None]
+        factor = weights.numpy()[:, None]
         return replace(
             expected, values=factor * expected.values, limit=abs(factor) * expected.limit + 1e-12
         )
@@ -119,8 +133,13 @@ class Distillation(PolicyGradient):
         return replace(expected, limit=expected.limit + rounding)
 
     def _teacher_logprobs(self, batch: TokenBatch) -> torch.Tensor:
-        (name,) = self.config.teacher
-        return batch.columns[teacher_name(name)]
+        from pa_npu.algorithm.choices import by_target
+
+        teachers = [model for model in self.models if model.directory]
+        values = {model.name: batch.columns[model.name] for model in teachers}
+        logprobs = by_target(teachers, batch.columns, values)
+        assert logprobs is not None, "there is a teacher"
+        return logprobs
 
     def _teacher_advantages(self, batch: TokenBatch) -> torch.Tensor:
         """Returns what the teacher adds to the advantages, [tokens], without gradient."""
@@ -128,9 +147,8 @@ class Distillation(PolicyGradient):
         log_ratios = self._teacher_logprobs(batch) - batch.logprobs.detach()
         if keys.distill_clip is not None:
             log_ratios = log_ratios.clamp(-keys.distill_clip, keys.distill_clip)
-        return keys.distill_coef * discounted_sums(
-            log_ratios, batch.response_index, keys.distill_discount
-        )
+        sums = discounted_sums(log_ratios, batch.response_index, keys.distill_discount)
+        return self._coefficients(batch) * sums
 
     def _expected_advantages(self, batch: TokenBatch) -> tuple[Values, Values]:
         """Returns the same by a second calculation in fp64, token by token from the end, and the
@@ -149,7 +167,8 @@ class Distillation(PolicyGradient):
             later = log_ratios[token] + keys.distill_discount * later
             later_terms = abs(log_ratios[token]) + keys.distill_discount * later_terms
             added[token], terms[token] = later, later_terms
-        return keys.distill_coef * added, keys.distill_coef * terms
+        factor = self._coefficients(batch).double().numpy()
+        return factor * added, factor * terms
 
     # Its keys
 
@@ -181,9 +200,18 @@ class Distillation(PolicyGradient):
         coef = f"algorithm.distill_coef: {keys.distill_coef:g}{of_preset(config, 'distill_coef')}"
         if not config.teacher:
             yield f"{coef} needs a teacher; set teacher.NAME.model to its directory"
-        if len(config.teacher) > 1:
+        column = config.data.teacher_column
+        if len(config.teacher) > 1 and column is None:
             names = ", ".join(config.teacher)
-            yield f"teacher: {names}, but a run learns from one teacher; leave one of them"
+            yield (
+                f"teacher: {names} are {len(config.teacher)}, and nothing says which of them a row "
+                "is for; set data.teacher_column to the column that names it"
+            )
+        if len(config.teacher) == 1 and column is not None:
+            yield (
+                f"data.teacher_column: {column} would be read by nothing, since there is one "
+                "teacher; remove it"
+            )
         if config.algorithm.router_replay != "none" and config.teacher:
             yield (
                 f"algorithm.router_replay: {keys.router_replay} beside {coef}: a teacher's experts "

@@ -73,14 +73,15 @@ class GivenChoices:
     that are not the leading component's. gradient: [M, k + 1]; None until the backward.
     """
 
-    def __init__(self, batch: TokenBatch, *, every_target: bool) -> None:
-        """batch: with choices. every_target: keep all, not a sample."""
+    def __init__(self, batch: TokenBatch, weights: torch.Tensor, *, every_target: bool) -> None:
+        """batch: with choices. weights: Algorithm.choice_weights. every_target: keep all, not a
+        sample.
+        """
         assert batch.choices is not None, "there are choices to watch"
         num_targets = len(batch.logprobs)
         every = 1 if every_target else max(1, num_targets // _ROWS)
         self._every = every
         self.choices = batch.choices.map(lambda values: values[::every].detach())
-        weights = batch.weights
         if (component := batch.columns.get("component")) is not None:
             weights = weights * (component == 1)
         self.weights = weights[::every]

@@ -302,6 +302,9 @@ class Objective:
         """
         columns = dict(microbatch.columns)
         for name, directory in self._directories.items():
+            if name not in outputs.frozen:  # no target here asks for it
+                columns[name] = torch.full_like(outputs.policy.values.detach(), torch.nan)
+                continue
             logprobs = outputs.frozen[name]
             if logprobs.weights != directory:
                 raise InvariantViolation(
@@ -356,7 +359,8 @@ class Objective:
         )
         watched = None
         if batch.choices is not None:
-            watched = GivenChoices(batch, every_target=self._watch_all)
+            weights = self._algorithm.choice_weights(batch)
+            watched = GivenChoices(batch, weights, every_target=self._watch_all)
         given = GivenLoss(
             seen,
             tuple(microbatch.sources),

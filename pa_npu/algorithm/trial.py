@@ -144,6 +144,10 @@ def try_class(config: Config) -> None:
         batch = _made_up_batch(algorithm.loss_columns)
         teachers = [model.name for model in algorithm.models if model.directory]
         columns = {name: batch.engine_logprobs - 0.02 for name in teachers}
+        for model in algorithm.models:
+            if model.targets is not None:
+                column, value = model.targets
+                columns[column] = torch.full((len(batch.logprobs),), value, dtype=torch.uint8)
         batch = replace(batch, columns={**batch.columns, **columns})
         if (count := max((model.num_choices for model in algorithm.models), default=0)) > 0:
             batch = replace(batch, choices=_made_up_choices(len(batch.logprobs), count))

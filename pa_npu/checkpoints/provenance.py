@@ -68,7 +68,8 @@ _KEYS: dict[Change, dict[str, str]] = {
         "publish": "mode probe_tokens probe_tolerance noise_margin only_logged",
     },
     Change.NEW_RUN: {
-        "data": "train question_column answer_column chat_template template_options "
+        "teacher": "NAME.weight",
+        "data": "train question_column answer_column teacher_column chat_template template_options "
         "system_prompt instruction max_prompt_tokens overlong_prompt shuffle",
         "rollout": "responses_per_prompt max_response_tokens temperature ignore_eos",
         "environment": "name max_turns options",
@@ -240,6 +241,18 @@ def fingerprints(config: Config) -> dict[str, str]:
     for name, teacher in config.teacher.items():
         digests[f"teacher.{name}"] = model_fingerprint(teacher.model)
     return digests
+
+
+def models_fingerprint(config: Config) -> str:
+    """Returns the fingerprint of the model that a run begins with; with teachers a digest of theirs
+    too.
+    """
+    digests = fingerprints(config)
+    del digests["path"]
+    if len(digests) == 1:
+        return digests["fingerprint"]
+    together = json.dumps(digests, sort_keys=True).encode()
+    return hashlib.blake2b(together, digest_size=8).hexdigest()
 
 
 def differences(saved: dict[str, Any], config: Config) -> list[str]:

@@ -58,6 +58,7 @@ from pa_npu.coordinator.token_budget import BudgetedUpdates
 from pa_npu.coordinator.updates import EveryGroup, InformativeGroups, Updates
 from pa_npu.data.prompts import Prompt, load_prompts, load_training
 from pa_npu.data.stream import TrainingStream
+from pa_npu.data.teachers import check_teacher_names
 from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.engines.http_server import KEY_FILE, KEY_VARIABLE
 from pa_npu.engines.membership import Fleet
@@ -465,6 +466,7 @@ def load_prompt_sets(
     """Training stream at the position of the checkpoint, and sets of held-out prompts by name."""
     loaded = load_training(config.data, tokenizer, needs_answers(config.reward, config.environment))
     for prompts in loaded:
+        check_teacher_names(prompts.prompts, prompts.path, config)
         logger.info("training on %s", prompts.summary)
     held_out = {
         name: load_prompts(

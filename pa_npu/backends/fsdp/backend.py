@@ -8,7 +8,7 @@ counts nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pa_npu.algorithm.choices import by_target
+from pa_npu.algorithm.choices import asked_models, by_target
 from pa_npu.algorithm.loss_gradient import HeadGradient
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, Weights
 from pa_npu.algorithm.trainer_models import trainer_models
@@ -303,14 +303,22 @@ class FsdpBackend:
         temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
         frozen: dict[str, Logprobs] = {}
         choices: dict[str, torch.Tensor] = {}
+        asked, computed = self._asked(microbatch)
         with torch.no_grad():
-            for name in self._frozen:
+            for name in computed:
                 most_likely = None
                 if (count := self._trainer_models.num_choices.get(name)) is not None:
                     most_likely = MostLikely(count, self._spec.vocab_size)
+                is_asked = name in asked
                 scores = self._models[name](
-                    *inputs, temperature, chunk, entropy=False, most_likely=most_likely
+                    *(inputs if is_asked else self._inputs(filler(1, self.device))),
+                    temperature,
+                    chunk,
+                    entropy=False,
+                    most_likely=most_likely,
                 )
+                if not is_asked:
+                    continue
                 frozen[name] = Logprobs(
                     scores.logprobs, self._weights.get(name), scores.choice_logprobs
                 )
@@ -326,6 +334,27 @@ class FsdpBackend:
         )
         policy = Logprobs(scores.logprobs, self._weights.get("policy"), scores.choice_logprobs)
         return Outputs(policy, scores.entropy, frozen, head)
+
+    def _asked(self, microbatch: Microbatch) -> tuple[Sequence[str], Sequence[str]]:
+        """Returns the frozen models that a microbatch asks for, and those that this rank computes,
+        beside others whose microbatches ask for them: gathering their layers is a collective.
+        """
+        teachers = self._trainer_models.teachers
+        if all(model.targets is None for model in teachers):
+            return self._frozen, self._frozen
+        names = asked_models(teachers, microbatch.columns)
+        others = [name for name in self._frozen if name not in self._trainer_models.directories]
+        wanted = torch.tensor(
+            [model.name in names for model in teachers], dtype=torch.int32, device=self.device
+        )
+        if self._shard_group is not None:
+            dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
+        of_any = [
+            model.name
+            for model, is_wanted in zip(teachers, wanted.tolist(), strict=True)
+            if is_wanted
+        ]
+        return (*others, *names), (*others, *of_any)
 
     def _inputs(
         self, microbatch: Microbatch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from pa_npu.algorithm.choices import by_target
+from pa_npu.algorithm.choices import asked_models, by_target
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, Weights
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
@@ -335,7 +335,19 @@ class MegatronBackend:
             replay=_replay(microbatch),
             most_likely=self._most_likely,
             choose=choose,
+            asked=self._asked(microbatch),
         )
+
+    def _asked(self, microbatch: Microbatch) -> Sequence[str] | None:
+        """The frozen models that a microbatch asks for; None: all, as where experts of models lie
+        on ranks of several replicas, which compute together.
+        """
+        teachers = self._trainer_models.teachers
+        if self._step_group is not None or all(model.targets is None for model in teachers):
+            return None
+        directories = self._trainer_models.directories
+        copies = [name for name in self._stage.frozen if name not in directories]
+        return (*copies, *asked_models(teachers, microbatch.columns))
 
     def _inputs(
         self, microbatch: Microbatch

@@ -20,7 +20,7 @@ bf16 the parameters themselves are bf16, so Megatron's Float16Module is not need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -201,12 +201,14 @@ class TriModel(MegatronModule):
         replay: Replay | None = None,
         most_likely: Mapping[str, MostLikely] | None = None,
         choose: Choose = no_choices,
+        asked: Collection[str] | None = None,
     ) -> ModelOutput | torch.Tensor:
         """One microbatch through this stage; see the module's docstring for shapes,
         AttentionContext for `balance` and `replay`.
 
         most_likely: of the frozen models, by name, of which the last stage wants further tokens.
         choose: called on the last stage with the scores of those that pass beside the policy.
+        asked: the frozen models that the microbatch asks for; None: all.
         """
         if tokens.shape != (1, layout.total):
             raise ValueError(
@@ -214,11 +216,14 @@ class TriModel(MegatronModule):
                 f"{layout.total})"
             )
         rotation = self._rotation("policy", layout, tokens.device, self.config.params_dtype)
-        inputs = self._unpack()
+        beside = {
+            name: model for name, model in self._beside.items() if asked is None or name in asked
+        }
+        inputs = self._unpack(beside)
 
         frozen_hidden: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            for name, model in self._beside.items():
+            for name, model in beside.items():
                 model.set_input_tensor(inputs.get(name))
                 own = rotation
                 if name in self._other_rotaries:
@@ -287,19 +292,19 @@ class TriModel(MegatronModule):
             hidden, rows, targets, temperature=temperature, chunk=chunk, most_likely=most_likely
         )
 
-    def _unpack(self) -> dict[str, torch.Tensor]:
+    def _unpack(self, beside: Mapping[str, GPT]) -> dict[str, torch.Tensor]:
         """Each model's hidden states out of what the previous stage packed; nothing on the first
-        stage.
+        stage. beside: the frozen models that pass with the policy.
         """
         if self.input_tensor is None:
             return {}
-        if not self._beside:
+        if not beside:
             return {"policy": self.input_tensor}
-        widths = [model.config.hidden_size for model in (self.policy, *self._beside.values())]
+        widths = [model.config.hidden_size for model in (self.policy, *beside.values())]
         policy, *frozen = self.input_tensor.split(widths, dim=-1)
         return {
             "policy": policy,
-            **dict(zip(self._beside, (part.detach() for part in frozen), strict=True)),
+            **dict(zip(beside, (part.detach() for part in frozen), strict=True)),
         }
 
     def _rotation(

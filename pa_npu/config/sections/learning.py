@@ -228,6 +228,11 @@ class TeacherConfig(Section):
         description="HF directory of the teacher, of the policy's or another shape, with the "
         "policy's vocabulary. Trainers hold it and compute it in the policy's pass.",
     )
+    weight: float = Field(
+        1.0,
+        gt=0,
+        description="Factor of this teacher's part of the loss, beside algorithm.distill_coef.",
+    )
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
