@@ -32,6 +32,7 @@ from pa_npu.config.schema import Config
 if TYPE_CHECKING:
     import torch
 
+    from pa_npu.algorithm.choices import Choices
     from pa_npu.algorithm.loss_gradient import ExpectedGradient
     from pa_npu.algorithm.loss_sums import LossSums
     from pa_npu.algorithm.policy_losses import TokenBatch
@@ -66,6 +67,9 @@ class NeededModel:
     source: where its weights come from: the policy as it was when the iteration began; the run's
     initial weights, which algorithm.reference_refresh_every may renew; or `directory`, whose model
     may have another shape and never changes. computed_by: who runs it.
+    num_choices: of every target, so many of its most likely tokens are compared with the policy's
+    distribution (TokenBatch.choices); 0: none.
+    targets: a column and its value: the model is asked for targets that have it; None: for all.
 
     The log-probs of a model with a directory are a column of TokenBatch under the model's name.
     """
@@ -74,6 +78,8 @@ class NeededModel:
     source: Literal["policy at the iteration's start", "initial weights", "a directory"]
     computed_by: Literal["trainers"] = "trainers"
     directory: str | None = None
+    num_choices: int = 0
+    targets: tuple[str, int] | None = None
 
 
 DEMONSTRATION = "demonstration"
@@ -350,6 +356,19 @@ class Algorithm(ABC):
         from pa_npu.algorithm.component_sums import gradient_by_autograd
 
         return gradient_by_autograd(lambda wide: self.loss_sums(wide).loss, batch)
+
+    def choice_weights(self, batch: TokenBatch) -> torch.Tensor:
+        """Returns the factor of each target's comparison of distributions, [tokens]."""
+        return batch.weights
+
+    def expected_choice_gradient(self, choices: Choices, weights: torch.Tensor) -> ExpectedGradient:
+        """Returns the gradient of `loss_sums` at the policy's log-probs of a teacher's most likely
+        tokens by a second calculation, [N, k + 1], on the host (I7).
+
+        choices: in fp64, of targets of the leading component. weights: their `choice_weights`.
+        Called only where a model has num_choices.
+        """
+        raise NotImplementedError(f"{type(self).__name__} compares no distributions")
 
     # Held-out rows
 

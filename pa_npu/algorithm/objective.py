@@ -26,8 +26,9 @@ from pa_npu.algorithm.agreement import (
     difference_sums,
 )
 from pa_npu.algorithm.algorithm import Algorithm
+from pa_npu.algorithm.choices import Choices, by_target
 from pa_npu.algorithm.component_sums import all_metric_names, all_sums
-from pa_npu.algorithm.loss_gradient import GivenLoss, HeadGradient
+from pa_npu.algorithm.loss_gradient import GivenChoices, GivenLoss, HeadGradient
 from pa_npu.algorithm.normaliser import Counts
 from pa_npu.algorithm.policy_losses import TokenBatch
 from pa_npu.algorithm.registry import build_algorithm
@@ -61,18 +62,21 @@ class Logprobs:
     """[tokens] fp32, and the weights that they were computed with.
 
     weights: "engine" for what an engine reported, None where nobody has named them yet.
+    choices: [tokens, k + 1], of a teacher's most likely tokens (choices.py); None where nobody
+    wants them.
     """
 
     values: torch.Tensor
     weights: Weights | Literal["engine"] | None
+    choices: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Outputs:
     """Outputs of the models for a microbatch's N targets.
 
-    Gradients flow through policy.values, and through `entropy` [N] where Objective.entropy_gradient
-    asks for it. frozen: by name, TrainerModels.computed. head: watches the gradient behind
+    Gradients flow through policy.values and policy.choices, and through `entropy` [N] where
+    Objective.entropy_gradient asks for it. frozen: by name, TrainerModels.computed. head: watches the gradient behind
     policy.values; None where nobody does.
     """
 
@@ -167,6 +171,7 @@ class Objective:
         reference: PolicyState | None = None,
         before_first: Callable[[], None] = lambda: None,
         algorithm: Algorithm | None = None,
+        watch_all: bool = False,
     ) -> None:
         """judge_first: called with the differences of the first microbatch that the policy wrote
         any of, before its backward; it may raise.
@@ -174,7 +179,7 @@ class Objective:
         reference: the weights that the reference must be of; None: nobody knows. before_first:
         called
         before the first microbatch's backward, on every stage. algorithm: the configuration's; None
-        makes it.
+        makes it. watch_all: keep the choices of all targets, not of a sample.
         """
         self._config = config
         self._device = device
@@ -185,6 +190,8 @@ class Objective:
         self.first_sampled = first_sampled % SAMPLED_EVERY
         self._algorithm = build_algorithm(config) if algorithm is None else algorithm
         models = trainer_models(config, self._algorithm)
+        self._models = models
+        self._watch_all = watch_all
         self._computes_old = "old" in models.computed
         self._directories = {
             name: FixedWeights(directory) for name, directory in models.directories.items()
@@ -246,6 +253,7 @@ class Objective:
             weights=self._weights(microbatch),
             group_size=self._config.rollout.responses_per_prompt,
             columns=self._with_teachers(microbatch, outputs),
+            choices=self._choices(microbatch, outputs),
         )
         if self._freshness.max_staleness:
             batch = replace(batch, ages=microbatch.ages)
@@ -291,6 +299,9 @@ class Objective:
         """
         columns = dict(microbatch.columns)
         for name, directory in self._directories.items():
+            if name not in outputs.frozen:  # no target here asks for it
+                columns[name] = torch.full_like(outputs.policy.values.detach(), torch.nan)
+                continue
             logprobs = outputs.frozen[name]
             if logprobs.weights != directory:
                 raise InvariantViolation(
@@ -300,6 +311,17 @@ class Objective:
                 )
             columns[name] = logprobs.values
         return columns
+
+    def _choices(self, microbatch: Targets, outputs: Outputs) -> Choices | None:
+        """The policy's and the teachers' distributions over the teachers' most likely tokens."""
+        policy = outputs.policy.choices
+        by_model = {
+            name: logprobs.choices
+            for name, logprobs in outputs.frozen.items()
+            if logprobs.choices is not None
+        }
+        teacher = by_target(self._models.teachers, microbatch.columns, by_model)
+        return None if policy is None or teacher is None else Choices(policy, teacher)
 
     def _weights(self, microbatch: Targets) -> torch.Tensor:
         """float32 [N]: the aggregation's weights of the leading component, 1 of others, times those
@@ -330,9 +352,18 @@ class Objective:
             engine_logprobs=microbatch.engine_logprobs,
             entropy=batch.entropy.detach(),
             advantages=microbatch.advantages,
+            choices=None,
         )
+        watched = None
+        if batch.choices is not None:
+            weights = self._algorithm.choice_weights(batch)
+            watched = GivenChoices(batch, weights, every_target=self._watch_all)
         given = GivenLoss(
-            seen, tuple(microbatch.sources), tuple(microbatch.response_lengths), outputs.head
+            seen,
+            tuple(microbatch.sources),
+            tuple(microbatch.response_lengths),
+            outputs.head,
+            choices=watched,
         )
         given.watch(policy)
         self.given.append(given)

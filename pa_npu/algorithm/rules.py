@@ -94,6 +94,11 @@ def _broken_teachers(algorithm: Algorithm) -> Iterator[str]:
             f"teacher: {', '.join(config.teacher)} would be read by nothing; set "
             "algorithm.distill_coef, or remove the section"
         )
+    if config.data.teacher_column is not None and not config.teacher:
+        yield (
+            f"data.teacher_column: {config.data.teacher_column} would be read by nothing; name "
+            "teachers in `teacher`, or remove it"
+        )
     if keys.advantage == "no-reward" and not config.algorithm.is_users_own:
         yield (
             "algorithm.advantage: no-reward with algorithm.distill_coef = 0 trains nothing; set "

@@ -153,6 +153,7 @@ class Statistics:
             else None,
             "kl": per_token("kl") or 0.0 if compares_policies else None,
             "teacher_kl": per_token("teacher_kl"),
+            "teacher_divergence": per_token("teacher_divergence"),
             "entropy": per_token("entropy"),
             "clip_ratio": per_token("clipped"),
             "logprob_diff_mean": self.all.absolute_mean if compares_policies else None,

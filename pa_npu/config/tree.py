@@ -52,7 +52,7 @@ class ConfigTree(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     teacher: dict[str, TeacherConfig] = Field(
         default_factory=dict,
-        description="The teacher of algorithm.distill_coef, by a name of yours.",
+        description="The teachers of algorithm.distill_coef, by names of yours.",
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerConfig = TrainerConfig()

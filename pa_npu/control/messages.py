@@ -32,7 +32,8 @@ class UpdateReport:
     of data.demonstrations in `loss`, None without these.
     kl: K3's estimate of KL(policy || reference).
     teacher_kl: mean of log p_policy - log p_teacher of the policy's tokens, an estimate of
-    KL(policy || teacher); None without a teacher.
+    KL(policy || teacher); None without a teacher. teacher_divergence: mean of
+    algorithm.distill_divergence over the teacher's most likely tokens; None where it is `sampled`.
     logprob_diff_mean, logprob_diff_max: |trainer - engine| log-prob. For tokens of older versions
     the updates since then are included, here and in logprob_k3.
     logprob_k3: K3's estimate of KL(engine || trainer).
@@ -65,6 +66,7 @@ class UpdateReport:
     demonstration_loss: Annotated[float | None, _mean]
     kl: float | None
     teacher_kl: float | None
+    teacher_divergence: float | None
     entropy: float | None
     clip_ratio: float | None
     logprob_diff_mean: float | None

@@ -9,7 +9,7 @@ from pa_npu.checkpoints.directories import read_meta
 from pa_npu.checkpoints.provenance import (
     arrangement_of,
     config_tree,
-    model_fingerprint,
+    models_fingerprint,
     trained_configuration,
 )
 from pa_npu.config.schema import Config
@@ -35,7 +35,7 @@ class RunChain:
             "configuration": digest_of_values(trained_configuration(tree)),
             "arrangement": arrangement_of(tree),
             "software": software_of(runs_on),
-            "model": model_fingerprint(config.model.path),
+            "model": models_fingerprint(config),
         }
         self._weights: str | None = None  # after the iteration that was written last
         self._checkpoints: dict[str, str] = {}  # to be named by the next line

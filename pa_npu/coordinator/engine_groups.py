@@ -36,6 +36,7 @@ from pa_npu.coordinator.group_source import Deliver
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.updates import EveryGroup
 from pa_npu.data.prompts import Prompt
+from pa_npu.data.teachers import teacher_number
 from pa_npu.dispatch.assignment import GroupCost
 from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool, Lease
@@ -45,6 +46,7 @@ from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.seeds import group_seed
+from pa_npu.samples.teachers import with_teacher
 from pa_npu.telemetry.timeline import Timeline, now
 
 
@@ -155,6 +157,8 @@ class IterationOnEngines:
                 config, source.environment, prompt, size, generate, max_tokens
             )
         samples = with_components(source.algorithm, samples)
+        if config.data.teacher_column is not None:
+            samples = with_teacher(samples, teacher_number(prompt, config))
         generate.answers.expect(generate.num_trained)
         for tell in points.generated:
             tell(session.lease)

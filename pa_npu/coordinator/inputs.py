@@ -18,6 +18,7 @@ from pa_npu.coordinator.demonstrations import Demonstrations
 from pa_npu.coordinator.start import first_version, store_address
 from pa_npu.data.prompts import Prompt, load_prompts, load_training
 from pa_npu.data.stream import TrainingStream
+from pa_npu.data.teachers import check_teacher_names
 from pa_npu.data.trained_sets import load_demonstrations
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.protocol import Sampling
@@ -129,6 +130,7 @@ def load_prompt_sets(
     answers = needs_answers(config.reward, config.environment)
     loaded = load_training(config.data, tokenizer, answers)
     for prompts in loaded:
+        check_teacher_names(prompts.prompts, prompts.path, config)
         logger.info("training on %s", prompts.summary)
     held_out = {}
     for name, dataset in config.evaluate.all_sets(config.data.test).items():

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.algorithm.algorithm import Algorithm
+from pa_npu.algorithm.choices import Choices
 from pa_npu.algorithm.component_sums import all_gradients
 from pa_npu.algorithm.loss_gradient import (
     ExpectedGradient,
+    GivenChoices,
     GivenLoss,
     Values,
     joined,
@@ -71,6 +73,7 @@ class LossGradient:
         arrived = arrived_gradients(losses)
         batch, sources, lengths = batch_with_credit(losses, advantages)
         self._compare(sources, lengths, arrived, all_gradients(self._algorithm, batch))
+        self._compare_choices([loss.choices for loss in losses if loss.choices is not None])
         self._check_same(float((batch.logprobs - batch.old_logprobs).abs().sum()), len(arrived))
         self._check_head(losses, arrived, (batch.logprobs + batch.entropy).double().numpy(), group)
 
@@ -97,6 +100,25 @@ class LossGradient:
             f"aggregation = {self._config.algorithm.aggregation} and the group's credit make "
             f"{expected.values[token]:.6g}; {int(wrong.sum())} of {len(wrong)} tokens of the "
             "update differ"
+        )
+
+    def _compare_choices(self, given: Sequence[GivenChoices]) -> None:
+        """Of a teacher's most likely tokens, in a sample of the targets."""
+        if not given:
+            return
+        arrived = np.concatenate([arrived_at(one) for one in given])
+        expected = expected_choice_gradient(self._algorithm, given)
+        wrong = expected.is_sure & ~(np.abs(arrived - expected.values) <= expected.limit)
+        if not wrong.any():
+            return
+        excess = np.abs(arrived - expected.values) / np.maximum(expected.limit, 1e-300)
+        target, choice = np.unravel_index(int(np.where(wrong, excess, 0.0).argmax()), wrong.shape)
+        raise self._update.broken(
+            f"the gradient of the policy's log-prob of choice {choice} of {wrong.shape[1]} of the "
+            f"teacher, of target {target} of those looked at, is {arrived[target, choice]:.6g}, "
+            f"where algorithm.distill_divergence = {self._config.algorithm.distill_divergence} "
+            f"makes {expected.values[target, choice]:.6g}; {int(wrong.any(axis=1).sum())} of "
+            f"{len(wrong)} targets differ"
         )
 
     def _check_same(self, apart: float, tokens: int) -> None:
@@ -189,6 +211,24 @@ def batch_with_credit(
         lengths += loss.lengths
     lengths_array = np.array(lengths)
     return with_advantages(batch, sources, lengths_array, advantages), sources, lengths_array
+
+
+def arrived_at(given: GivenChoices) -> Values:
+    """Returns the gradient that came to the policy's log-probs of the choices, fp64 [M, k + 1]."""
+    if given.gradient is None:
+        return np.zeros(tuple(given.choices.policy.shape))
+    gradient: Values = given.gradient.cpu().double().numpy()
+    return gradient
+
+
+def expected_choice_gradient(
+    algorithm: Algorithm, given: Sequence[GivenChoices]
+) -> ExpectedGradient:
+    """Returns the same as the algorithm's formula makes it."""
+    policy = torch.cat([one.choices.policy for one in given]).cpu().double()
+    teacher = torch.cat([one.choices.teacher for one in given]).cpu().double()
+    weights = torch.cat([one.weights for one in given]).cpu().double()
+    return algorithm.expected_choice_gradient(Choices(policy, teacher), weights)
 
 
 def with_advantages(

@@ -322,8 +322,8 @@ def _scored(model: ScoredModel, sequences: list[_Sequence], way: Way) -> list[to
             for leaf, one in zip(leaves, part, strict=True)
         ]
         targets = torch.cat([one.tokens[one.prompt :] for one in part])
-        logprobs, _ = model(tokens, layout, torch.cat(rows), targets, 1.0, 16)
-        split = logprobs.split([len(some) for some in rows])
+        scores = model(tokens, layout, torch.cat(rows), targets, 1.0, 16)
+        split = scores.logprobs.split([len(some) for some in rows])
         torch.stack([(some * _weights(len(some))).sum() for some in split]).sum().backward()
         found += [some.detach() for some in split]
     return found

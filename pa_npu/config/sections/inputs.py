@@ -181,6 +181,12 @@ class DataConfig(Section):
         min_length=1,
         description="Column with the reference answer. null recognises the layout of the rows.",
     )
+    teacher_column: str | None = Field(
+        None,
+        min_length=1,
+        description="Column of a row that names its teacher, a key of `teacher`. Several teachers "
+        "need it.",
+    )
     chat_template: FilePath = Field(
         "auto",
         description="Whether prompts are rendered with the tokenizer's chat template: auto (if it "

@@ -129,6 +129,7 @@ def with_epochs(config: Config, findings: Findings) -> Config:
 def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
     """Reads data.train as the coordinator will."""
     from pa_npu.data.prompts import load_training
+    from pa_npu.data.teachers import check_teacher_names
     from pa_npu.rewards.check import check_row_tests
 
     loaded = load_training(config.data, tokenizer, needs_answers(config.reward, config.environment))
@@ -137,6 +138,7 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
     for number, (prompts, share) in enumerate(zip(loaded, config.data.shares, strict=True)):
         key = config.data.key_of(number)
         check_row_tests(config, prompts, key, first_id)
+        check_teacher_names(prompts.prompts, prompts.path, config)
         first_id += prompts.num_read
         num_needed = math.ceil(share * per_iteration)
         if len(prompts.prompts) < num_needed:
