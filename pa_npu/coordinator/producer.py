@@ -137,7 +137,7 @@ class Producer:
         assignment = Assignment(
             choice.order,
             config.mesh.data,
-            config.mesh.per_replica(choice.most),
+            config.mesh.per_replica(choice.max_groups),
             config.schedule.updates_per_iteration,
             groups.expected_work,
             unequal=config.devices.unequal_groups,
@@ -153,6 +153,6 @@ class Producer:
             work=self.work,
             buffer=self.buffer,
             store_thread=self.store_thread,
-            told=points.delivered,
+            on_delivered=points.delivered,
         )
         return _Iteration(choice, groups, points, production, delivery)
