@@ -57,7 +57,8 @@ class RunChain:
         records: RecordDigests,
     ) -> None:
         """Writes an iteration's line. border: the one that ends it. Raises DeadlineExceeded."""
-        iteration, limit_s = produced.iteration, self._config.deadlines.wait_timeout_s
+        iteration = produced.iteration
+        limit_s = self._config.deadlines.wait_timeout_s
         if self._weights is None:
             begin = await BORDER.wait_async(self._channel, limit_s, version=iteration)
             self._weights = begin.weights
@@ -79,7 +80,8 @@ class RunChain:
                 "checkpoints": self._checkpoints,
             }
         )
-        self._weights, self._checkpoints = border.weights, {}
+        self._weights = border.weights
+        self._checkpoints = {}
 
 
 def software_of(runs_on: RunsOn) -> dict[str, str]:

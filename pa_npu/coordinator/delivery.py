@@ -42,8 +42,8 @@ Sums = defaultdict[str, float]
 class Delivery:
     """One iteration's groups, each as it is released.
 
-    work: what training a group costs. store_thread: for the buffer's blocking calls, in order.
-    told: of every group that is put.
+    work: what training a group costs. store_thread: makes the buffer's blocking calls, in order.
+    on_delivered: called with every group that is in the buffer.
     """
 
     config: Config
@@ -53,13 +53,13 @@ class Delivery:
     work: GroupCost
     buffer: RolloutBuffer
     store_thread: Executor
-    told: Sequence[Callable[[Group, ScoredGroup], None]]
+    on_delivered: Sequence[Callable[[Group, ScoredGroup], None]]
     _held: list[tuple[int, ScoredGroup]] = field(default_factory=list, init=False)
     # of those that have been taken, by number
     _by_rule: set[int] = field(default_factory=set, init=False)
 
     async def take(self, number: int, scored: ScoredGroup) -> None:
-        """A group that is trained under this number."""
+        """Delivers a group that is trained under this number."""
         check_size(self.config, self.algorithm, scored.prompt, scored.samples)
         check_components(self.algorithm, scored)
         self.production.add(number, scored)
@@ -67,9 +67,9 @@ class Delivery:
         await self._deliver(number, scored)
 
     async def finish(self, num_groups: int) -> float:
-        """All groups have been taken.
+        """Ends the delivery once all groups have been taken; returns the replicas' imbalance.
 
-        Asserts that they fill all slots (I2); returns the replicas' imbalance.
+        Asserts that the groups fill all slots (I2).
         """
         self.assignment.finish(num_groups)
         return self.assignment.imbalance
@@ -84,7 +84,7 @@ class Delivery:
         return {}
 
     async def close(self) -> None:
-        """End what runs beside the iteration, which may have failed."""
+        """Ends what runs in the background of the iteration, which may have failed."""
 
     async def _deliver(self, number: int, scored: ScoredGroup) -> None:
         slot = self.assignment.assign(number, self._cost(number, scored))
@@ -100,9 +100,10 @@ class Delivery:
         credit: Credit,
         slots: Mapping[tuple[int, int], tuple[int, int] | None],
     ) -> None:
-        """credit: gives the group's tokens their advantages.
+        """Puts a group into the buffer.
 
-        slots: each (replica, slot) that gets it, and which samples that replica trains; None: all.
+        credit: gives the group's tokens their advantages. slots: each (replica, slot) that gets it,
+        and which samples that replica trains; None for all of them.
         """
         group = scored.group(self.config.run.seed, self.production.iteration, number, credit)
         by_rule = number in self._by_rule
@@ -113,8 +114,8 @@ class Delivery:
             if by_rule:
                 put = partial(put, by_rule=True)
             await loop.run_in_executor(self.store_thread, put)
-        for tell in self.told:
-            tell(group, scored)
+        for notify in self.on_delivered:
+            notify(group, scored)
         self.production.put(group, scored, slots, by_rule=by_rule)
 
     def _decide(self, number: int, scored: ScoredGroup) -> None:
@@ -213,19 +214,23 @@ class Production(Feature):
         """A scored group, trained or not: the policy's accuracy is over these, whatever is chosen
         for training.
         """
-        prompt, result = group.prompt, group.result
+        prompt = group.prompt
+        result = group.result
         for name, number in group.counted.items():
             self._counted[name] += number
         if result is None:
             self._outcomes[index] = Outcome(prompt.source, None, None)
             return
-        right, reward = _mean(result.correct.tolist()), _mean(result.total.tolist())
+        right = _mean(result.correct.tolist())
+        reward = _mean(result.total.tolist())
         self._dispatched_correct += right
         self._outcomes[index] = Outcome(prompt.source, None if result.errors else right, reward)
 
     def add(self, index: int, group: ScoredGroup) -> None:
         """A group that is trained, under this number."""
-        samples, result, lengths = group.samples, group.result, group.lengths
+        samples = group.samples
+        result = group.result
+        lengths = group.lengths
         num_trained = sum(lengths)
         if group.is_demonstration:
             self._demonstrated["rows"] += len(samples)
@@ -301,7 +306,8 @@ class Production(Feature):
 
     def end(self, replica_imbalance: float) -> Produced:
         """All groups are in the buffer. replica_imbalance: Assignment's."""
-        counted, groups = self._counted, len(self._trained)
+        counted = self._counted
+        groups = len(self._trained)
         samples, prompts, others, tokens, shortest, longest, finished = zip(
             *self._trained, strict=True
         )
@@ -370,7 +376,8 @@ def _deviation(values: Sequence[float]) -> float:
 
 def _sample(group: Group, scored: ScoredGroup) -> dict[str, Any]:
     """What was dispatched, in short; what a group does not hold is its prompt's."""
-    prompt, result = scored.prompt, scored.result
+    prompt = scored.prompt
+    result = scored.result
     responses: list[dict[str, Any]] = []
     for number, sample in enumerate(scored.samples):
         response = {
@@ -395,10 +402,12 @@ def _sample(group: Group, scored: ScoredGroup) -> dict[str, Any]:
 
 def _kept(group: Group, scored: ScoredGroup) -> list[KeptResponse]:
     """What was dispatched, token by token; what a group does not hold is its prompt's."""
-    prompt, result = scored.prompt, scored.result
+    prompt = scored.prompt
+    result = scored.result
     kept = []
     for number, (start, end) in enumerate(pairwise(group.offsets().tolist())):
-        sample, trained = scored.samples[number], group.trained[start:end]
+        sample = scored.samples[number]
+        trained = group.trained[start:end]
         leads = group.component[start:end] == 1
         rewards = {} if result is None else result.functions
         kept.append(

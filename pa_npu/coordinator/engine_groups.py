@@ -110,7 +110,8 @@ class IterationOnEngines:
         return {"window": self.pace.schedule.largest_window, "tail_waste": self.tail.tail_waste}
 
     async def bring(self, points: HookPoints, deliver: Deliver) -> None:
-        source, choice = self.source, self.choice
+        source = self.source
+        choice = self.choice
         admission = Admission(
             source.planner, source.pool, self.number, choice, self.pace, self.version, points
         )
@@ -136,8 +137,11 @@ class IterationOnEngines:
 
     async def _generate(self, admitted: Admitted, points: HookPoints) -> tuple[ScoredGroup, Lease]:
         """The group with its rewards, and the lease under which it ended, closed."""
-        source, config = self.source, self.source.config
-        index, prompt, iteration = admitted.index, admitted.prompt, self.number
+        source = self.source
+        config = self.source.config
+        index = admitted.index
+        prompt = admitted.prompt
+        iteration = self.number
         start_s = now()
         seed = group_seed(config.run.seed, iteration, index)
         size = config.rollout.responses_per_prompt

@@ -195,7 +195,8 @@ class IdleTailMeter(Feature):
     def _advance(self) -> None:
         use = self._pool.use()
         for name in (engine.name for engine in self._pool.engines):
-            after, seen = use[name], self._engines[name]
+            after = use[name]
+            seen = self._engines[name]
             before = self._last.get(name, after)
             seconds = after.updated_s - before.updated_s
             seen.capacity = max(seen.capacity, after.in_flight_sequences)

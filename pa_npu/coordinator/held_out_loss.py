@@ -59,12 +59,13 @@ class HeldOutLosses(Evaluations):
             return None
         await recorded()
         with self.timeline.span("evaluate", version=version):
-            told = await HELD_OUT_LOSS.wait_async(
+            losses = await HELD_OUT_LOSS.wait_async(
                 self.channel, self.config.deadlines.wait_timeout_s, version=version
             )
         sets: dict[str, dict[str, Any]] = {}
-        for name, means in told.means.items():
-            known, values = self._known[name], dict(means)
+        for name, means in losses.means.items():
+            known = self._known[name]
+            values = dict(means)
             if self._is_cross_entropy:
                 values["perplexity"] = _perplexity(means["loss"])
             sets[name] = {
@@ -77,7 +78,7 @@ class HeldOutLosses(Evaluations):
         record = {
             "version": version,
             **{metric: first[metric] for metric in first["metrics"]},
-            "seconds": told.seconds,
+            "seconds": losses.seconds,
             "best_by": -self._chosen(sets),
             "sets": sets,
             "time": time.time(),
@@ -93,8 +94,9 @@ class HeldOutLosses(Evaluations):
         chosen = sets.get(name) or next(iter(sets.values()))
         return float(chosen["loss"])
 
-    def _send(self, name: str, held_out: AnySet) -> HeldOutSet:
-        algorithm, columns = build_algorithm(self.config), run_columns(self.config)
+    def _send(self, name: str, held_out: TrainedSet) -> HeldOutSet:
+        algorithm = build_algorithm(self.config)
+        columns = run_columns(self.config)
         groups = groups_of_set(held_out, self.config.microbatch_responses)
         config = self.config
         sizes: list[int] = []

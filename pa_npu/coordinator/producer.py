@@ -163,7 +163,7 @@ class Producer:
         assignment = Assignment(
             choice.order,
             config.mesh.data,
-            config.mesh.per_replica(choice.most + len(demonstrations)),
+            config.mesh.per_replica(choice.max_groups + len(demonstrations)),
             config.schedule.updates_per_iteration,
             expected_work,
             unequal=config.devices.unequal_groups,
@@ -180,6 +180,6 @@ class Producer:
             work=self.work,
             buffer=self.buffer,
             store_thread=self.store_thread,
-            told=points.delivered,
+            on_delivered=points.delivered,
         )
         return _Iteration(choice, groups, points, production, delivery, demonstrations)

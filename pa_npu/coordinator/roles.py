@@ -98,8 +98,10 @@ class Roles(Feature):
         self._delivery = delivery
         self.changing: asyncio.Task[None] | None = None
         """A change of roles that goes on, or the last one."""
-        self._steps, self._next_s = 0.0, 0.0
-        self._at_s, self._begin_s = time.perf_counter(), now()
+        self._steps = 0.0
+        self._next_s = 0.0
+        self._at_s = time.perf_counter()
+        self._begin_s = now()
 
     # the iteration
 
@@ -107,9 +109,9 @@ class Roles(Feature):
         """All devices decode, for a delivery of this iteration."""
         self.close()
         self._reset(delivery)
-        found = self.speed()
-        if found is not None:
-            self._engine, self._seconds_per_work = found
+        speeds = self.speed()
+        if speeds is not None:
+            self._engine, self._seconds_per_work = speeds
         delivery.seconds_per_work = self._seconds_per_work or 1.0
         self.pool.devices.decode_all()
         for unit in self.units:
@@ -184,9 +186,13 @@ class Roles(Feature):
 
     def _wanted(self, decoding: Sequence[RoleUnit]) -> int:
         assert self._engine is not None and self._delivery is not None
-        size, seen = self.config.rollout.responses_per_prompt, np.concatenate(list(self._seen))
+        size = self.config.rollout.responses_per_prompt
+        seen = np.concatenate(list(self._seen))
         seen.sort()
-        remaining, groups, written, tokens = [], [], [], []
+        remaining = []
+        groups = []
+        written = []
+        tokens = []
         for number, flight in enumerate(self._flights.values()):
             age = self._steps - flight.steps
             first = int(np.searchsorted(seen, age, side="right"))
@@ -435,7 +441,7 @@ class RolesDelivery(Delivery):
         works = {replica: took_s / self.seconds_per_work for replica, took_s in takes_s.items()}
         slots = self.assignment.divide(number, works)
         # a replica that trains all of it knows so without being told
-        told = [
+        messages = [
             None if last - first == len(lengths) else (first, last)
             for first, last in parts.values()
         ]
@@ -443,7 +449,7 @@ class RolesDelivery(Delivery):
             number,
             scored,
             self.algorithm.credit,
-            dict(zip(slots, told, strict=True)),
+            dict(zip(slots, messages, strict=True)),
         )
 
     def _mean_s(self) -> float:

@@ -50,7 +50,8 @@ from pa_npu.samples.seeds import group_seed
 
 # Beside all iterations of training and evaluation, whose groups have seeds of their own.
 _SEED_ITERATION = 2**61
-_MOST_GROUPS, _MOST_TASKS = 1024, 64
+_MOST_GROUPS = 1024
+_MOST_TASKS = 64
 _ABOUT = "about"  # identity and texts
 _FOLLOWING = ("trained", "written")
 """Columns that follow from others (`Group.trained`, `Group.written`), for trainers outside."""
@@ -80,9 +81,9 @@ class _Kept:
         for column, values in self.group.columns.items():
             if column.name == name:
                 return values.tolist()
-        own = ", ".join(column.name for column in self.group.columns)
+        run_columns = ", ".join(column.name for column in self.group.columns)
         known = ", ".join((_ABOUT, *PER_TOKEN, *_FOLLOWING, *PER_SAMPLE)) + (
-            f", {own}" if own else ""
+            f", {run_columns}" if run_columns else ""
         )
         raise RequestRefused(
             f"columns: {name!r:.40} is unknown; there are {known}", param="columns"
@@ -110,7 +111,8 @@ class ServedRun(Feature):
 
     def __post_init__(self, tokenizer: Any) -> None:
         self._chat = Chat(self.config, tokenizer)
-        self._rows, self._requests = count(), count()
+        self._rows = count()
+        self._requests = count()
         self._kept: deque[_Kept] = deque(maxlen=_MOST_GROUPS)
         self._tasks: dict[str, _Task] = {}
         self._arrived = asyncio.Event()
@@ -156,8 +158,8 @@ class ServedRun(Feature):
         def guarded(handler: Any) -> Any:
             async def handle(request: web.Request) -> web.StreamResponse:
                 gateway.authorise(request)
-                found: web.StreamResponse = await handler(request)
-                return found
+                answer: web.StreamResponse = await handler(request)
+                return answer
 
             return handle
 
@@ -181,11 +183,16 @@ class ServedRun(Feature):
         written = [
             (
                 self._chat.answer(
-                    one, asked.messages, asked.tools, text, asked.stop, f"call_{number}_{place}_"
+                    generation,
+                    asked.messages,
+                    asked.tools,
+                    text,
+                    asked.stop,
+                    f"call_{number}_{place}_",
                 ),
-                one,
+                generation,
             )
-            for place, one in enumerate(await self._sample(tokens, asked, number))
+            for place, generation in enumerate(await self._sample(tokens, asked, number))
         ]
         answer = whole_answer(self._chat, f"chatcmpl-{number}", written, tokens, asked)
         return await send_answer(request, answer, _stream(answer, asked))
@@ -203,9 +210,10 @@ class ServedRun(Feature):
                 f"prompt: token {max(tokens)} is not in the model's vocabulary", param="prompt"
             )
         number = next(self._requests)
-        found = await self._sample(tokens, asked, number)
+        generations = await self._sample(tokens, asked, number)
         written = [
-            (ChatAnswer(self._chat.decode_answer(one, asked.stop)[1], {}, ()), one) for one in found
+            (ChatAnswer(self._chat.decode_answer(generation, asked.stop)[1], {}, ()), generation)
+            for generation in generations
         ]
         answer = whole_answer(self._chat, f"cmpl-{number}", written, tokens, asked)
         return await send_answer(request, answer, _stream(answer, asked))
@@ -304,7 +312,7 @@ class ServedRun(Feature):
                 param="task",
             )
         end_s = asyncio.get_running_loop().time() + asked.wait_s
-        while not (left := [one for one in self._kept if one.row not in task.taken]):
+        while not (new := [kept for kept in self._kept if kept.row not in task.taken]):
             self._arrived.clear()
             try:
                 await asyncio.wait_for(
@@ -313,16 +321,16 @@ class ServedRun(Feature):
             except asyncio.TimeoutError:
                 break
         if asked.policy == "age":
-            left.sort(key=lambda one: (one.group.version_range[0], one.row))
-        found = [
-            {"id": one.row, **{name: one.column(name) for name in asked.columns}}
-            for one in left[: asked.most]
+            new.sort(key=lambda kept: (kept.group.version_range[0], kept.row))
+        copies = [
+            {"id": kept.row, **{name: kept.column(name) for name in asked.columns}}
+            for kept in new[: asked.most]
         ]
-        task.taken = {one.row for one in self._kept if one.row in task.taken} | {
-            one["id"] for one in found
+        task.taken = {kept.row for kept in self._kept if kept.row in task.taken} | {
+            copy["id"] for copy in copies
         }
         self._tasks[asked.task] = task
-        body = await asyncio.to_thread(msgspec.json.encode, {"groups": found})
+        body = await asyncio.to_thread(msgspec.json.encode, {"groups": copies})
         return web.Response(body=body, content_type="application/json")
 
 

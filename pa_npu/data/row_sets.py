@@ -201,7 +201,8 @@ def first_row_lines(row: Row, tokenizer: Any) -> list[str]:
     terminals.
     """
     pieces: list[str] = []
-    begin, end_mark = HIGHLIGHT[0] + MARKS[0], MARKS[1] + HIGHLIGHT[1]
+    begin = HIGHLIGHT[0] + MARKS[0]
+    end_mark = MARKS[1] + HIGHLIGHT[1]
     shown = min(len(row.tokens), _SHOWN_TOKENS)
     for start, end in _stretches(row.weight[:shown] != 0):
         text = str(tokenizer.decode(row.tokens[start:end].tolist()))

@@ -50,12 +50,10 @@ class Answers:
         length = min(self._lengths[index], sampling.max_tokens)
         return [
             Generation(
-                *(
-                    np.full(length, (seed + i) % 1000, np.int32),
-                    np.full(length, -0.5, np.float32),
-                    f"{index}/{i}",
-                    "stop",
-                ),
+                np.full(length, (seed + i) % 1000, np.int32),
+                np.full(length, -0.5, np.float32),
+                f"{index}/{i}",
+                "stop",
                 version=0,
             )
             for i in range(n)
@@ -204,7 +202,8 @@ async def test_while_there_is_something_to_dispatch_no_engine_is_looked_at_for_t
     monkeypatch,
 ):
     pool = EnginePool([Answers(name, LENGTHS, []) for name in "abc"])  # type: ignore[misc]
-    meter, looks = IdleTailMeter(pool), []
+    meter = IdleTailMeter(pool)
+    looks = []
     use = pool.use
     monkeypatch.setattr(pool, "use", lambda: looks.append(1) or use())
     for _ in range(4):

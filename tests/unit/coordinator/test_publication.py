@@ -44,7 +44,8 @@ class Publish:
         self.events = events
         self.prepares = True
         self.fails = False
-        self.first_swapped, self.all_swapped = asyncio.Event(), asyncio.Event()
+        self.first_swapped = asyncio.Event()
+        self.all_swapped = asyncio.Event()
 
     async def publish(self, version: int, prompt: Any, trainers_within_s: float) -> EnginesHold:
         self.events.append(f"load {version}" + (" and probe" if prompt is not None else ""))

@@ -43,7 +43,10 @@ from tools.bench_balance import Inline, VirtualLoop
 from tools.simulate import simulate
 from tools.virtual_engine import VirtualEngine
 
-GROUPS, RESPONSES, PROMPT, TRAIN_S = 16, 8, 128, 0.21
+GROUPS = 16
+RESPONSES = 8
+PROMPT = 128
+TRAIN_S = 0.21
 
 
 class Engine:
@@ -155,7 +158,9 @@ def run(
         }
     )
     prompts = [Prompt(i, np.full(PROMPT, i, np.int32), "", "", {}) for i in range(GROUPS)]
-    controller, shelves, ends_s = Recording(config, follow), [], []
+    controller = Recording(config, follow)
+    shelves = []
+    ends_s = []
 
     async def all_iterations() -> None:
         async with EnginePool() as pool:

@@ -58,7 +58,8 @@ async def test_the_record_and_the_chain_are_those_of_a_run_without_the_rule(stor
         assert (ours.tokens, ours.context) == (theirs.tokens, theirs.context)
     digests = [{one.index: one for one in made[skips][0].digests} for skips in (True, False)]
     for index in range(GROUPS):
-        ours, theirs = digests[0][index], digests[1][index]
+        ours = digests[0][index]
+        theirs = digests[1][index]
         assert (ours.places, ours.tokens, ours.logprobs) == (
             theirs.places,
             theirs.tokens,

@@ -15,7 +15,8 @@ from pa_npu.errors import DataError, plain
 from tests.unit.data.test_training_rows import CHATML, shown, tokenizer
 
 ASKED = {"role": "user", "content": "ab"}
-RIGHT, WRONG = {"role": "assistant", "content": "cd"}, {"role": "assistant", "content": "ef"}
+RIGHT = {"role": "assistant", "content": "cd"}
+WRONG = {"role": "assistant", "content": "ef"}
 USER = "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
 
 

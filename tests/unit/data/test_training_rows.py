@@ -246,7 +246,9 @@ def load(
 
 def shown(row: Row, template: str | None = CHATML, eos: str = "<|im_end|>") -> str:
     """The row's text with its trained parts in double brackets."""
-    fast, text, is_open = tokenizer(template, eos), "", False
+    fast = tokenizer(template, eos)
+    text = ""
+    is_open = False
     for token, weight in zip(row.tokens.tolist(), row.weight.tolist(), strict=True):
         if bool(weight) != is_open:
             text += "[[" if weight else "]]"

@@ -129,7 +129,8 @@ def test_where_it_is_left_out_trainers_wait_as_long_as_a_request_and_its_rewards
         tree = {"rollout": {"responses_per_prompt": responses}, "reward": given | reward}
         return Config.model_validate(TREE | tree).deadlines.wait_timeout_s
 
-    request_s, pauses_s = 600 + 0.25 * 256, 3 * 30
+    request_s = 600 + 0.25 * 256
+    pauses_s = 3 * 30
     assert waits(8, "judge") == 1800, (
         "which is more than a request's 664 s and 4 times a free turn and 60 s"
     )
@@ -205,7 +206,8 @@ def test_engines_and_trainers_of_a_publish_group_have_the_same_settings(
         "run": {"device": "cpu", "deterministic": deterministic},
         "rollout": {"batch_invariant": batch_invariant},
     }
-    config, placement = Config.model_validate(TREE | run), Placement((), (0,), (), ((),), (), (0,))
+    config = Config.model_validate(TREE | run)
+    placement = Placement((), (0,), (), ((),), (), (0,))
     trainer = commands.trainer_command(
         config, npu, placement, commands.Store("127.0.0.1", 29500), rank=0
     )
@@ -228,13 +230,13 @@ def test_processes_do_not_inherit_what_would_break_their_groups(
     monkeypatch.setenv("RANK_TABLE_FILE", "/etc/hccl.json")
     monkeypatch.setenv("ROOTINFO_SUBCOMM_ENABLE", "1")
     config = Config.model_validate(TREE)
-    found: dict[str, set[str]] = {}
+    inherited: dict[str, set[str]] = {}
     for backend in ("hccl", "gloo"):
         platform: Platform = SimpleNamespace(comm_backend=backend)  # type: ignore[assignment]
-        found[backend] = {"RANK_TABLE_FILE", "ROOTINFO_SUBCOMM_ENABLE"} & commands._common_env(
+        inherited[backend] = {"RANK_TABLE_FILE", "ROOTINFO_SUBCOMM_ENABLE"} & commands._common_env(
             config, platform
         ).keys()
-    assert not found["hccl"] and len(found["gloo"]) == 2
+    assert not inherited["hccl"] and len(inherited["gloo"]) == 2
 
 
 async def test_an_engine_that_hangs_has_a_publishs_time_from_when_the_trainers_send(

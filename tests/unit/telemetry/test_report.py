@@ -12,15 +12,12 @@ import pytest
 from pa_npu.config.schema import Config
 from pa_npu.errors import DataError
 from pa_npu.telemetry.records import MetricsWriter, read_records
-from pa_npu.telemetry.report import (
+from pa_npu.telemetry.report import each_run, load_report, render_text, table_rows
+from pa_npu.telemetry.run_summary import (
     by_rule_line,
-    each_run,
-    load_report,
     nothing_learned_line,
     overlap_line,
-    render_text,
     summarise,
-    table_rows,
 )
 from tools import plot_runs
 from tools.plot_runs import iteration_parts

@@ -42,19 +42,21 @@ JSON_FILES = (
     *(f"timeline/{name}.jsonl" for name in ("launcher", "coordinator", "trainer-0")),
 )
 PATHS = (
-    *(
-        "run",
-        "compare",
-        "chain",
-        "timeline/0",
-        "timeline/1",
-        "samples/0",
-        "samples/1",
-        "group/0/0",
-        "group/0/2",
-        "peers/0/2",
-    ),
-    *("questions/0/0", "questions/4/0", "question/4/0/0", "columns/0/5", "log/coordinator.log"),
+    "run",
+    "compare",
+    "chain",
+    "timeline/0",
+    "timeline/1",
+    "samples/0",
+    "samples/1",
+    "group/0/0",
+    "group/0/2",
+    "peers/0/2",
+    "questions/0/0",
+    "questions/4/0",
+    "question/4/0/0",
+    "columns/0/5",
+    "log/coordinator.log",
 )
 
 
