@@ -85,10 +85,10 @@ def test_auto_finds_engines_on_the_trainers_devices_where_none_fit_beside_them(
     assert found.placement.colocate and found.devices.num_devices == 16
     assert found.placement.devices_per_node == 16
     by_hand = load_config([mixture], ["run.device=npu"])
+    spec = known_spec("Qwen3-30B-A3B")
+    assert spec is not None
     predicted_s, by_hand_s = (
-        assumed_basis(config, known_spec("Qwen3-30B-A3B"), typical_speed("npu"))
-        .predict(config)
-        .iteration_s
+        assumed_basis(config, spec, typical_speed("npu")).predict(config).iteration_s
         for config in (found, by_hand)
     )
     assert predicted_s <= 1.001 * by_hand_s
