@@ -317,6 +317,7 @@ def _choice_errors(
     states = (hidden * 0.5).requires_grad_()
     weight = full[own].clone().requires_grad_()
     policy = score_rows(states, weight, targets, choices=chosen, **settings)
+    assert teacher.choices is not None and policy.choice_logprobs is not None
     generator = torch.Generator().manual_seed(2)
     down = torch.randn(len(hidden), count + 1, generator=generator, dtype=torch.float64)
     (policy.choice_logprobs * down).sum().backward()

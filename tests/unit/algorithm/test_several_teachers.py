@@ -184,6 +184,7 @@ def test_a_row_without_a_teacher_of_the_run_is_one_line(
 def test_the_column_travels_to_trainers(models: dict[str, Path]) -> None:
     config = config_with(models)
     column = teacher_column(config)
+    assert column is not None
     assert column in run_columns(config).carried and trained_columns(config).wants(column)
     samples = make_groups(0, 1, RESPONSES, seed=3)[0].samples([""] * RESPONSES)
     for sample in with_teacher(samples, 2):
