@@ -101,9 +101,13 @@ def kill_at(launched: Launched, directory: Path, iterations: int) -> None:
     launched.close()
 
 
-COLOCATED = {"rollout.engines": 2, "placement.colocate": "true", "rollout.attach": None}
-SYNC = {"schedule.stream": "false"}
-FSDP = {"trainer.backend": "fsdp"}
+COLOCATED: dict[str, object] = {
+    "rollout.engines": 2,
+    "placement.colocate": "true",
+    "rollout.attach": None,
+}
+SYNC: dict[str, object] = {"schedule.stream": "false"}
+FSDP: dict[str, object] = {"trainer.backend": "fsdp"}
 ADAPTERS = FSDP | {"lora.rank": 4, "checkpoint.export_hf": "merged"}
 BEHIND = {"schedule.max_staleness": 1, "algorithm.importance_sampling": "token"}
 MODES: dict[str, dict[str, object]] = {
