@@ -20,7 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, Weights
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout
-from pa_npu.backends.in_step import InStep, most, or_nothing
+from pa_npu.backends.in_step import InStep, largest, zero_for_fillers
 from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.checkpoint import CheckpointContents, PlannedShards
 from pa_npu.backends.megatron.frozen_passes import HeldMicrobatches
@@ -279,11 +279,12 @@ class MegatronBackend:
         forward_only = is_last is None
         group = self._step_group
         # fillers take the places of groups that are trained by rule, too
-        loss = or_nothing(loss)
+        loss = zero_for_fillers(loss)
         if group is not None and self._config.trainer.pipeline_parallel > 1:
-            total = most(num_microbatches, group, self.device)
+            total = largest(num_microbatches, group, self.device)
             fillers = (self._filler() for _ in range(total - num_microbatches))
-            microbatches, num_microbatches = chain(microbatches, fillers), total
+            microbatches = chain(microbatches, fillers)
+            num_microbatches = total
         elif group is not None:
             microbatches = in_step = InStep(microbatches, group, self._filler, is_last)
             is_last = None if forward_only else in_step.is_last
