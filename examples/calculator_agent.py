@@ -3,9 +3,9 @@
     python tools/make_tiny_model.py --out .cache/agent --task agent
     pa-npu run --config configs/grpo_tiny_agent.yaml
 
-The run starts this program (agent.programs of it). It asks the gateway for tasks, works at several
-of them at once, calls the policy through `openai` as it would call any model, and says how good
-each session was. Nothing in it knows about training.
+The run starts agent.programs of this program. It asks the gateway for tasks, works on several of
+them at once, calls the policy through `openai` as it would call any model, and says how good each
+session was. Nothing in it knows about training.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from __future__ import annotations
 import ast
 import json
 import operator
-import os
-import urllib.request
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from agent_client import Session, serve
 from openai import OpenAI, OpenAIError
 
 TURNS = 3
-AT_ONCE = 16
+SESSIONS_AT_ONCE = 16
 TOOLS: Any = [
     {
         "type": "function",
@@ -40,9 +37,10 @@ TOOLS: Any = [
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
-def work(task: dict[str, Any], client: OpenAI) -> float:
-    """One session: up to TURNS answers of the policy. Returns the reward."""
-    messages: list[Any] = [{"role": "user", "content": task["row"]["question"]}]
+def work(session: Session) -> float:
+    """Lets the policy answer up to TURNS times. Returns the reward."""
+    client = OpenAI(base_url=session.openai_url, api_key=session.api_key, max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": session.task["row"]["question"]}]
     content = ""
     try:
         for _ in range(TURNS):
@@ -60,11 +58,11 @@ def work(task: dict[str, Any], client: OpenAI) -> float:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": answer})
     except OpenAIError as error:  # a limit of the run: what was written until then is judged
         content = f"{error}"
-    return float(content.strip() == f"#### {task['answer']}")
+    return float(content.strip() == f"#### {session.task['answer']}")
 
 
 def calculate(arguments: str) -> str:
-    """The calculator's answer to a call; what is wrong with the call is an answer as well."""
+    """Returns the calculator's answer to a call; a mistake in the call is answered too."""
     try:
         return str(value(ast.parse(json.loads(arguments)["x"], mode="eval").body))
     except (ValueError, KeyError, TypeError, SyntaxError, RecursionError):
@@ -79,46 +77,5 @@ def value(node: ast.expr) -> int:
     raise ValueError("not an expression")
 
 
-def post(url: str, key: str, body: dict[str, Any]) -> None:
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    with urllib.request.urlopen(
-        urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=30
-    ):
-        pass
-
-
-def next_task() -> dict[str, Any]:
-    headers = {
-        "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
-        "x-program": os.environ["PROGRAM"],
-    }
-    request = urllib.request.Request(
-        f"{os.environ['GATEWAY_URL']}/tasks?wait_s=30", headers=headers
-    )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return found
-
-
-def serve(work: Callable[[dict[str, Any], OpenAI], float], at_once: int = AT_ONCE) -> None:
-    """Works at as many tasks at once, for ever. work: has one session with a client, and returns
-    its reward.
-    """
-
-    def take_tasks() -> None:
-        while True:
-            taken = next_task()
-            if taken["task"] is None:
-                continue
-            url, key = taken["base_url"], taken["api_key"]
-            reward = work(taken["task"], OpenAI(base_url=url, api_key=key, max_retries=0))
-            post(url.removesuffix("/v1") + "/reward", key, {"reward": reward})
-            post(url.removesuffix("/v1") + "/end", key, {})
-
-    with ThreadPoolExecutor(at_once) as threads:
-        for thread in [threads.submit(take_tasks) for _ in range(at_once)]:
-            thread.result()
-
-
 if __name__ == "__main__":
-    serve(work)
+    serve(work, SESSIONS_AT_ONCE)

@@ -18,15 +18,15 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from calculator_agent import post, serve
+from agent_client import Session, serve, session_from_environment
 from openai import OpenAI, OpenAIError
 
 from pa_npu.rewards.sandbox import CellLimits, run
 
 TURNS = 8
+SESSIONS_AT_ONCE = 16
 LIMITS = CellLimits(wall_s=10.0, cpu_s=5, memory_bytes=1 << 28)
 # What one test is: the word comes on standard input, before anything of the policy's is imported.
 RUNNER = """
@@ -57,11 +57,14 @@ TOOLS: Any = [
 ]
 
 
-def work(task: Mapping[str, Any], client: OpenAI) -> float:
-    """One session: up to TURNS answers of the policy. Returns the share of tests that pass."""
-    files, tests = dict(task["row"]["files"]), task["row"]["tests"]
+def work(session: Session) -> float:
+    """Lets the policy answer up to TURNS times. Returns the share of tests that pass."""
+    client = OpenAI(base_url=session.openai_url, api_key=session.api_key, max_retries=0)
+    row = session.task["row"]
+    files = dict(row["files"])
+    tests = row["tests"]
     listing = "\n".join(["Files:", *files, "Tests:", *tests])
-    messages: list[Any] = [{"role": "user", "content": f"{task['row']['question']}\n{listing}"}]
+    messages: list[Any] = [{"role": "user", "content": f"{row['question']}\n{listing}"}]
     try:
         for _ in range(TURNS):
             message = (
@@ -82,7 +85,7 @@ def work(task: Mapping[str, Any], client: OpenAI) -> float:
 
 
 def called(name: str, arguments: str, files: dict[str, str], tests: list[str]) -> str:
-    """The answer to a tool call; what is wrong with the call is an answer as well."""
+    """Returns the answer to a tool call; a mistake in the call is answered too."""
     try:
         given = json.loads(arguments)
         if name == "run_tests":
@@ -116,13 +119,11 @@ async def passing(files: Mapping[str, str], tests: list[str]) -> list[bool]:
 
 
 def main() -> None:
-    task = os.environ.get("TASK")
-    if task is None and (file := os.environ.get("TASK_FILE")):  # a long task is in a file alone
-        task = Path(file).read_text(encoding="utf-8")
-    if task is None:
-        return serve(work)
-    reward = work(json.loads(task), OpenAI(max_retries=0))
-    post(os.environ["SESSION_URL"] + "/reward", os.environ["OPENAI_API_KEY"], {"reward": reward})
+    if "PROGRAM" in os.environ:
+        serve(work, SESSIONS_AT_ONCE)
+        return
+    session = session_from_environment()
+    session.give_reward(work(session))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,20 @@
 #!/usr/bin/env python
 """Measures the contributions of periodic asynchrony, the tri-model pass and shared-prompt attention, each on and off.
 
-Real vLLM engines and real trainer ranks, prompts of 512 tokens, groups of 8 responses of 64, a KL term and two updates per
-iteration, so that policy, old policy and reference all exist. Off means: schedule.stream=false, trainer.frozen_pass=separate,
-attention.shared_prompt=false. For each of the other two's four settings one run has synchronous and periodic iterations in turn, so
-that both have the same prompts and the same machine. A further run has everything off throughout.
+Real vLLM engines and real trainer ranks, prompts of 512 tokens, groups of 8 responses of 64, a KL
+term and two updates per iteration, so that policy, old policy and reference all exist. Off means:
+schedule.stream=false, trainer.frozen_pass=separate, attention.shared_prompt=false. For each of the
+other two's four settings one run has synchronous and periodic iterations in turn, so that both have
+the same prompts and the same machine. A further run has everything off throughout.
 
     python tools/bench_ablation.py [--iterations 10] [--groups 8] [--pipeline 1,2] [--json FILE] [--markdown FILE]
 
-Columns: iteration: median seconds. TPSPD: trained prompt and response tokens per second and device, of the median. x: over all
-off. idle: shares of the iteration. MiB: what an iteration needed at most, resident, means. weights: the largest difference of any
-weight after the last update, over that tensor's largest, from the run with everything off (schedule.order=prompt); a run's two
-rows have the same weights. The shares are Shapley values of the logarithm of TPSPD: what adding one brings, averaged over all
-orders of adding the three, over what all three bring.
+Columns: iteration: median seconds. TPSPD: trained prompt and response tokens per second and device,
+of the median. x: over all off. idle: shares of the iteration. MiB: what an iteration needed at
+most, resident, means. weights: the largest difference of any weight after the last update, over
+that tensor's largest, from the run with everything off (schedule.order=prompt); a run's two rows
+have the same weights. The shares are Shapley values of the logarithm of TPSPD: what adding one
+brings, averaged over all orders of adding the three, over what all three bring.
 
 With --pipeline 2 the trainer is two stages. They share a core where the machine has no third.
 """
@@ -102,16 +104,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--iterations: {args.iterations} is not an even number above {WARMUP + 1}")
     if args.groups % UPDATES:
         parser.error(f"--groups: {args.groups} cannot be divided into {UPDATES} updates")
-    tables, found = [], {}
+    tables = []
+    rows_by_layout = {}
     with tempfile.TemporaryDirectory(prefix="bench_ablation_") as scratch:
         bench = Bench(Path(scratch), default_args(response=args.response))
         with bench.engines(1):
             for stages in map(int, args.pipeline.split(",")):
                 rows = measure(bench, args, stages)
-                found[f"PP{stages}"] = [asdict(row) for row in rows]
+                rows_by_layout[f"PP{stages}"] = [asdict(row) for row in rows]
                 tables.append(render(rows, args, stages))
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(rows_by_layout, indent=1) + "\n", encoding="utf-8")
     text = "\n\n".join(tables)
     print(text)
     if args.markdown:
@@ -147,8 +150,8 @@ def measure(bench: Bench, args: argparse.Namespace, stages: int) -> list[Row]:
         )
         difference = compare(_weights(reference), _weights(weights)).relative
         for periodic in (False, True):
-            own = [record for record in records[WARMUP:] if record["periodic"] is periodic]
-            rows.append(row_of((periodic, tri_model, shared_prompt), own, difference))
+            of_schedule = [record for record in records[WARMUP:] if record["periodic"] is periodic]
+            rows.append(row_of((periodic, tri_model, shared_prompt), of_schedule, difference))
     return sorted(rows, key=lambda row: (sum(row.switches), [not on for on in row.switches]))
 
 
@@ -197,10 +200,10 @@ def _as_switches(switches: Sequence[bool]) -> Switches:
 
 
 def _weights(directory: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
     for file in sorted(directory.glob("*.safetensors")):
-        found |= load_file(file)
-    return found
+        weights |= load_file(file)
+    return weights
 
 
 def render(rows: Sequence[Row], args: argparse.Namespace, stages: int) -> str:

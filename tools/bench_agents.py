@@ -4,14 +4,14 @@
     agents ──chat requests──> gateway, sessions, trees (this process) ──token ids──> stand-in engine
     agents ──the same conversations as token ids──────────────────────────────────> stand-in engine
 
-This process has a core of its own, agents and engine share the others. Every session is a conversation of --turns answers;
---at-once of --sessions are open at a time.
+This process has a core of its own, agents and engine share the others. Every session is a
+conversation of --turns answers; --at-once of --sessions are open at a time.
 
     python tools/bench_agents.py                          # 256 at once, direct and through the gateway
     python tools/bench_agents.py --soak 10000             # and as many short sessions, with this process's memory on the way
 
-Columns: seconds of a request (mean, median and 95th percentile, as agents see it), requests per second, CPU milliseconds of this
-process per request. The overhead is the difference of the means.
+Columns: seconds of a request (mean, median and 95th percentile, as agents see it), requests per
+second, CPU milliseconds of this process per request. The overhead is the difference of the means.
 """
 
 from __future__ import annotations
@@ -56,8 +56,10 @@ ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
 WAIT_S = 600.0
 # The engine writes printable ASCII, one token each: text that comes back as it went.
-FIRST_TOKEN, LAST_TOKEN = len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + 94
-QUESTION_TOKENS, FOLLOW_UP_TOKENS = 256, 32
+FIRST_TOKEN = len(SPECIAL_TOKENS)
+LAST_TOKEN = len(SPECIAL_TOKENS) + 94
+QUESTION_TOKENS = 256
+FOLLOW_UP_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,8 @@ def main() -> int:
     direct = measure(load, cores, through_gateway=False)
     gateway = measure(load, cores, through_gateway=True)
     lines = [HEADER, ("---",) * len(HEADER), direct.cells("direct"), gateway.cells("gateway")]
-    overhead_ms, share = (gateway.mean_s - direct.mean_s) * 1e3, gateway.per_s / direct.per_s
+    overhead_ms = (gateway.mean_s - direct.mean_s) * 1e3
+    share = gateway.per_s / direct.per_s
     print("\n".join("| " + " | ".join(line) + " |" for line in lines))
     print(
         f"overhead {overhead_ms:.2f} ms per request; throughput {share:.1%} of direct", flush=True
@@ -246,10 +249,11 @@ async def serve(
     environment = make_environment(config, tokenizer, sessions)
     assert isinstance(environment, AgentEnvironment)
     sampling = Sampling(longest, 1.0, ignore_eos=True)
-    numbers, rss_mib = iter(range(load.sessions)), []
+    numbers = iter(range(load.sessions))
+    rss_mib = []
     async with (
         EnginePool([EngineClient(engine_url, LAST_TOKEN)]) as pool,
-        Gateway(sessions, 1.0).serving(HOST, 0, None),
+        Gateway(sessions).serving(HOST, 0, None),
         opened(environment, WAIT_S),
     ):
         for engine in pool.engines:
@@ -300,8 +304,10 @@ async def agents(load: dict[str, Any], url: str, key: str | None) -> None:
     """Works at all sessions, and prints what Measured has. key: of a run at `url`; None: that is an
     engine.
     """
-    work, request_s = Load(**load), []
-    numbers, lengths = iter(range(work.sessions)), np.random.default_rng(1)
+    work = Load(**load)
+    request_s = []
+    numbers = iter(range(work.sessions))
+    lengths = np.random.default_rng(1)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
 
         def length() -> int:

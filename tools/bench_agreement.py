@@ -5,18 +5,20 @@
     python tools/bench_agreement.py --model .cache/tiny/model [--dtypes fp32 bf16] [--pool 256] [--tokens 24] [--draws 20000]
         [--markdown FILE]
 
-A transformers engine samples a pool of responses with the model as it is, and with each fault at several sizes:
+A transformers engine samples a pool of responses with the model as it is, and with each fault at
+several sizes:
 
   temperature   the engine samples at 1 + x, the trainer computes at 1
   weights       all of the engine's weights times 1 + x
   stale         the engine's weights lack one optimizer step of the learning rate x (a publish that was skipped)
 
-The Megatron trainer computes the log-probs of what was sampled, and its own rounding (the yardstick). Real are the log-probs of
-the pool; an iteration of R responses is R of them drawn with replacement, its yardstick 32 others, drawn anew every 32nd. Caught
-means in at least 95 of 100 such iterations, by the tokens of one iteration at the default keys. False stops: of --draws iterations
-without a fault, and of as many probes of 8 responses, at the default margin; and the largest share of a limit that any of them
-reached. Draws know no more responses than the pool has, of one policy: what stops a run only in a response, or with a
-policy, that is not in it is not counted.
+The Megatron trainer computes the log-probs of what was sampled, and its own rounding (the
+yardstick). Real are the log-probs of the pool; an iteration of R responses is R of them drawn with
+replacement, its yardstick 32 others, drawn anew every 32nd. Caught means in at least 95 of 100 such
+iterations, by the tokens of one iteration at the default keys. False stops: of --draws iterations
+without a fault, and of as many probes of 8 responses, at the default margin; and the largest share
+of a limit that any of them reached. Draws know no more responses than the pool has, of one policy:
+what stops a run only in a response, or with a policy, that is not in it is not counted.
 """
 
 from __future__ import annotations
@@ -100,19 +102,19 @@ def sampled(
         prompts = rng.integers(3, engine.config.vocab_size, (pool // GROUP, 6)).repeat(
             GROUP, axis=0
         )
-        sequences, generator = torch.from_numpy(prompts), torch.Generator().manual_seed(1)
-        last, cache = sequences, None
+        sequences = torch.from_numpy(prompts)
+        generator = torch.Generator().manual_seed(1)
+        last = sequences
+        cache = None
         for _ in range(tokens):
             output = engine(last, past_key_values=cache, use_cache=True)
-            cache, distribution = (
-                output.past_key_values,
-                (output.logits[:, -1].float() / temperature).softmax(-1),
-            )
+            cache = output.past_key_values
+            distribution = (output.logits[:, -1].float() / temperature).softmax(-1)
             last = torch.multinomial(distribution, 1, generator=generator)
             sequences = torch.cat([sequences, last], dim=1)
         table = (engine(sequences).logits[:, :-1].float() / temperature).log_softmax(-1)
         logprobs = table.gather(-1, sequences[:, 1:, None])[:, -tokens:, 0].numpy()
-    found = []
+    microbatches = []
     for index, start in enumerate(range(0, pool, GROUP)):
         rows = slice(start, start + GROUP)
         group = group_of_responses(
@@ -128,8 +130,8 @@ def sampled(
             advantages=rng.standard_normal(GROUP).astype(np.float32),
             finished=np.zeros(GROUP, np.uint8),
         )
-        found += build_microbatches(group, GROUP, True, 1)
-    return found
+        microbatches += build_microbatches(group, GROUP, True, 1)
+    return microbatches
 
 
 class Rows:
@@ -184,7 +186,8 @@ class Trainer:
         from pa_npu.backends.megatron.factory import load_stage
         from pa_npu.backends.megatron.parallel import initialise_parallel
 
-        self.config, spec = configuration(model, dtype), ModelSpec.read(str(model))
+        self.config = configuration(model, dtype)
+        spec = ModelSpec.read(str(model))
         initialise_parallel(self.config, platform, dist.HashStore(), rank=0)
         stage = load_stage(self.config, spec, platform)
         self.backend = MegatronBackend(
@@ -194,7 +197,8 @@ class Trainer:
     def compared(self, microbatches: list[Microbatch]) -> tuple[Rows, Rows]:
         """(trainer against engine, the trainer's own rounding), response by response."""
         dtype = self.config.model.dtype
-        against, rounding = Rows(dtype), Rows(dtype)
+        against = Rows(dtype)
+        rounding = Rows(dtype)
         entropies: list[torch.Tensor] = []
 
         def compare_with_engine(microbatch: Microbatch, outputs: Outputs) -> None:
@@ -215,7 +219,9 @@ class Trainer:
     def step(self, microbatches: list[Microbatch], directory: Path) -> Path:
         """One update by random advantages; the weights after it as an HF directory."""
         self.backend.accumulate(_Source(microbatches), Objective(self.config, torch.device("cpu")))  # type: ignore[arg-type]
-        self.backend.scale_gradients(1.0 / sum(sum(one.response_lengths) for one in microbatches))
+        self.backend.scale_gradients(
+            1.0 / sum(sum(microbatch.response_lengths) for microbatch in microbatches)
+        )
         self.backend.step()
         self.backend.export(directory)
         return directory
@@ -236,31 +242,33 @@ def measure(
     model: Path, dtype: str, pool: int, tokens: int, draws: int
 ) -> tuple[list[str], list[str]]:
     """Rows of the two tables."""
-    trainer, kind, rng = Trainer(model, dtype), DTYPES[dtype], np.random.default_rng(2)
-    publish, weights = trainer.config.publish, parameters(model, torch.float32)
+    trainer = Trainer(model, dtype)
+    kind = DTYPES[dtype]
+    rng = np.random.default_rng(2)
+    publish = trainer.config.publish
+    weights = parameters(model, torch.float32)
     clean = sampled(weights, model, kind, 1.0, pool, tokens)
     against, rounding = trainer.compared(clean)
     margin = publish.noise_margin or 4.0
 
     def bounds(measured: DifferenceSums, sums: DifferenceSums) -> AgreementLimits:
-        found = limits(measured, sums, margin, FALSE_STOP_RATE)
+        bound = limits(measured, sums, margin, FALSE_STOP_RATE)
         # of a probe it says nothing
-        return replace(found, square=math.inf) if sums.responses == GROUP else found
+        return replace(bound, square=math.inf) if sums.responses == GROUP else bound
 
     def judged(rows: Rows, yardstick: Rows, number: int, iterations: int) -> tuple[int, float]:
         """How many of the iterations are stopped, and the largest share of a limit that any
         reaches.
         """
-        stops, most = 0, 0.0
+        stops = 0
+        most = 0.0
         for start in range(0, iterations, DRAWN_AT_ONCE):
             drawn = rows.draws(rng, number, min(DRAWN_AT_ONCE, iterations - start))
             for first, other in enumerate(
                 yardstick.draws(rng, YARDSTICK_RESPONSES, -(-len(drawn) // YARDSTICK_EVERY))
             ):
-                some, measured = (
-                    drawn[first * YARDSTICK_EVERY :][:YARDSTICK_EVERY],
-                    DifferenceSums(*other),
-                )
+                some = drawn[first * YARDSTICK_EVERY :][:YARDSTICK_EVERY]
+                measured = DifferenceSums(*other)
                 for row in some:
                     sums = DifferenceSums(*row.tolist())
                     bound = bounds(measured, sums)
@@ -315,7 +323,8 @@ def measure(
 
 def _largest_shares(drawn: np.ndarray, bound: AgreementLimits) -> np.ndarray:
     """[iterations]: of [iterations, fields], the largest of its values' shares of their limits."""
-    sums, shares = DifferenceSums(*drawn.T), []
+    sums = DifferenceSums(*drawn.T)
+    shares = []
     pooled = stray_evidence(
         *(
             torch.from_numpy(v)
@@ -343,7 +352,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--draws", type=int, default=20_000, help="iterations without a fault")
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
     options = parser.parse_args(arguments)
-    caught, chance = [], []
+    caught = []
+    chance = []
     for dtype in options.dtypes:
         rows = measure(options.model, dtype, options.pool, options.tokens, options.draws)
         caught += rows[0]

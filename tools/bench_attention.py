@@ -3,14 +3,16 @@
     python tools/bench_attention.py [--device auto|npu|cuda|cpu] [--shape small|7b] [--impl auto,...]
                                     [--case NAME] [--budget SECONDS] [--json FILE] [--markdown FILE]
 
-A step is forward and backward of a small decoder (RMSNorm, rotary, grouped-query attention, SwiGLU, LM head on the
-predicted rows only) with random weights. The baseline packs every sequence with its own copy of the prompt, without
-padding, and uses the same attention kernel. Implementations and baseline take turns in one process, in alternating
-order; times are medians. On a CPU they are seconds of processor time on one core, which neighbours disturb less.
+A step is forward and backward of a small decoder (RMSNorm, rotary, grouped-query attention, SwiGLU,
+LM head on the predicted rows only) with random weights. The baseline packs every sequence with its
+own copy of the prompt, without padding, and uses the same attention kernel. Implementations and
+baseline take turns in one process, in alternating order; times are medians. On a CPU they are
+seconds of processor time on one core, which neighbours disturb less.
 
-Columns: tokens and pairs, baseline over shared; ideal, the same ratio for all floating-point operations (FlopsModel);
-seconds of the baseline and of the implementation; speedup; percent of the ideal; peak memory of a step, baseline over
-shared; largest difference of a log-prob from the baseline's.
+Columns: tokens and pairs, baseline over shared; ideal, the same ratio for all floating-point
+operations (FlopsModel); seconds of the baseline and of the implementation; speedup; percent of the
+ideal; peak memory of a step, baseline over shared; largest difference of a log-prob from the
+baseline's.
 """
 
 from __future__ import annotations
@@ -91,7 +93,9 @@ class Decoder(torch.nn.Module):
     def __init__(self, shape: FlopsModel) -> None:
         super().__init__()
         self.shape = shape
-        heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        heads = shape.num_heads
+        kv_heads = shape.num_kv_heads
+        head_dim = shape.head_dim
         self.embedding = torch.nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = torch.nn.ModuleList()
         for _ in range(shape.num_layers):

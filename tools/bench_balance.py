@@ -23,7 +23,7 @@ over iterations:
              responses over all places, and the longest response of all
   iteration  until the last replica is done, over the larger of that bound and of Tt, training on
              equally loaded replicas
-  tail       tail_waste of the records (pa_npu/coordinator/variants.py)
+  tail       tail_waste of the records (pa_npu/coordinator/features.py)
 """
 
 from __future__ import annotations
@@ -203,8 +203,10 @@ class VirtualEngine:
 
     def __init__(self, number: int, case: Case) -> None:
         self.name = f"engine {number}"
-        self._case, self._step_s = case, case.step_s(number)
-        self._decoded, self._since_s = 0.0, 0.0
+        self._case = case
+        self._step_s = case.step_s(number)
+        self._decoded = 0.0
+        self._since_s = 0.0
         self._ends: list[tuple[float, int]] = []
         self._left: dict[int, tuple[int, asyncio.Event]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -217,7 +219,8 @@ class VirtualEngine:
             for i in range(n)
         ]
         self._advance()
-        number, done = len(self._left), asyncio.Event()
+        number = len(self._left)
+        done = asyncio.Event()
         self._left[number] = (n, done)
         for length in lengths:
             heapq.heappush(self._ends, (self._decoded + length, number))
@@ -283,7 +286,9 @@ class Trainers:
     """Replicas that take their slots in turn."""
 
     def __init__(self, case: Case, work: GroupWork, second_per_work: float) -> None:
-        self._case, self._work, self._second_per_work = case, work, second_per_work
+        self._case = case
+        self._work = work
+        self._second_per_work = second_per_work
         self._loop = asyncio.get_running_loop()
         slots = case.groups // case.replicas
         self._slots = [
@@ -334,6 +339,7 @@ def configuration(case: Case, dispatch: str, stream: bool) -> Config:
             },
             "trainer": {"devices": case.replicas},
             "schedule": {
+                "skip_zero_advantage": False,  # whatever its rewards, a group has work
                 "prompts_per_iteration": case.groups,
                 "dispatch": dispatch,
                 "stream": stream,
@@ -359,10 +365,8 @@ async def run_iterations(
     loop = asyncio.get_running_loop()
     results = []
     async with EnginePool(engines) as pool:
-        controller, sampling = (
-            ScheduleController(Rules.from_config(config), work),
-            Sampling(case.max_tokens, 1.0),
-        )
+        controller = ScheduleController(Rules.from_config(config), work)
+        sampling = Sampling(case.max_tokens, 1.0)
         timeline = Timeline(None, "")
         environment = SingleTurn(EnvironmentContext(None, case.max_tokens))
         rewards: Any = Rewards()
@@ -427,12 +431,16 @@ def virtual(case: Case, dispatch: str, stream: bool, seed: int) -> list[Iteratio
 
 
 STEP_S = 0.01
-EPOCHS, PER_EPOCH, SEEDS = 3, 4, 3
+EPOCHS = 3
+PER_EPOCH = 4
+SEEDS = 3
 
 
 def case_of(waves: int, train: float, speeds: tuple[float, ...] = ()) -> Case:
-    groups, engines = 64, len(speeds) or 4
-    speed, lengths = Speed(step_s=STEP_S), HeavyTail(300)
+    groups = 64
+    engines = len(speeds) or 4
+    speed = Speed(step_s=STEP_S)
+    lengths = HeavyTail(300)
     places = max(1, groups // (engines * waves))
     return Case(engines, places, groups, 4, train, speed, lengths, 4096, EPOCHS, PER_EPOCH, speeds)
 
@@ -585,7 +593,9 @@ def imbalances(case: Case, spec: ModelSpec, seed: int) -> tuple[float, ...]:
 
 def least(costs: Sequence[float], replicas: int) -> list[int]:
     """The baseline: the replica with the least so far that is not full."""
-    loads, free, chosen = [0.0] * replicas, [len(costs) // replicas] * replicas, []
+    loads = [0.0] * replicas
+    free = [len(costs) // replicas] * replicas
+    chosen = []
     for cost in costs:
         replica = min((r for r in range(replicas) if free[r]), key=loads.__getitem__)
         loads[replica] += cost

@@ -45,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--json", type=Path, help="write the borders of all iterations to this file"
     )
     arguments = parser.parse_args(argv)
-    found = {str(run): borders(run, arguments.skip) for run in arguments.runs}
-    print(table(found))
+    borders_of_runs = {str(run): borders(run, arguments.skip) for run in arguments.runs}
+    print(table(borders_of_runs))
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(json.dumps(borders_of_runs, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
@@ -92,10 +92,10 @@ def borders(run: Path, skip: int) -> list[dict[str, float]]:
     return rows
 
 
-def table(found: dict[str, list[dict[str, float]]]) -> str:
+def table(borders_of_runs: dict[str, list[dict[str, float]]]) -> str:
     lines = ["| run | " + " | ".join(f"{name} ms" for name in COLUMNS) + " | of the iteration |"]
     lines.append("|---" * (len(COLUMNS) + 2) + "|")
-    for name, rows in found.items():
+    for name, rows in borders_of_runs.items():
         if not rows:
             raise SystemExit(
                 f"bench_border: {name}: no border without an evaluation in it; run more iterations"

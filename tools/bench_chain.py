@@ -4,17 +4,18 @@
     python tools/bench_chain.py --run configs/grpo_tiny.yaml [--iterations 12] [key=value ...]
     python tools/bench_chain.py [--ranks 2] [--prompt 64] [--response 64] [--responses 8] [--groups 8] [--repetitions 9]
 
-With --run the configuration is run as it is, without evaluations. The CPU time of all its processes is
-read at the end of each iteration, and divides the CPU time of making that iteration's line: the digests
-of as many groups with responses of the same lengths, and the line, made in this process with cold
-caches right after the line has appeared. The first iteration is left out.
+With --run the configuration is run as it is, without evaluations. The CPU time of all its processes
+is read at the end of each iteration, and divides the CPU time of making that iteration's line: the
+digests of as many groups with responses of the same lengths, and the line, made in this process
+with cold caches right after the line has appeared. The first iteration is left out.
 
-Without it, a random Qwen2 (hidden 256, 4 layers) is trained in fp32 on each backend by so many replicas,
-each a process of one thread. In every repetition an iteration is trained and then its line of the chain
-made: the digests of its groups and the line, which a coordinator makes, and the digest of the weights
-with the sum over ranks. The digest of weights is listed alone: the rank that publishes takes it anyway,
-for invariant I5, and others take theirs while engines load. Generation is not counted there, so that
-shares of whole iterations are smaller. Medians over the repetitions, of the rank where they are larger.
+Without it, a random Qwen2 (hidden 256, 4 layers) is trained in fp32 on each backend by so many
+replicas, each a process of one thread. In every repetition an iteration is trained and then its
+line of the chain made: the digests of its groups and the line, which a coordinator makes, and the
+digest of the weights with the sum over ranks. The digest of weights is listed alone: the rank that
+publishes takes it anyway, for invariant I5, and others take theirs while engines load. Generation
+is not counted there, so that shares of whole iterations are smaller. Medians over the repetitions,
+of the rank where they are larger.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ ARRANGEMENT = {f"section.key_{number}": number for number in range(21)}
 
 _PROMPT_TOKENS = 16  # which the quick start's questions have
 _CACHE_BYTES = 64 << 20
-_FIRST_S, _ITERATION_S = 600.0, 300.0
+_FIRST_S = 600.0
+_ITERATION_S = 300.0
 _LOOK_EVERY_S = 0.02
 
 
@@ -108,7 +110,8 @@ def train(
     """Trains on one rank; puts medians of (CPU seconds of an iteration, of the line, of the
     weights' digest, of the sum), and a line's bytes, into `results`."""
     torch.set_num_threads(1)
-    platform, spec = platforms.get("cpu"), ModelSpec.read(model)
+    platform = platforms.get("cpu")
+    spec = ModelSpec.read(model)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     module = backend_module(backend)
     trainer = module.create(
@@ -123,10 +126,10 @@ def train(
                 moments = [time.process_time()]
                 iteration(learner, groups[rank :: args.ranks], config, True)
                 moments.append(time.process_time())
-                own = trainer.digest()
+                digest = trainer.digest()
                 moments.append(time.process_time())
                 start = time.thread_time()
-                weights = joint_digest(own, trainer.place, trainer.reductions, trainer.device)
+                weights = joint_digest(digest, trainer.place, trainer.reductions, trainer.device)
                 summed_s = time.thread_time() - start
                 start = time.thread_time()
                 write_line(chain, number, groups, weights)

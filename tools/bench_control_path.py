@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """How many responses and tokens per second one coordinator and the rollout buffer sustain on one core.
 
-The coordinator's real path runs in this process, pinned to one core: admission, HTTP client, JSON decoding and checks, a
-reward stub, advantages, the group's bytes, the put into the c10d store. Around it, on the other cores, run what it talks
-to: stand-in engines (tools/stand_in.py, faster than any row needs), the store's host, and a consumer that takes the
-groups out as trainers do.
+The coordinator's real path runs in this process, pinned to one core: admission, HTTP client, JSON
+decoding and checks, a reward stub, advantages, the group's bytes, the put into the c10d store.
+Around it, on the other cores, run what it talks to: stand-in engines (tools/stand_in.py, faster
+than any row needs), the store's host, and a consumer that takes the groups out as trainers do.
 
     python tools/bench_control_path.py [--seconds 8] [--rows 8x128,16x512] [--engines 2] [--profile] [--markdown FILE]
 
@@ -253,7 +253,11 @@ def measure(
                 "max_response_tokens": length,
                 "window": GROUPS_IN_FLIGHT * responses,
             },
-            "schedule": {"prompts_per_iteration": GROUPS_PER_ITERATION},
+            # every group goes the whole way, whatever its rewards
+            "schedule": {
+                "prompts_per_iteration": GROUPS_PER_ITERATION,
+                "skip_zero_advantage": False,
+            },
             "telemetry": {"samples": 0},
         }
     )
@@ -318,11 +322,14 @@ async def produce_for(
             gc.freeze()  # as the coordinator does
             if profiler is not None:
                 profiler.enable()
-            start_s, start_cpu_s, iteration = time.perf_counter(), time.process_time(), 0
+            start_s = time.perf_counter()
+            start_cpu_s = time.process_time()
+            iteration = 0
             while time.perf_counter() - start_s < seconds:
                 iteration += 1
                 await producer.produce(iteration, prompts)
-            wall_s, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+            wall_s = time.perf_counter() - start_s
+            cpu_s = time.process_time() - start_cpu_s
             if profiler is not None:
                 profiler.disable()
     return iteration * GROUPS_PER_ITERATION, wall_s, cpu_s
@@ -379,14 +386,17 @@ def time_routes(
     """
     asked = routes(EXPERTS)
     generations = wire.decode_response(body, responses, sampling, VOCABULARY, "", version=0)
-    given, rng = len(prompt.tokens), np.random.default_rng(1)
-    shapes = [(len(one.tokens), *asked.column.shape) for one in generations]
+    num_prompt_tokens = len(prompt.tokens)
+    rng = np.random.default_rng(1)
+    shapes = [(len(generation.tokens), *asked.column.shape) for generation in generations]
     own = [
         base64.b64encode(rng.integers(0, EXPERTS.count, shape, np.uint16).tobytes())
         for shape in shapes
     ]
     shared = base64.b64encode(
-        rng.integers(0, EXPERTS.count, (given, *asked.column.shape), np.uint16).tobytes()
+        rng.integers(
+            0, EXPERTS.count, (num_prompt_tokens, *asked.column.shape), np.uint16
+        ).tobytes()
     )
 
     def build(generations: Sequence[Generation], columns: RunColumns) -> bytes:
@@ -399,10 +409,15 @@ def time_routes(
 
     def with_them() -> bytes:
         prompts = base64.b64decode(shared)
-        recorded = [np.frombuffer(prompts + base64.b64decode(one), "<u2") for one in own]
+        recorded = [
+            np.frombuffer(prompts + base64.b64decode(generation), "<u2") for generation in own
+        ]
         pairs = zip(generations, recorded, strict=True)
         return build(
-            [with_routes(one, ids, given, asked, "") for one, ids in pairs],
+            [
+                with_routes(generation, ids, num_prompt_tokens, asked, "")
+                for generation, ids in pairs
+            ],
             RunColumns((asked.column,)),
         )
 

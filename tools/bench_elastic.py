@@ -69,8 +69,12 @@ from tools.stand_in import write_interpreter
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
 TRAINERS = 2
-GROUPS, RESPONSES, LENGTH, WINDOW = 24, 8, 96, 32
-STEP_S, SEQUENCE_S = 0.004, 0.0002
+GROUPS = 24
+RESPONSES = 8
+LENGTH = 96
+WINDOW = 32
+STEP_S = 0.004
+SEQUENCE_S = 0.0002
 TRAIN_GROUP_S = 0.15  # of one group on its replica; half of an iteration's groups each: 1.8 s
 WAIT_S = 120.0
 PHASES = (
@@ -302,6 +306,7 @@ def configuration(directory: Path) -> Config:
             "reward": {"functions": [{"name": "format", "pattern": "t1"}]},
             "trainer": {"devices": TRAINERS},
             "schedule": {
+                "skip_zero_advantage": False,  # whatever its rewards, a group has work
                 "iterations": 10_000,
                 "prompts_per_iteration": GROUPS,
                 "evaluate_every": 0,

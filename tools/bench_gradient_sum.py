@@ -4,16 +4,17 @@
     python tools/bench_gradient_sum.py [--backends megatron fsdp] [--ranks 2] [--prompt 64] [--response 64] [--responses 8]
                                        [--groups 8] [--pairs 9] [--dtype fp32] [--table]
 
-A random Qwen2 (hidden 256, 4 layers) is trained by so many replicas, each of them a process of one thread. All times are CPU
-times of the process: waiting for another rank, or for a core, is in none of them. Three figures, of the slowest rank:
+A random Qwen2 (hidden 256, 4 layers) is trained by so many replicas, each of them a process of one
+thread. All times are CPU times of the process: waiting for another rank, or for a core, is in none
+of them. Three figures, of the slowest rank:
 
     inside    the time in the checks' own functions, as a share of the iteration; the median over the pairs
     least     the same of the shortest times of both over all pairs, which other work on the cores disturbs least
     paired    an iteration with the checks against one without them, which follows or precedes it, in turn; this has everything that
               the checks make others do, and the noise of two iterations; the median
 
-On cores that other work uses too, caches are colder, and small calls suffer more from that than large products. --table lists where
-the time goes.
+On cores that other work uses too, caches are colder, and small calls suffer more from that than
+large products. --table lists where the time goes.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ class Checks:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if not self.are_on:
                 return instead(*args, **kwargs) if callable(instead) else instead
-            start, self._depth = time.thread_time(), self._depth + 1
+            start = time.thread_time()
+            self._depth = self._depth + 1
             try:
                 return function(*args, **kwargs)
             finally:
@@ -152,7 +154,9 @@ def train(
 ) -> None:
     """One rank: puts its Cost into `results`."""
     torch.set_num_threads(1)
-    platform, spec, checks = platforms.get("cpu"), ModelSpec.read(model), Checks()
+    platform = platforms.get("cpu")
+    spec = ModelSpec.read(model)
+    checks = Checks()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     module = backend_module(backend)
     if backend == "fsdp":  # it binds some of the functions when it is made
@@ -164,7 +168,9 @@ def train(
         watch(checks, backend)
     learner = Learner(config, trainer, platform, Timeline(None, ""))
     groups = make_groups(args, spec.vocab_size)[rank :: args.ranks]
-    inside, differences, seconds = [], [], []
+    inside = []
+    differences = []
+    seconds = []
     iteration(learner, groups, config, True)
     checks.seconds.clear()
     for pair in range(args.pairs):
@@ -173,7 +179,8 @@ def train(
             checks.are_on = are_on
             if are_on:  # the iteration without checks has left nothing to go on from
                 learner._replay._choose(trainer.stepped())
-            before_s, start_s = sum(checks.seconds.values()), time.process_time()
+            before_s = sum(checks.seconds.values())
+            start_s = time.process_time()
             iteration(learner, groups, config, True)
             spent_s[are_on] = time.process_time() - start_s
             if are_on:

@@ -1,9 +1,10 @@
 #!/usr/bin/env python
 """Compare the estimate of a trainer's memory (pa_npu.planning.memory) with what the allocator measures over two iterations.
 
-One process, TP1, random Qwen2, by Megatron, by FSDP2 and by FSDP2 with adapters. Every case runs in a process of its own, with its
-allocations recorded by torch's profiler: the peak of forward and backward, with the optimizer's state in place. Megatron's
-reduction of gradients afterwards is left out: gloo copies the whole gradient buffer there, which NCCL and HCCL do not.
+One process, TP1, random Qwen2, by Megatron, by FSDP2 and by FSDP2 with adapters. Every case runs in
+a process of its own, with its allocations recorded by torch's profiler: the peak of forward and
+backward, with the optimizer's state in place. Megatron's reduction of gradients afterwards is left
+out: gloo copies the whole gradient buffer there, which NCCL and HCCL do not.
 
     python tools/bench_memory.py [--hidden 512] [--layers 8] [--prompt 256] [--response 256] [--chunk 1024]
 """
@@ -138,11 +139,9 @@ def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
     from bench_trainer import FixedMicrobatches, make_groups
 
     torch.set_num_threads(1)
-    spec, platform, timeline = (
-        ModelSpec.read(config.model.path),
-        platforms.get("cpu"),
-        Timeline(None, ""),
-    )
+    spec = ModelSpec.read(config.model.path)
+    platform = platforms.get("cpu")
+    timeline = Timeline(None, "")
     groups = [
         at_full_length(g, arguments, spec.vocab_size)
         for g in make_groups(settings(arguments), spec.vocab_size)
@@ -180,12 +179,14 @@ def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
     # FSDP reduces each layer's gradients inside its backward
     reduces = [e.start_ns() for e in events if e.name() == "reduce gradients"]
     end = max(reduces, default=start + span.duration_ns())
-    live, during = 0, []
+    live = 0
+    during = []
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         live += event.nbytes()
         if start <= event.start_ns() <= end:
             during.append(live)
-    state, peak = min(during), max(during)
+    state = min(during)
+    peak = max(during)
     memory = trainer_memory(config, spec)
     publish = dict(memory.parts)["publish buckets"]  # no engine is attached here
     return {

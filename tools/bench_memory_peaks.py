@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Measures an iteration's peak of memory by kind of process: synchronous against periodic, and against max_staleness.
 
-Real vLLM engines and a real trainer. One run has synchronous and periodic iterations in turn; each value of
-schedule.max_staleness has a run of its own. The numbers are the records' own: peaks of each iteration, border included
-(docs/output.md), here their mean over the iterations after the warm-up. MiB, resident; the device's beside them where it has
-memory of its own.
+Real vLLM engines and a real trainer. One run has synchronous and periodic iterations in turn; each
+value of schedule.max_staleness has a run of its own. The numbers are the records' own: peaks of
+each iteration, border included (docs/output.md), here their mean over the iterations after the
+warm-up. MiB, resident; the device's beside them where it has memory of its own.
 
     python tools/bench_memory_peaks.py [--staleness 1,2] [--iterations 10] [--groups 16] [--prompt 256] [--markdown FILE]
 """

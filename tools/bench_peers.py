@@ -1,18 +1,21 @@
 #!/usr/bin/env python
 """The same fixed work through TRL's trainers and through this system, in turn: tokens/s, ratio, age of tokens.
 
-Real engines and real trainers, a 1.8 M parameter Qwen2 in fp32, one core for generation and one for training (colocated: a process
-on each core that does both), the same prompts and reward, 16 groups of 8 responses an iteration, one update each.
+Real engines and real trainers, a 1.8 M parameter Qwen2 in fp32, one core for generation and one for
+training (colocated: a process on each core that does both), the same prompts and reward, 16 groups
+of 8 responses an iteration, one update each.
 
     python tools/bench_peers.py [--shapes long,short,free] [--systems ...] [--rounds 2] [--iterations 4]
                                 [--json FILE] [--markdown FILE] [--plot NAME]
 
-TRL and what it needs are installed once, without dependencies, into .cache/peers, an environment that sees this one's packages. Its
-engines have the arguments of this project's own. TRL sends weights over NCCL and AsyncGRPOTrainer computes attention with
-FlashAttention 3, which no CPU has: tools/peers/cpu_stand_ins.py has gloo and torch's attention in their place.
+TRL and what it needs are installed once, without dependencies, into .cache/peers, an environment
+that sees this one's packages. Its engines have the arguments of this project's own. TRL sends
+weights over NCCL and AsyncGRPOTrainer computes attention with FlashAttention 3, which no CPU has:
+tools/peers/cpu_stand_ins.py has gloo and torch's attention in their place.
 
-A round runs every system once; a run that fails or passes its deadline is a row that says why. --json FILE keeps the runs, those of
-earlier invocations too, so that shapes can be measured one by one; without --shapes nothing new is run and all are printed.
+A round runs every system once; a run that fails or passes its deadline is a row that says why.
+--json FILE keeps the runs, those of earlier invocations too, so that shapes can be measured one by
+one; without --shapes nothing new is run and all are printed.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ from tools.processes import end_on_sigterm, reason_of, serve, started
 
 ROOT = Path(__file__).resolve().parents[1]
 
-GROUPS, RESPONSES = 16, 8
+GROUPS = 16
+RESPONSES = 8
 SAMPLES = GROUPS * RESPONSES
 # iterations: code is loaded, queues fill, and `rollout.window=auto` learns what a decode step takes
 WARMUP = 4
@@ -58,11 +62,15 @@ LEARNING_RATE = 1e-4  # large enough that engines with old weights show in the l
 TEMPLATE_TOKENS = 2  # of the tiny model's chat template around a prompt
 # of the output row of the end token: responses of a random model then have free lengths
 END_SCALE = 2.2
-LORA_RANK, LORA_ALPHA = 16, 32  # of all linear layers, in TRL as here
+# of all linear layers, in TRL as here
+LORA_RANK = 16
+LORA_ALPHA = 32
 TRL_ROWS = 16  # responses of a microbatch in TRL
 ENVIRONMENT = ROOT / ".cache" / "peers"
 REQUIREMENTS = ROOT / "requirements" / "peers.txt"
-STARTED_S, RUN_S = 180, 180  # deadlines of a server's start and of a run
+# deadlines of a server's start and of a run
+STARTED_S = 180
+RUN_S = 180
 
 
 @dataclass(frozen=True)
@@ -206,11 +214,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--plot", type=Path, help="write a picture under this name, .png, .svg or both"
     )
     args = parser.parse_args(arguments)
-    shapes, systems = (
-        [name for name in given.split(",") if name] for given in (args.shapes, args.systems)
-    )
-    for option, given, known in (("--shapes", shapes, SHAPES), ("--systems", systems, SYSTEMS)):
-        if unknown := set(given) - known.keys():
+    shapes = [name for name in args.shapes.split(",") if name]
+    systems = [name for name in args.systems.split(",") if name]
+    for option, names, known in (("--shapes", shapes, SHAPES), ("--systems", systems, SYSTEMS)):
+        if unknown := set(names) - known.keys():
             parser.error(f"{option}: {', '.join(sorted(unknown))} not among {', '.join(known)}")
     end_on_sigterm()
     runs = load_runs(args.json)
@@ -321,7 +328,8 @@ class Bench:
         self._servers: dict[str, str | PeerError] = {}
         self._runs = 0
         cores = sorted(os.sched_getaffinity(0))
-        self._engine_core, self._trainer_core = cores[0], cores[min(1, len(cores) - 1)]
+        self._engine_core = cores[0]
+        self._trainer_core = cores[min(1, len(cores) - 1)]
 
     def __enter__(self) -> Bench:
         return self
@@ -424,7 +432,8 @@ class Bench:
                 f"--master-port={port}",
             ]
         command += [str(ROOT / "tools" / "peers" / "trl_trainer.py"), str(specification)]
-        log, steps = directory / "log", directory / "steps.jsonl"
+        log = directory / "log"
+        steps = directory / "steps.jsonl"
         env = trl_environment()
         if mode == "colocate":
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # an engine inside each trainer
@@ -444,17 +453,18 @@ class Bench:
                 self._servers[name] = self._start(name)
             except PeerError as error:
                 self._servers[name] = error
-        found = self._servers[name]
-        if isinstance(found, PeerError):
-            raise found
-        return found
+        server = self._servers[name]
+        if isinstance(server, PeerError):
+            raise server
+        return server
 
     def _start(self, name: str) -> str:
         port = free_ports("127.0.0.1", 1)[0]
         log = self._scratch / f"{name}.log"
         keys = [*self._keys(), f"placement.port={port - 1}", f"run.dir={self._scratch / 'ours'}"]
         if name == "ours":
-            command, env = [sys.executable, "-m", "pa_npu.launcher", "engines", *keys], None
+            command = [sys.executable, "-m", "pa_npu.launcher", "engines", *keys]
+            env = None
         else:
             command, env = trl_server_command(keys, port, self._engine_core)
         process = self._stack.enter_context(started(command, log, env))
@@ -475,6 +485,7 @@ class Bench:
             "data.max_prompt_tokens": longest,
             "reward.functions": "[{name: 'tools.peers.rewards:of_group'}]",
             "schedule.prompts_per_iteration": GROUPS,
+            "schedule.skip_zero_advantage": "false",  # the peers compute every group
             "optimizer.learning_rate": LEARNING_RATE,
             "rollout.engines": 1,
             "rollout.window": "auto",

@@ -61,7 +61,10 @@ from tools.hardware import processor
 from tools.processes import end_on_sigterm, reason_of, serve, started
 
 ROOT = Path(__file__).resolve().parent.parent
-RESPONSES, MAX_NUM_SEQS, MAX_PROMPT, MAX_RESPONSE = 8, 256, 512, 512
+RESPONSES = 8
+MAX_NUM_SEQS = 256
+MAX_PROMPT = 512
+MAX_RESPONSE = 512
 WARMUP = 3  # iterations: a controller learns in the first ones
 SIZES = {"small": (128, 3), "large": (192, 4)}  # hidden size, layers
 # of the end token's output row, where responses end by themselves: after some 30 tokens
@@ -233,7 +236,7 @@ def predict_all(bench: Bench, directory: Path, cases: Sequence[Case]) -> dict[st
     print(f"# calibrated: {calibration.engine} {calibration.trainer}", file=sys.stderr)
     calibration, ratio = against_itself(run, spec, calibration, seen, typical)
     print(f"# its own iterations took {ratio:.3f} of what was predicted of them", file=sys.stderr)
-    found = {}
+    predictions = {}
     for case in cases:
         predicted = predict_case(
             bench.config(case),
@@ -242,13 +245,13 @@ def predict_all(bench: Bench, directory: Path, cases: Sequence[Case]) -> dict[st
             calibration,
             seen,
         )
-        found[case.name] = predicted
+        predictions[case.name] = predicted
         print(
             f"# predicted {predicted.iteration_s:.2f} s: {case.name}: {predicted}",
             file=sys.stderr,
             flush=True,
         )
-    return found
+    return predictions
 
 
 def predict_case(
@@ -349,6 +352,7 @@ class Bench:
         settings = [
             f"schedule.iterations={iterations}",
             f"schedule.prompts_per_iteration={case.groups}",
+            "schedule.skip_zero_advantage=false",  # the same work whatever the rewards
             f"schedule.stream={str(case.stream).lower()}",
             f"rollout.window={case.window}",
             f"rollout.attach=[{','.join(self._urls)}]",
@@ -444,7 +448,8 @@ def render(rows: Sequence[Row], iterations: int) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
-        case, found = row.case, row.predicted
+        case = row.case
+        predicted = row.predicted
         prompt = (
             f"{case.prompt[0]} to {case.prompt[1]}"
             if isinstance(case.prompt, tuple)
@@ -452,11 +457,11 @@ def render(rows: Sequence[Row], iterations: int) -> str:
         )
         times = (
             row.generate_s,
-            found.generate_s,
+            predicted.generate_s,
             row.train_s,
-            found.train_s,
+            predicted.train_s,
             row.iteration_s,
-            found.iteration_s,
+            predicted.iteration_s,
         )
         cells = [
             case.name,

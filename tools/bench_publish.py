@@ -6,19 +6,22 @@
     python tools/bench_publish.py --publishes 2000                       # one connection for all: time and memory stay flat
     python tools/bench_publish.py --model 7b|32b [--link-gbps 25] [--gather-gbps 50] [--iteration-s 120]     # arithmetic only
 
-Trainer ranks (TP) and engine workers are processes of this machine. A publish is everything between the trainers' call
-and the moment when all workers have had every HF tensor complete in memory: gather over TP, packing, broadcast,
-assembly. (What an engine's loader then does with a tensor is its own; the bare broadcast has no loader either.) The bare
-broadcast sends one ready buffer into another, so it is the upper bound for this transport and machine. With TP > 1 the
-shards of the other ranks must reach the leader first; the bare gather does just that, in one broadcast per rank. With --family
-qwen3_moe the TP ranks also share the experts of a mixture, 16 in each layer, which are as many bytes as the dense layer.
+Trainer ranks (TP) and engine workers are processes of this machine. A publish is everything between
+the trainers' call and the moment when all workers have had every HF tensor complete in memory:
+gather over TP, packing, broadcast, assembly. (What an engine's loader then does with a tensor is
+its own; the bare broadcast has no loader either.) The bare broadcast sends one ready buffer into
+another, so it is the upper bound for this transport and machine. With TP > 1 the shards of the
+other ranks must reach the leader first; the bare gather does just that, in one broadcast per rank.
+With --family qwen3_moe the TP ranks also share the experts of a mixture, 16 in each layer, which
+are as many bytes as the dense layer.
 
-Columns: MiB sent, buckets, GB/s (10^9 bytes) of the publish, of the bare broadcast, and of bare gather and broadcast one
-after another (medians); the publish over each of the two (the aim: at least 0.5 of the broadcast); the share of a
-publish that the leader spent waiting for the transport.
+Columns: MiB sent, buckets, GB/s (10^9 bytes) of the publish, of the bare broadcast, and of bare
+gather and broadcast one after another (medians); the publish over each of the two (the aim: at
+least 0.5 of the broadcast); the share of a publish that the leader spent waiting for the transport.
 
-With --model nothing is sent: it prints the seconds that pa_npu.planning.prediction.costs expects on links of the given speed (GB/s,
-10^9 bytes: a port of 200 Gbit/s is 25), for several TP and bucket sizes, and their share of an iteration.
+With --model nothing is sent: it prints the seconds that pa_npu.planning.prediction.costs expects on
+links of the given speed (GB/s, 10^9 bytes: a port of 200 Gbit/s is 25), for several TP and bucket
+sizes, and their share of an iteration.
 """
 
 from __future__ import annotations
@@ -56,8 +59,17 @@ from pa_npu.weight_transfer.receiver import Receiver
 TIMEOUT_S = 120.0
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 COLUMNS: tuple[str, ...] = (
-    *("TP", "workers", "bucket MiB", "MiB", "buckets"),
-    *("publish GB/s", "broadcast GB/s", "with gather GB/s", "of broadcast", "of both", "wire wait"),
+    "TP",
+    "workers",
+    "bucket MiB",
+    "MiB",
+    "buckets",
+    "publish GB/s",
+    "broadcast GB/s",
+    "with gather GB/s",
+    "of broadcast",
+    "of both",
+    "wire wait",
 )
 
 
@@ -290,10 +302,8 @@ def enduring(rank: int, port: int, publishes: int, results: Any) -> None:
     MiB) per tenth.
     """
     torch.set_num_threads(1)
-    spec, platform = (
-        replace(_spec(2), hidden_size=256, ffn_size=512, vocab_size=4096),
-        platforms.get("cpu"),
-    )
+    spec = replace(_spec(2), hidden_size=256, ffn_size=512, vocab_size=4096)
+    platform = platforms.get("cpu")
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     if rank == 0:
         publisher = Publisher(
@@ -323,7 +333,8 @@ def enduring(rank: int, port: int, publishes: int, results: Any) -> None:
         manifest = Manifest.from_json(announced["manifest"])
         receiver = Receiver([manifest], [group], 1, torch.device("cpu"), TIMEOUT_S)
         step = lambda version: deque(receiver.receive(version), maxlen=0)  # noqa: E731 - the loop below is for both
-    lines, seconds = [], []
+    lines = []
+    seconds = []
     for version in range(publishes):
         start = time.perf_counter()
         step(version)
@@ -387,7 +398,10 @@ def trainer(case: Case, rank: int, results: Any) -> None:
                 store.set(f"manifest/{bucket_mib}", json.dumps(asdict(publisher.manifest())))
             members = PublishMembers(0, case.workers)
             publisher.connect(members)
-            publish_s, broadcast_s, gather_s, wire_wait_s = [], [], [], []
+            publish_s = []
+            broadcast_s = []
+            gather_s = []
+            wire_wait_s = []
             flat = torch.ones(publisher.num_bytes, dtype=torch.uint8)
             shards = torch.ones(size, publisher.num_bytes // size, dtype=torch.uint8)
             for repetition in range(case.repeats + 1):  # the first warms up
@@ -456,10 +470,8 @@ def stand_in_stage(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> torch.nn.
         "self_attention.q_layernorm.weight",
         "self_attention.k_layernorm.weight",
     ] * spec.qk_norm
-    dense, sparse = (
-        ["linear_fc1.weight", "linear_fc2.weight"],
-        ["router.weight", "experts.gate_up", "experts.down"],
-    )
+    dense = ["linear_fc1.weight", "linear_fc2.weight"]
+    sparse = ["router.weight", "experts.gate_up", "experts.down"]
     layer += [
         "pre_mlp_layernorm.weight",
         *(f"mlp.{name}" for name in (sparse if spec.experts else dense)),
@@ -473,7 +485,8 @@ def stand_in_stage(spec: ModelSpec, mesh: Mesh, dtype: torch.dtype) -> torch.nn.
             if spec.experts is None or tensors[0].expert is None
             else (spec.experts.count // mesh.expert,)
         )
-        owner, (*path, leaf) = module, name.split(".")
+        owner = module
+        (*path, leaf) = name.split(".")
         for child in path:
             if child not in dict(owner.named_children()):
                 owner.add_module(child, torch.nn.Module())

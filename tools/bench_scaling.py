@@ -1,18 +1,21 @@
 #!/usr/bin/env python
 """Throughput against the number of engines and of trainer replicas: one real coordinator between engines and trainers that sleep.
 
-Engines are stand-ins (tools/stand_in.py) of a set speed, many to a process; this program plays the trainers: replicas take their
-groups out of the rollout buffer as they come and sleep as long as training one is set to take. The coordinator, its HTTP, rewards
-and store are real, and on a core of their own where there are two, so that what is measured is what one coordinator carries.
+Engines are stand-ins (tools/stand_in.py) of a set speed, many to a process; this program plays the
+trainers: replicas take their groups out of the rollout buffer as they come and sleep as long as
+training one is set to take. The coordinator, its HTTP, rewards and store are real, and on a core of
+their own where there are two, so that what is measured is what one coordinator carries.
 
     python tools/bench_scaling.py [--engines 1,2,4,8,16,32,64] [--replicas 4,8,16,32,64] [--iterations 4] [--plot NAME]
                                   [--markdown FILE] [--json FILE]
 
-Two sweeps. Engines: work grows with them (8 groups of 8 responses of 128 tokens per engine and iteration), and as many replicas are
-there as keep up. Replicas: the most engines of the first sweep, whose work stays, while few replicas make the iteration longer.
+Two sweeps. Engines: work grows with them (8 groups of 8 responses of 128 tokens per engine and
+iteration), and as many replicas are there as keep up. Replicas: the most engines of the first
+sweep, whose work stays, while few replicas make the iteration longer.
 
-Columns: ideal: tokens per second of the slower side alone, without border. of ideal: the measured ones over it. coordinator: share
-of a core that its process used. Medians of the iterations after the first. The plot needs matplotlib: pip install 'pa_npu[plots]'.
+Columns: ideal: tokens per second of the slower side alone, without border. of ideal: the measured
+ones over it. coordinator: share of a core that its process used. Medians of the iterations after
+the first. The plot needs matplotlib: pip install 'pa_npu[plots]'.
 """
 
 from __future__ import annotations
@@ -61,12 +64,13 @@ from tools.stand_in import HeavyTail, Speed, StandInEngine, serving
 
 ROOT = Path(__file__).resolve().parent.parent
 HOST = "127.0.0.1"
-GROUPS_PER_ENGINE, RESPONSES, LENGTH = 8, 8, 128
-WINDOW, STEP_S, STRIDE = (
-    32,
-    0.010,
-    8,
-)  # an engine has four groups at a time, a decode step takes 10 ms however many these are
+GROUPS_PER_ENGINE = 8
+RESPONSES = 8
+LENGTH = 128
+# an engine has four groups at a time, a decode step takes 10 ms however many these are
+WINDOW = 32
+STEP_S = 0.010
+STRIDE = 8
 VARIANTS = 64  # distinct responses, so that engines cost little to play
 TRAIN_GROUP_S = 0.08
 WAIT_S = 180.0
@@ -127,9 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             host_engines(args.as_engines, args.vocabulary, os.environ[KEY_VARIABLE], args.median)
         )
         return 0
-    engines, replicas = (
-        [int(text) for text in given.split(",") if text] for given in (args.engines, args.replicas)
-    )
+    engines = [int(text) for text in args.engines.split(",") if text]
+    replicas = [int(text) for text in args.replicas.split(",") if text]
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="bench_scaling_") as scratch:
         directory = Path(scratch)
@@ -190,7 +193,8 @@ def measure(directory: Path, sweep: str, engines: int, replicas: int, iterations
         stack.callback(os.sched_setaffinity, 0, set(cores))
         job.publish()
         job.train()
-        begun_s, used_s = time.monotonic(), cpu_seconds(job.coordinator.pid)
+        begun_s = time.monotonic()
+        used_s = cpu_seconds(job.coordinator.pid)
         for _ in range(iterations - 1):
             job.publish()
             job.train()
@@ -221,8 +225,11 @@ class Job:
         median: float | None = None,
         **keys: dict[str, Any],
     ) -> None:
-        self._groups, self._replicas, self._stack = GROUPS_PER_ENGINE * engines, replicas, stack
-        self._version, self._seconds = -1, (0.0, 0.0)
+        self._groups = GROUPS_PER_ENGINE * engines
+        self._replicas = replicas
+        self._stack = stack
+        self._version = -1
+        self._seconds = (0.0, 0.0)
         self._run_dir = directory / f"run-{engines}-{replicas}-{secrets.token_hex(2)}"
         config = configuration(
             directory, self._run_dir, engines, replicas, ignore_eos=median is None, **keys
@@ -325,12 +332,16 @@ class Job:
     def _start(
         self, name: str, command: Sequence[str], env: dict[str, str]
     ) -> subprocess.Popen[bytes]:
-        own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
         output = (
             subprocess.PIPE if name == "engines" else (self._run_dir / f"{name}.out").open("wb")
         )
         popen = subprocess.Popen(
-            [sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=own
+            [sys.executable, *command],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=environment,
         )
         self._stack.callback(popen.wait, 10)
         self._stack.callback(popen.kill)
@@ -361,7 +372,11 @@ def configuration(
         },
         "reward": {"functions": [{"name": "format", "pattern": "t1"}]},
         "trainer": {"devices": replicas},
-        "schedule": {"iterations": 10_000, "prompts_per_iteration": GROUPS_PER_ENGINE * engines},
+        "schedule": {
+            "iterations": 10_000,
+            "prompts_per_iteration": GROUPS_PER_ENGINE * engines,
+            "skip_zero_advantage": False,  # every group goes the whole way, whatever its rewards
+        },
         "publish": {"probe_tokens": 0},
         "telemetry": {"trackers": [], "samples": 0},
     }
@@ -391,7 +406,10 @@ HEADER = (
 def cells(row: Row) -> tuple[str, ...]:
     rates = (f"{row.tokens_per_s:,.0f}", f"{row.ideal_tokens_per_s:,.0f}", f"{row.of_ideal:.0%}")
     return (
-        *(row.sweep, str(row.engines), str(row.replicas), f"{row.iteration_s:.2f}"),
+        row.sweep,
+        str(row.engines),
+        str(row.replicas),
+        f"{row.iteration_s:.2f}",
         *rates,
         f"{row.coordinator:.0%} of a core",
     )
@@ -420,10 +438,10 @@ def draw(rows: Sequence[Row], path: Path) -> list[Path]:
         (("engines", "engines, work growing"), ("replicas", "trainer replicas")),
         strict=True,
     ):
-        own = [row for row in rows if row.sweep == sweep]
-        x = [getattr(row, sweep) for row in own]
-        panel.plot(x, [row.tokens_per_s for row in own], label="measured", **line_style(0))
-        panel.plot(x, [row.ideal_tokens_per_s for row in own], label="ideal", **line_style(1))
+        of_sweep = [row for row in rows if row.sweep == sweep]
+        x = [getattr(row, sweep) for row in of_sweep]
+        panel.plot(x, [row.tokens_per_s for row in of_sweep], label="measured", **line_style(0))
+        panel.plot(x, [row.ideal_tokens_per_s for row in of_sweep], label="ideal", **line_style(1))
         panel.set_xscale("log", base=2)
         panel.set_yscale("log", base=2)
         panel.set_xticks(x, [str(value) for value in x])

@@ -1,25 +1,31 @@
 #!/usr/bin/env python
 """How close periodic asynchrony comes to its bound with rollout.window=auto: sync against periodic, alternating inside each run.
 
-Real vLLM engines and one real trainer rank, each pinned to a core. With Tg the seconds of generation and Tt those of training per
-iteration, a synchronous iteration takes Tg + Tt and a perfectly overlapped one max(Tg, Tt). Rows vary
+Real vLLM engines and one real trainer rank, each pinned to a core. With Tg the seconds of
+generation and Tt those of training per iteration, a synchronous iteration takes Tg + Tt and a
+perfectly overlapped one max(Tg, Tt). Rows vary
 
   lengths   equal: every response has the same length (ignore_eos). heavy: lognormal, exp(0.6 a + 0.4 b) times the median, a of the
-            prompt and b of the response, cut at four times the mean; every prompt comes again, so that its length can be learned.
+            prompt and b of the response, cut at four times the mean; every prompt comes again, so
+            that its length can be learned.
   groups    of 8 responses in an iteration.
   engines   one, or two, which share a core where the machine has no third.
   Tg : Tt   balanced, engine-bound (2 : 1) and trainer-bound (1 : 2). Tt is set through the prompt length, which costs the trainer
-            (separate sequences) and hardly the engine (prefix cache). fixed-16 has prompts of 128 instead.
+            (separate sequences) and hardly the engine (prefix cache). fixed-16 has prompts of 128
+            instead.
 
-With --paced devices take as long as asked and hardly a core (tools/paced/): one for each engine and for the trainer, on a
-machine of any size. Tt is set through the trainer's speed then, and all prompts have 128 tokens.
+With --paced devices take as long as asked and hardly a core (tools/paced/): one for each engine and
+for the trainer, on a machine of any size. Tt is set through the trainer's speed then, and all
+prompts have 128 tokens.
 
-A run alternates iteration by iteration (schedule.compare_iterations): even ones are synchronous, odd ones periodic, each with the
-schedule that the controller chooses for its kind. Tg and Tt are medians of the synchronous ones, which have the window that
-generates fastest; where cores are as few as engines and trainers, training takes longer beside generation, which is given too. The
-table has, over max(Tg, Tt): periodic iterations without border; with --constant the best of further runs
-with constant windows; the optimum, the best of a family of schedules simulated with the speeds that the run learned and with all
-lengths known; these speeds; and how far the model's predictions were off.
+A run alternates iteration by iteration (schedule.compare_iterations): even ones are synchronous,
+odd ones periodic, each with the schedule that the controller chooses for its kind. Tg and Tt are
+medians of the synchronous ones, which have the window that generates fastest; where cores are as
+few as engines and trainers, training takes longer beside generation, which is given too. The table
+has, over max(Tg, Tt): periodic iterations without border; with --constant the best of further runs
+with constant windows; the optimum, the best of a family of schedules simulated with the speeds that
+the run learned and with all lengths known; these speeds; and how far the model's predictions were
+off.
 
     python tools/bench_schedule.py [--iterations 16] [--rows equal-16,...] [--constant 16,32,64] [--json FILE] [--markdown FILE]
     python tools/bench_schedule.py --simulate             # what any schedule can reach, by the engine's speed; no engines, a minute
@@ -86,14 +92,14 @@ WARMUP = 6
 MAX_PROMPT = 2048
 PACED_PROMPT = 128
 EPOCH = 2  # iterations after which prompts come again
-PROMPT_SIGMA, RESPONSE_SIGMA, MOST_OF_MEAN = 0.6, 0.4, 4
+PROMPT_SIGMA = 0.6
+RESPONSE_SIGMA = 0.4
+MOST_OF_MEAN = 4
 # Of the family of schedules whose best is the optimum: shares of the trainers' time, of the widest
 # window, and waves.
-SLACKS, SHARES, WAVES = (
-    (1.0, 0.95, 0.85),
-    (1.0, 0.75, 0.5, 0.375, 0.25),
-    (1, 2, 3, 4, 6, 8, 12, 16, 24, 32),
-)
+SLACKS = (1.0, 0.95, 0.85)
+SHARES = (1.0, 0.75, 0.5, 0.375, 0.25)
+WAVES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 @dataclass(frozen=True)
@@ -195,9 +201,9 @@ def _pace(text: str) -> EngineSpeed:
     return EngineSpeed(step_s, sequence_s, prompt_token_s)
 
 
-def default_args(**given: Any) -> argparse.Namespace:
+def default_args(**overrides: Any) -> argparse.Namespace:
     """Returns what Bench takes, for other benchmarks: the defaults here, but for what is given."""
-    return argparse.Namespace(**vars(make_parser().parse_args([])) | given)
+    return argparse.Namespace(**vars(make_parser().parse_args([])) | overrides)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -354,9 +360,8 @@ def measure_staleness(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="bench_schedule_") as scratch:
         bench = Bench(Path(scratch), args)
         with bench.engines(1):
-            waves, staleness = (
-                [int(text) for text in given.split(",")] for given in (args.waves, args.staleness)
-            )
+            waves = [int(text) for text in args.waves.split(",")]
+            staleness = [int(text) for text in args.staleness.split(",")]
             rows = bench.stale_rows(waves, staleness)
     publish_rows(rows, render_stale(rows, args), args)
     return 0
@@ -425,7 +430,8 @@ class HeavyTailed:
 
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("tools.bench_schedule:HeavyTailed", ("median", "limit", "spread"))
-        self._median, self._limit = float(context.options["median"]), int(context.options["limit"])
+        self._median = float(context.options["median"])
+        self._limit = int(context.options["limit"])
         self._spread = float(context.options.get("spread", 1.0))
         self._visits: dict[int, int] = {}
 
@@ -469,7 +475,8 @@ def median_for(mean: float, limit: int, spread: float = 1.0) -> float:
         spread
         * (PROMPT_SIGMA * rng.standard_normal(20000) + RESPONSE_SIGMA * rng.standard_normal(20000))
     )
-    low, high = 1.0, 2.0 * mean
+    low = 1.0
+    high = 2.0 * mean
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (
@@ -574,12 +581,14 @@ class Bench:
 
     def shared_row(self, case: Case, replica: int) -> SharedRow:
         """A row of runs on all devices, `replica` of which are a replica of the trainer."""
-        args, devices = self._args, self._args.devices
+        args = self._args
+        devices = self._args.devices
         token_s = devices * self._paced_token_s(
             replace(case, engines=devices)
         )  # of a device, as fast together as engines are
         self._environment["PACED_TRAINER"] = str(token_s / replica)
-        iterations, busy = range(SHARED_WARMUP, args.iterations), []
+        iterations = range(SHARED_WARMUP, args.iterations)
+        busy = []
 
         def records(engines: int, *overrides: str) -> list[dict[str, Any]]:
             beside = "placement.colocate=true" in overrides
@@ -591,17 +600,17 @@ class Bench:
                 *overrides,
             ]
             psutil.cpu_percent()
-            found = self._records(case, PACED_PROMPT, args.iterations, settings)[SHARED_WARMUP:]
+            records = self._records(case, PACED_PROMPT, args.iterations, settings)[SHARED_WARMUP:]
             busy.append(psutil.cpu_percent() / 100)
             print(
                 f"# {case.name}, R = {replica}, {engines} engines {overrides}: "
-                f"{[r['iteration_s'] for r in found]}",
+                f"{[r['iteration_s'] for r in records]}",
                 file=sys.stderr,
             )
-            return found
+            return records
 
-        def seconds(found: list[dict[str, Any]]) -> float:
-            return statistics.median(record["iteration_s"] for record in found)
+        def seconds(records: list[dict[str, Any]]) -> float:
+            return statistics.median(record["iteration_s"] for record in records)
 
         turns = records(devices, "placement.colocate=true", "schedule.stream=false")
         roles = records(devices, "placement.colocate=true", "schedule.stream=true")
@@ -628,12 +637,14 @@ class Bench:
     def _floor_s(self, case: Case, iteration: int, token_s: float, alone: int) -> float:
         """alone: devices that decode until the longest response ends, of which the others train as
         soon as a group is there; 0: all decoding is of full engines."""
-        pace, lengths = self._args.paced, self._lengths(case, iteration)
+        pace = self._args.paced
+        lengths = self._lengths(case, iteration)
         tokens = sum(map(sum, lengths))
-        most = min(self._args.max_num_seqs, case.groups * RESPONSES)
-        decoding_s = tokens * (pace.step_s / most + pace.sequence_s)
+        max_sequences = min(self._args.max_num_seqs, case.groups * RESPONSES)
+        decoding_s = tokens * (pace.step_s / max_sequences + pace.sequence_s)
         training_s = token_s * (tokens + case.groups * RESPONSES * PACED_PROMPT)
-        token_alone_s, devices = pace.step_s + pace.sequence_s, self._args.devices
+        token_alone_s = pace.step_s + pace.sequence_s
+        devices = self._args.devices
         longest_s, first_s = (end(map(max, lengths)) * token_alone_s for end in (max, min))
         if alone:
             decoding_s = max(decoding_s, alone * longest_s + (devices - alone) * first_s)
@@ -641,7 +652,8 @@ class Bench:
 
     def stale_rows(self, waves: Sequence[int], staleness: Sequence[int]) -> list[StaleRow]:
         """Tg and Tt are those of synchronous iterations with the same window."""
-        case, rows = Case("staleness", 16), []
+        case = Case("staleness", 16)
+        rows = []
         measured = {prompt: self._calibrate(prompt) for prompt in (32, 256)}
         group_generate_s = statistics.mean(generate for generate, _ in measured.values())
         prompt = self._prompt_for(
@@ -768,7 +780,8 @@ class Bench:
         """
         if not case.heavy:
             return [[self._args.response] * RESPONSES] * case.groups
-        first, visit = iteration % case.epoch * case.groups, iteration // case.epoch
+        first = iteration % case.epoch * case.groups
+        visit = iteration // case.epoch
         median, limit = self._heavy(case)
         return [
             drawn_lengths(first + i, visit, RESPONSES, median, limit, case.spread)
@@ -804,6 +817,7 @@ class Bench:
             f"data.train={data}",
             f"schedule.iterations={iterations}",
             f"schedule.prompts_per_iteration={case.groups}",
+            "schedule.skip_zero_advantage=false",  # the same work whatever the rewards
             f"rollout.attach=[{','.join(self._urls[: self._dedicated])}]",
             f"rollout.max_response_tokens={self._args.response}",
             *overrides,
@@ -831,8 +845,8 @@ class Bench:
 
     def _engine_cores(self) -> list[int]:
         """Those of engines alone; engines that have no core each share the first."""
-        own = len(os.sched_getaffinity(0)) > self._dedicated
-        return list(range(self._dedicated)) if own else [0] * self._dedicated
+        has_spare_core = len(os.sched_getaffinity(0)) > self._dedicated
+        return list(range(self._dedicated)) if has_spare_core else [0] * self._dedicated
 
     def _trainer_core(self) -> int:
         return max(self._engine_cores()) + 1
@@ -875,8 +889,10 @@ class VirtualBench(Bench):
     """The same runs in virtual time (tools/virtual_devices.py)."""
 
     def __init__(self, scratch: Path, args: argparse.Namespace) -> None:
-        self._scratch, self._args = scratch, args
-        self._environment, self._urls = {}, []
+        self._scratch = scratch
+        self._args = args
+        self._environment = {}
+        self._urls = []
 
     @contextlib.contextmanager
     def engines(self, count: int) -> Iterator[None]:
@@ -890,6 +906,7 @@ class VirtualBench(Bench):
             "model.path=none",
             "data.train=none",
             f"schedule.prompts_per_iteration={case.groups}",
+            "schedule.skip_zero_advantage=false",  # the same work whatever the rewards
             f"rollout.responses_per_prompt={RESPONSES}",
             f"rollout.max_response_tokens={limit}",
             f"rollout.max_num_seqs={self._args.max_num_seqs}",
@@ -911,28 +928,28 @@ def best_known_s(cluster: VirtualCluster, groups: Sequence[VirtualGroup]) -> flo
     """
     names = tuple(cluster.engines)
     share = math.ceil(len(groups) / len(names))
-    most = cluster.max_num_seqs // RESPONSES
-    held = min(most, share)
+    max_groups = cluster.max_num_seqs // RESPONSES
+    held = min(max_groups, share)
     windows = same_windows(names, held * RESPONSES)
-    found = [optimum_s(cluster, groups, windows)]
+    ends_s = [optimum_s(cluster, groups, windows)]
     for slack in SLACKS:
         order, turns = backwards_turns(cluster, groups, held * len(names), slack)
-        found.append(simulate(cluster, groups, Schedule("", order, (windows,), turns)).end_s)
+        ends_s.append(simulate(cluster, groups, Schedule("", order, (windows,), turns)).end_s)
     longest = [group.longest for group in groups]
-    for places, name in itertools.product(place_levels(share, min(share, 2 * most)), ORDERS):
+    for places, name in itertools.product(place_levels(share, min(share, 2 * max_groups)), ORDERS):
         constant = Schedule(
             "", tuple(dispatch_order(name, longest)), (same_windows(names, places * RESPONSES),)
         )
-        found.append(simulate(cluster, groups, constant).end_s)
-    return min(found)
+        ends_s.append(simulate(cluster, groups, constant).end_s)
+    return min(ends_s)
 
 
-def place_levels(share: int, most: int) -> list[int]:
+def place_levels(share: int, max_groups: int) -> list[int]:
     """Groups in flight per engine worth trying, falling: shares of the most, and what cuts an
     engine's share into even waves.
     """
-    levels = {max(1, math.ceil(most * part)) for part in SHARES}
-    levels |= {places for waves in WAVES if (places := math.ceil(share / waves)) <= most}
+    levels = {max(1, math.ceil(max_groups * part)) for part in SHARES}
+    levels |= {places for waves in WAVES if (places := math.ceil(share / waves)) <= max_groups}
     return sorted(levels, reverse=True)
 
 
@@ -946,9 +963,11 @@ def shortest_generation_s(
     ]
     names = tuple(cluster.engines)
     share = math.ceil(len(groups) / len(names))
-    most = min(share, 2 * cluster.max_num_seqs // RESPONSES)
+    max_groups = min(share, 2 * cluster.max_num_seqs // RESPONSES)
     order = tuple(dispatch_order("longest-first", [group.longest for group in groups]))
-    windows = [same_windows(names, places * RESPONSES) for places in place_levels(share, most)]
+    windows = [
+        same_windows(names, places * RESPONSES) for places in place_levels(share, max_groups)
+    ]
     return min(simulate(cluster, groups, Schedule("", order, (w,))).generated_s for w in windows)
 
 
@@ -960,7 +979,8 @@ def simulated(response: int, max_num_seqs: int = MAX_NUM_SEQS) -> str:
     an engine is as fast with one group in flight as with all, and groups that come one after
     another cost nothing.
     """
-    sequence_s, limit = 2.5e-4, MOST_OF_MEAN * response
+    sequence_s = 2.5e-4
+    limit = MOST_OF_MEAN * response
     cases = [case for case in CASES if case.engines == 1 and case.prompt is None]
     lines = [
         f"| step / sequence | {' | '.join(case.name for case in cases)} |",
@@ -1007,7 +1027,8 @@ def render(rows: list[Row], args: argparse.Namespace) -> str:
     if args.paced:
         step, sequence, prompt = (f"{1000 * seconds:g}" for seconds in astuple(args.paced))
         busy = max(r.cores_busy for r in rows)
-        where, further = f"each on a paced device, on {cores} of which {busy:.0%} were busy", ""
+        where = f"each on a paced device, on {cores} of which {busy:.0%} were busy"
+        further = ""
         where += (
             f"; a decode step takes {step} ms, {sequence} ms per sequence in it and {prompt} "
             "ms per token of a prompt"
@@ -1058,7 +1079,8 @@ def render(rows: list[Row], args: argparse.Namespace) -> str:
             "|---|---:|---:|---:|---:|---:|---:|",
         ]
         for r in rows:
-            turns_s, roles_s = r.turns_s or math.nan, r.roles_s or math.nan
+            turns_s = r.turns_s or math.nan
+            roles_s = r.roles_s or math.nan
             cells = [r.name, *(f"{t:.2f}" for t in (r.sync_s, r.periodic_s, turns_s, roles_s))]
             lines.append(
                 "| "

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Measures the cost of off-policyness: final accuracy over seeds for schedule.max_staleness x correction, at equal samples.
 
-Every run is the quick start's (configs/grpo_tiny.yaml) but for the keys below; runs that are complete in --work are not made again.
+Every run is the quick start's (configs/grpo_tiny.yaml) but for the keys below; runs that are
+complete in --work are not made again.
 
   sampling     ratios against the policy that sampled (what max_staleness does unless told otherwise)
   decoupled    ratios against the proximal policy, truncated weights of tokens (AReaL with TIS)
@@ -13,12 +14,14 @@ Every run is the quick start's (configs/grpo_tiny.yaml) but for the keys below; 
     python tools/bench_staleness.py [--staleness 0,1,2,4] [--seeds 1,2,3] [--iterations 20] [--budget TOKENS]
                                     [--markdown FILE] [--plot NAME] [key=value ...]
 
---budget adds every case with k >= 1 once more with schedule.tokens_per_update, and half as many prompts again to take them from.
+--budget adds every case with k >= 1 once more with schedule.tokens_per_update, and half as many
+prompts again to take them from.
 
-The table has mean and range over seeds of the last evaluation, means over the last quarter of the iterations of what the records
-say of age and weights, and the coefficient of variation over all updates but the first and the last of their trained tokens and of
-their gradient norms, as a mean over seeds. The plot, of held-out accuracy with its range over seeds, needs matplotlib:
-pip install 'pa_npu[plots]'.
+The table has mean and range over seeds of the last evaluation, means over the last quarter of the
+iterations of what the records say of age and weights, and the coefficient of variation over all
+updates but the first and the last of their trained tokens and of their gradient norms, as a mean
+over seeds. The plot, of held-out accuracy with its range over seeds, needs matplotlib: pip install
+'pa_npu[plots]'.
 """
 
 from __future__ import annotations
@@ -83,28 +86,28 @@ def cases(
     """On-policy once, every correction for the others; with a budget of tokens per update these
     once more, out of `prompts`.
     """
-    found = []
+    listed = []
     for k in staleness:
         # the quick start's last iterations are synchronous in turn, which nothing that runs ahead
         # is
         keys = (f"schedule.max_staleness={k}", "schedule.compare_iterations=0")
         if not k:
-            found.append(Case(0, ON_POLICY, keys))
-            found += [
+            listed.append(Case(0, ON_POLICY, keys))
+            listed += [
                 Case(0, name, (*keys, *CORRECTIONS[name])) for name in corrections if name == "dpo"
             ]
             continue
-        found += [Case(k, name, (*keys, *CORRECTIONS[name])) for name in corrections]
+        listed += [Case(k, name, (*keys, *CORRECTIONS[name])) for name in corrections]
         if budget is not None:
             more = (
                 f"schedule.tokens_per_update={budget}",
                 f"schedule.prompts_per_iteration={prompts}",
             )
-            found += [
+            listed += [
                 Case(k, f"{name}-budget", (*keys, *CORRECTIONS[name], *more))
                 for name in corrections
             ]
-    return found
+    return listed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,9 +132,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             f"--corrections: {', '.join(sorted(unknown))} not among {', '.join(CORRECTIONS)}"
         )
-    staleness, seeds = (
-        [int(text) for text in given.split(",")] for given in (args.staleness, args.seeds)
-    )
+    staleness = [int(text) for text in args.staleness.split(",")]
+    seeds = [int(text) for text in args.seeds.split(",")]
     prompts = load_config([args.config], args.overrides).schedule.prompts_per_iteration
     chosen = cases(staleness, corrections, args.budget, 2 * ((3 * prompts // 2 + 1) // 2))
     for case in chosen:
@@ -216,10 +218,12 @@ def draw(cases_run: Sequence[tuple[Case, RunGroup]], path: Path) -> list[Path]:
     columns = min(3, len(names))
     figure, panels = new_figure(columns, -(-len(names) // columns), width_in=3.2, height_in=2.6)
     for panel, name in zip(panels, names, strict=False):
-        own = [(case, group) for case, group in cases_run if case.correction == name]
-        if all(case.staleness for case, _ in own):
-            own = [(case, group) for case, group in cases_run if case.correction == ON_POLICY] + own
-        for number, (case, group) in enumerate(own):
+        drawn = [(case, group) for case, group in cases_run if case.correction == name]
+        if all(case.staleness for case, _ in drawn):
+            drawn = [
+                (case, group) for case, group in cases_run if case.correction == ON_POLICY
+            ] + drawn
+        for number, (case, group) in enumerate(drawn):
             points = curve(group, "eval_accuracy", "samples")
             x, mean, low, high = ([point[i] for point in points] for i in range(4))
             style = line_style(number)

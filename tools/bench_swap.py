@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--markdown", type=Path, help="write the table there")
     args = parser.parse_args(arguments)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in MODES}
+    records_by_mode: dict[str, list[dict[str, Any]]] = {name: [] for name in MODES}
     with tempfile.TemporaryDirectory(prefix="bench_swap_") as scratch:
         make = [
             sys.executable,
@@ -75,13 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         subprocess.run(make, check=True, timeout=WAIT_S, stdout=subprocess.DEVNULL)
         for _ in range(args.rounds):
             for name, publish in MODES.items():
-                found[name] += records_of(Path(scratch), args.engines, publish, args.iterations)
+                records_by_mode[name] += records_of(
+                    Path(scratch), args.engines, publish, args.iterations
+                )
                 print(
-                    f"# {name}: {[round(record['iteration_s'], 2) for record in found[name]]}",
+                    f"# {name}: {[round(record['iteration_s'], 2) for record in records_by_mode[name]]}",
                     file=sys.stderr,
                     flush=True,
                 )
-    text = render(found, args.engines)
+    text = render(records_by_mode, args.engines)
     print(text)
     if args.markdown:
         args.markdown.write_text(text + "\n", encoding="utf-8")
@@ -110,22 +112,22 @@ def records_of(
         return job.records(iterations)[WARMUP:]
 
 
-def render(found: dict[str, list[dict[str, Any]]], engines: int) -> str:
+def render(records_by_mode: dict[str, list[dict[str, Any]]], engines: int) -> str:
     def median(name: str, key: str) -> float:
-        return float(statistics.median(record[key] for record in found[name]))
+        return float(statistics.median(record[key] for record in records_by_mode[name]))
 
-    first = median(next(iter(found)), "iteration_s")
+    first = median(next(iter(records_by_mode)), "iteration_s")
     lines = [
         f"{engines} stand-in engines of {1000 * STEP_S:g} ms per decode step, {WINDOW} sequences "
         f"in flight on each; {GROUPS_PER_ENGINE} groups of {RESPONSES} responses per engine and "
         f"iteration, of {MEDIAN:g} tokens in the median and {LENGTH} at most; one version behind; "
-        f"medians of {len(next(iter(found.values())))} iterations; {processor()}, {os.cpu_count()} "
+        f"medians of {len(next(iter(records_by_mode.values())))} iterations; {processor()}, {os.cpu_count()} "
         "cores.",
         "",
         "| publish | iteration s | x | tail waste |",
         "|---|---:|---:|---:|",
     ]
-    for name in found:
+    for name in records_by_mode:
         seconds = median(name, "iteration_s")
         lines.append(
             f"| {name} | {seconds:.2f} | {first / seconds:.2f} | {median(name, 'tail_waste'):.0%} |"

@@ -1,22 +1,26 @@
 #!/usr/bin/env python
 """Time one iteration's forward, backward and step against plain HF transformers + torch AdamW, same model, same tokens.
 
-One process, TP1. Rows alternate inside one invocation, so that noise hits all of them alike; medians are printed:
+One process, TP1. Rows alternate inside one invocation, so that noise hits all of them alike;
+medians are printed:
   HF           transformers model on right-padded batches of a group's responses, torch.optim.AdamW, same loss
   separate     this trainer with attention.shared_prompt=false (each response with its own copy of the prompt)
   shared       this trainer with attention.shared_prompt=true
   fsdp separate, fsdp shared    the same with trainer.backend=fsdp
-Before timing, loss and gradient norm of all rows are compared. Afterwards a profile names where the time goes.
+Before timing, loss and gradient norm of all rows are compared. Afterwards a profile names where the
+time goes.
 
     python tools/bench_trainer.py [--model DIR | --family qwen3_moe] [--prompt 64] [--response 64] [--responses 8] [--groups 4]
                                   [--repetitions 7]
 
-With --trees groups are sessions of agents, and the rows are this trainer's on their trees and on every branch as a sequence of its
-own, for sessions that tried a turn again, asked sub-agents, or compacted their context:
+With --trees groups are sessions of agents, and the rows are this trainer's on their trees and on
+every branch as a sequence of its own, for sessions that tried a turn again, asked sub-agents, or
+compacted their context:
 
     python tools/bench_trainer.py --trees --prompt 512 --response 64 --responses 4 --groups 1
 
---prompt is then the system prompt of a group, --response a turn (half as much is shown before each), --responses the sessions.
+--prompt is then the system prompt of a group, --response a turn (half as much is shown before
+each), --responses the sessions.
 """
 
 from __future__ import annotations
@@ -137,7 +141,8 @@ class TransformersTrainer:
         return total, float(norm)
 
     def _group_loss(self, group: Group) -> torch.Tensor:
-        prompt, lengths = group.prompt_lengths()[0], group.trained_lengths
+        prompt = group.prompt_lengths()[0]
+        lengths = group.trained_lengths
         longest = int(lengths.max())
         tokens = np.zeros((len(lengths), prompt + longest), np.int64)
         mask = np.zeros((len(lengths), prompt + longest), np.int64)
@@ -145,7 +150,8 @@ class TransformersTrainer:
         for i, length in enumerate(lengths):
             tokens[i, : prompt + length] = sequences[i]
             mask[i, : prompt + length] = 1
-        ids, mask_t = torch.from_numpy(tokens), torch.from_numpy(mask)
+        ids = torch.from_numpy(tokens)
+        mask_t = torch.from_numpy(mask)
         logits = self.model(input_ids=ids, attention_mask=mask_t, use_cache=False).logits[
             :, prompt - 1 : -1
         ]
@@ -263,11 +269,13 @@ def compare_trees(model: str, args: argparse.Namespace) -> dict[str, Any]:
 
     The ideal is the ratio of floating-point operations of the two layouts.
     """
-    spec, config = ModelSpec.read(model), make_config(model, args)
+    spec = ModelSpec.read(model)
+    config = make_config(model, args)
     # so that both have the same weights
     still = config.optimizer.model_copy(update={"learning_rate": 1e-12})
     config = config.model_copy(update={"optimizer": still})
-    learner, flops = make_learner(config, spec), spec.definition.flops(spec)
+    learner = make_learner(config, spec)
+    flops = spec.definition.flops(spec)
     rows = {}
     for kind, parents in TREES.items():
         groups = [
@@ -311,7 +319,8 @@ def make_sessions(
     def tokens(number: int) -> np.ndarray:
         return rng.integers(0, vocab_size, number).astype(np.int32)
 
-    system, samples = tokens(args.prompt), []
+    system = tokens(args.prompt)
+    samples = []
     for session in range(args.responses):
         tree = SessionTree()
         nodes: list[TurnNode] = []
@@ -350,7 +359,9 @@ def render_trees(rows: Mapping[str, Any]) -> str:
     )
     lines = [head, ("---",) * len(head)]
     for kind, row in rows.items():
-        tokens, seconds, first = row["tokens"], row["seconds"], row["first"]
+        tokens = row["tokens"]
+        seconds = row["seconds"]
+        first = row["first"]
         speed_up = seconds["separate"] / seconds["trees"]
         numbers = f"{row['samples']}", f"{tokens['separate']:,}", f"{tokens['trees']:,}"
         times = (
@@ -431,11 +442,9 @@ def make_sharded(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-de
     from pa_npu.trainer.learner import Learner
 
     trainer = config.trainer.model_copy(update={"backend": "fsdp"})
-    config, platform, timeline = (
-        config.model_copy(update={"trainer": trainer}),
-        platforms.get("cpu"),
-        Timeline(None, ""),
-    )
+    config = config.model_copy(update={"trainer": trainer})
+    platform = platforms.get("cpu")
+    timeline = Timeline(None, "")
     backend = backend_module("fsdp").create(
         config, spec, platform, dist.HashStore(), 0, 0, timeline
     )

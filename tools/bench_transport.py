@@ -3,17 +3,19 @@
 
     python tools/bench_transport.py [--rows 8x128,8x512,16x2048] [--groups 400] [--weights 512] [--repetitions 3] [--markdown FILE]
 
-A row GxR has groups of G responses of R tokens. A producer makes each group's bytes known, a consumer in a process of its own takes
-them and parses the group, both in turn and at most --ahead of one another, as coordinator and trainer do:
+A row GxR has groups of G responses of R tokens. A producer makes each group's bytes known, a
+consumer in a process of its own takes them and parses the group, both in turn and at most --ahead
+of one another, as coordinator and trainer do:
 
     store        RolloutBuffer on the c10d store of a third process: what runs use
     actor        an actor that keeps bytes by key: the producer puts them, the consumer asks for them
     references   the producer puts bytes into the object store, an actor keeps references, the consumer gets the object
 
-groups/s: with all of them under way. ms: from the put until the consumer has parsed it, one group at a time. CPU us: of the
-producer, per group. Each put waits until its place has the group. Weights: from one process into tensors of another, in buckets of
-64 MiB, by gloo's broadcast and by the object store (a put, a get without a copy, the copy into the tensor). Medians of repetitions,
-in turn. Needs ray (pip install 'pa_npu[ray]').
+groups/s: with all of them under way. ms: from the put until the consumer has parsed it, one group
+at a time. CPU us: of the producer, per group. Each put waits until its place has the group.
+Weights: from one process into tensors of another, in buckets of 64 MiB, by gloo's broadcast and by
+the object store (a put, a get without a copy, the copy into the tensor). Medians of repetitions, in
+turn. Needs ray (pip install 'pa_npu[ray]').
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class Measured:
 
 def group_of(responses: int, length: int, index: int) -> Group:
     """A group of random tokens with the columns of every run."""
-    rng, total = np.random.default_rng([37, index]), np.arange(responses, dtype=np.float32) % 2
+    rng = np.random.default_rng([37, index])
+    total = np.arange(responses, dtype=np.float32) % 2
     return group_of_responses(
         iteration=0,
         version=0,
@@ -94,7 +97,8 @@ def pump(put: Put, taken: Connection, groups: int, ahead: int) -> Measured:
         put(index)
         await_one(taken)
         alone.append(time.perf_counter() - start_s)
-    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    start_s = time.perf_counter()
+    start_cpu_s = time.process_time()
     under_way = 0
     for index in range(20, 20 + groups):
         put(index)
@@ -104,7 +108,8 @@ def pump(put: Put, taken: Connection, groups: int, ahead: int) -> Measured:
             under_way -= 1
     for _ in range(under_way):
         await_one(taken)
-    seconds, cpu_s = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+    seconds = time.perf_counter() - start_s
+    cpu_s = time.process_time() - start_cpu_s
     return Measured(groups / seconds, statistics.median(alone), cpu_s / groups)
 
 
@@ -124,8 +129,8 @@ def by_store(shape: tuple[int, int], groups: int, ahead: int) -> Measured:
     host.start()
     with ended(host):
         port = ours.recv()
-        taken, told = context.Pipe()
-        consumer = context.Process(target=take_from_store, args=(port, told), daemon=True)
+        taken, reports = context.Pipe()
+        consumer = context.Process(target=take_from_store, args=(port, reports), daemon=True)
         consumer.start()
         with ended(consumer):
             await_one(taken)
@@ -136,21 +141,21 @@ def by_store(shape: tuple[int, int], groups: int, ahead: int) -> Measured:
             )
 
 
-def host_store(told: Connection) -> None:
+def host_store(reports: Connection) -> None:
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    told.send(store.port)
+    reports.send(store.port)
     time.sleep(3600)
 
 
-def take_from_store(port: int, told: Connection) -> None:
+def take_from_store(port: int, reports: Connection) -> None:
     buffer = RolloutBuffer(StoreChannel(connect(HOST, port, LIMIT_S)), "run", readers=1)
-    told.send("ready")
+    reports.send("ready")
     slot = 0
     while True:
         buffer.wait(0, 0, slot, LIMIT_S)
         buffer.read(0, 0, slot)
         buffer.done(0, 0, slot)
-        told.send(slot)
+        reports.send(slot)
         slot += 1
 
 
@@ -215,10 +220,8 @@ def by_ray(shape: tuple[int, int], groups: int, ahead: int, *, references: bool)
     from multiprocessing.connection import Listener
 
     ray = ray_module()
-    keeper, consumer = (
-        ray.remote(Keeper).options(num_cpus=0).remote(),
-        ray.remote(Consumer).options(num_cpus=0).remote(),
-    )
+    keeper = ray.remote(Keeper).options(num_cpus=0).remote()
+    consumer = ray.remote(Consumer).options(num_cpus=0).remote()
     key = os.urandom(16)
     some = [group_of(*shape, index) for index in range(8)]
 
@@ -264,18 +267,18 @@ def weights_by_collective(num_bytes: int) -> float:
         return time.perf_counter() - start_s
 
 
-def receive_weights(port: int, num_bytes: int, told: Connection) -> None:
+def receive_weights(port: int, num_bytes: int, reports: Connection) -> None:
     torch.set_num_threads(1)
     store = connect(HOST, port, LIMIT_S)
     group: Any = dist.ProcessGroupGloo(
         dist.PrefixStore("weights", store), 1, 2, timedelta(seconds=LIMIT_S)
     )
     weights = torch.zeros(num_bytes, dtype=torch.uint8)
-    told.send("ready")
+    reports.send("ready")
     group.broadcast(weights[:1024], 0).wait()
     for part in weights.split(BUCKET_BYTES):
         group.broadcast(part, 0).wait()
-    told.send("done")
+    reports.send("done")
     time.sleep(60)
 
 
@@ -328,15 +331,15 @@ def main() -> int:
     for text in args.rows.split(","):
         responses, length = map(int, text.split("x"))
         shape = responses, length
-        found: dict[str, list[Measured]] = {way: [] for way in WAYS}
+        measured: dict[str, list[Measured]] = {way: [] for way in WAYS}
         for _ in range(args.repetitions):
-            found["store"].append(by_store(shape, args.groups, args.ahead))
+            measured["store"].append(by_store(shape, args.groups, args.ahead))
             for way in WAYS[1:]:
-                found[way].append(
+                measured[way].append(
                     by_ray(shape, args.groups, args.ahead, references=way == "references")
                 )
         kib = len(to_bytes(group_of(*shape, 0))) / 1024
-        rows += [row(text, kib, way, found[way]) for way in WAYS]
+        rows += [row(text, kib, way, measured[way]) for way in WAYS]
         print("\n".join(rows[-len(WAYS) :]), flush=True)
     num_bytes = args.weights * 2**20
     times = [
@@ -353,9 +356,9 @@ def main() -> int:
     return 0
 
 
-def row(shape: str, kib: float, way: str, found: Sequence[Measured]) -> str:
+def row(shape: str, kib: float, way: str, measured: Sequence[Measured]) -> str:
     def median(name: str) -> float:
-        return statistics.median(getattr(one, name) for one in found)
+        return statistics.median(getattr(run, name) for run in measured)
 
     return (
         f"| {shape} | {kib:,.0f} | {way} | {median('groups_per_s'):,.0f} | "
@@ -367,12 +370,12 @@ def table(
     rows: Sequence[str], weights: int, collective: float, objects: float, repetitions: int
 ) -> str:
     head = "| G x R | KiB | way | groups/s | ms | CPU us |\n|---|---:|---|---:|---:|---:|\n"
-    said = f"{os.cpu_count()} cores ({processor()}), medians of {repetitions}, in turn."
+    heading = f"{os.cpu_count()} cores ({processor()}), medians of {repetitions}, in turn."
     ways = (
         f"{weights} MiB of weights: broadcast {collective:.2f} GB/s, object store {objects:.2f} "
         "GB/s.\n"
     )
-    return f"{said}\n\n{head}" + "\n".join(rows) + f"\n\n{ways}"
+    return f"{heading}\n\n{head}" + "\n".join(rows) + f"\n\n{ways}"
 
 
 if __name__ == "__main__":

@@ -63,8 +63,17 @@ TIMEOUT_S = 170.0
 MODELS = ("policy", "old", "reference")
 VARIANTS = ("three passes", "one pass")
 COLUMNS: tuple[str, ...] = (
-    *("stages", "row", "median s", "least", "most", "speed", "streamed s"),
-    *("messages", "MiB sent", "waiting", "MiB above weights"),
+    "stages",
+    "row",
+    "median s",
+    "least",
+    "most",
+    "speed",
+    "streamed s",
+    "messages",
+    "MiB sent",
+    "waiting",
+    "MiB above weights",
 )
 
 Logprobs = dict[str, dict[int, torch.Tensor]]  # by model and microbatch; filled on the last stage
@@ -257,7 +266,8 @@ def rank_main(case: Case, rank: int, results: Any) -> None:
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})  # a device is one core
-    config, platform = case.config(), platforms.get("cpu")
+    config = case.config()
+    platform = platforms.get("cpu")
     prepare(platform.name)
     from pa_npu.backends.megatron.parallel import initialise_parallel, shutdown_parallel
 
@@ -337,7 +347,7 @@ def build_pass(
     def one_pass(
         model: Any,
         names: tuple[str, ...],
-        found: Logprobs,
+        logprobs: Logprobs,
         arrivals: Arrivals,
         *,
         forward_only: bool,
@@ -357,14 +367,14 @@ def build_pass(
             for name, values in zip(
                 names, (output.logprobs.detach(), *output.frozen.values()), strict=True
             ):
-                found.setdefault(name, {})[index] = values
+                logprobs.setdefault(name, {})[index] = values
             if forward_only:
                 return torch.zeros(())
             batch = TokenBatch(
                 logprobs=output.logprobs,
                 entropy=output.entropy,
-                old_logprobs=found["old"][index],
-                reference_logprobs=found["reference"][index],
+                old_logprobs=logprobs["old"][index],
+                reference_logprobs=logprobs["reference"][index],
                 engine_logprobs=m.engine_logprobs,
                 advantages=m.advantages,
                 weights=algorithm.token_weights(m.response_lengths, torch.device("cpu")),
@@ -396,12 +406,12 @@ def build_pass(
     stage.config.no_sync_func = ddp.no_sync
 
     def run(interval_s: float) -> Logprobs:
-        found: Logprobs = {}
+        logprobs: Logprobs = {}
         arrivals = Arrivals(interval_s)
         for model, frozen in others.items():
-            one_pass(frozen, (model,), found, arrivals, forward_only=True)
-        one_pass(ddp, trained, found, arrivals, forward_only=False)
-        return found
+            one_pass(frozen, (model,), logprobs, arrivals, forward_only=True)
+        one_pass(ddp, trained, logprobs, arrivals, forward_only=False)
+        return logprobs
 
     return Pass(run, ddp.zero_grad_buffer, list(stage.policy.parameters()))
 
@@ -431,7 +441,8 @@ class LinkMeter:
         from megatron.core.pipeline_parallel import p2p_communication
 
         self.reset()
-        start_all, communicate = dist.batch_isend_irecv, p2p_communication._communicate
+        start_all = dist.batch_isend_irecv
+        communicate = p2p_communication._communicate
 
         def counted(operations: list[dist.P2POp]) -> list[dist.Work]:
             sent = [
@@ -453,7 +464,9 @@ class LinkMeter:
         p2p_communication._communicate = timed
 
     def reset(self) -> None:
-        self.messages, self.bytes, self.seconds = 0, 0, 0.0
+        self.messages = 0
+        self.bytes = 0
+        self.seconds = 0.0
 
 
 def time_passes(
@@ -537,16 +550,17 @@ def render(rows: list[Row]) -> list[str]:
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "--:|" * len(COLUMNS)]
     for row in rows:
         cells = [
-            *(
-                f"PP{row.stages}",
-                row.name,
-                f"{row.seconds:.2f}",
-                f"{row.least_s:.2f}",
-                f"{row.most_s:.2f}",
-            ),
-            *(f"{base[row.stages] / row.seconds:.2f}x", f"{row.streamed_s:.2f}"),
-            *(str(row.messages), f"{row.sent_bytes / 2**20:.1f}"),
-            *(f"{row.waiting:.0%}", f"{row.memory_bytes / 2**20:.0f}"),
+            f"PP{row.stages}",
+            row.name,
+            f"{row.seconds:.2f}",
+            f"{row.least_s:.2f}",
+            f"{row.most_s:.2f}",
+            f"{base[row.stages] / row.seconds:.2f}x",
+            f"{row.streamed_s:.2f}",
+            str(row.messages),
+            f"{row.sent_bytes / 2**20:.1f}",
+            f"{row.waiting:.0%}",
+            f"{row.memory_bytes / 2**20:.0f}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines

@@ -3,11 +3,11 @@
 
     python tools/bench_zero_advantage.py [--groups 10] [--shares 0 20 40 60 100] [--repetitions 5] [--markdown FILE]
 
-One trainer on one core, both backends, a random model. Of each iteration's groups a share has advantages of 0; every share is
-trained with all groups computed and by rule, in turn, and the medians of processor time are compared. Expected
-is the share itself: of the
-time that is not the step, since that is the same. Both learners begin with the same weights, and at the end their digests have
-to be equal, or the comparison shows nothing; then the exit code is 1.
+One trainer on one core, both backends, a random model. Of each iteration's groups a share has
+advantages of 0; every share is trained with all groups computed and by rule, in turn, and the
+medians of processor time are compared. Expected is the share itself: of the time that is not the
+step, since that is the same. Both learners begin with the same weights, and at the end their
+digests have to be equal, or the comparison shows nothing; then the exit code is 1.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def make_second(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-def
     from pa_npu.backends.megatron.factory import load_stage
     from pa_npu.trainer.learner import Learner
 
-    platform, timeline = platforms.get("cpu"), Timeline(None, "")
+    platform = platforms.get("cpu")
+    timeline = Timeline(None, "")
     backend = MegatronBackend(
         load_stage(config, spec, platform), config, spec, platform, platform.device(0), timeline
     )

@@ -138,15 +138,17 @@ def run(args: argparse.Namespace, variant: Variant) -> dict[str, torch.Tensor]:
     return weights
 
 
-def compare(reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> Difference:
-    if reference.keys() != other.keys():
+def compare(reference: dict[str, torch.Tensor], variant: dict[str, torch.Tensor]) -> Difference:
+    """Compares two exports tensor by tensor. Raises SystemExit if they hold different tensors."""
+    if reference.keys() != variant.keys():
         raise SystemExit(
             "check_equivalence: exports hold different tensors: "
-            f"{sorted(reference.keys() ^ other.keys())[:5]}"
+            f"{sorted(reference.keys() ^ variant.keys())[:5]}"
         )
-    changed, relative = 0, 0.0
+    changed = 0
+    relative = 0.0
     for name, a in reference.items():
-        b = other[name]
+        b = variant[name]
         if not torch.equal(a, b):
             changed += 1
             relative = max(

@@ -2,9 +2,9 @@
 
     python tools/compare_runs.py RUN RUN ... [--out DIR] [--metrics reward_mean,tpspd] [--axes iteration,seconds]
 
-RUN is a run directory. Runs that differ only in run.seed form a group; the first group is what the others are compared with.
-The table goes to the terminal; with --out also DIR/comparison.png, .svg and a self-contained .html (needs matplotlib: pip
-install 'pa_npu[plots]').
+RUN is a run directory. Runs that differ only in run.seed form a group; the first group is what the
+others are compared with. The table goes to the terminal; with --out also DIR/comparison.png, .svg
+and a self-contained .html (needs matplotlib: pip install 'pa_npu[plots]').
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def table(groups: Sequence[RunGroup]) -> list[tuple[str, ...]]:
     """The rows under `header`: every metric of every group over the last quarter of the iterations,
     against the first group.
     """
-    return [_row(found, groups[0].label) for found in differences(groups)]
+    return [_row(difference, groups[0].label) for difference in differences(groups)]
 
 
 def render_markdown(groups: Sequence[RunGroup]) -> str:
@@ -125,7 +125,8 @@ def draw(
     """
     figure, panels = plots.new_figure(len(axes), len(metrics), width_in=3.8, height_in=2.4)
     for number, panel in enumerate(panels):
-        metric, axis = metrics[number // len(axes)], axes[number % len(axes)]
+        metric = metrics[number // len(axes)]
+        axis = axes[number % len(axes)]
         for index, group in enumerate(groups):
             points = curve(group, metric.key, axis)
             if not points:
@@ -170,21 +171,21 @@ def _paragraphs(lines: Sequence[str]) -> str:
     return "".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
 
-def _row(found: Difference, first: str) -> tuple[str, ...]:
-    unit = f" ({found.metric.unit})" if found.metric.unit else ""
-    if found.label == first:
-        return (found.metric.title + unit, found.label, f"{found.mean:.4g}", "", "", "")
-    difference = found.mean - found.first_mean
+def _row(measured: Difference, first: str) -> tuple[str, ...]:
+    unit = f" ({measured.metric.unit})" if measured.metric.unit else ""
+    if measured.label == first:
+        return (measured.metric.title + unit, measured.label, f"{measured.mean:.4g}", "", "", "")
+    difference = measured.mean - measured.first_mean
     interval = (
         ""
-        if found.half_width is None
-        else f"{difference - found.half_width:+.3g} to {difference + found.half_width:+.3g}"
+        if measured.half_width is None
+        else f"{difference - measured.half_width:+.3g} to {difference + measured.half_width:+.3g}"
     )
-    gap = "" if found.largest_gap is None else f"{found.largest_gap:.3g}"
+    gap = "" if measured.largest_gap is None else f"{measured.largest_gap:.3g}"
     return (
-        found.metric.title + unit,
-        found.label,
-        f"{found.mean:.4g}",
+        measured.metric.title + unit,
+        measured.label,
+        f"{measured.mean:.4g}",
         f"{difference:+.3g}",
         interval,
         gap,

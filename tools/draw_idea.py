@@ -57,8 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("idea.svg"), metavar="SVG")
     options = parser.parse_args(arguments)
     try:
-        found = iterations(Path(options.run))
-        pair = choose(found, options.pair)
+        drawn = iterations(Path(options.run))
+        pair = choose(drawn, options.pair)
         written = plots.save(draw(pair), options.output)
     except UserError as error:
         print(f"draw_idea: {error}", file=sys.stderr)
@@ -86,7 +86,7 @@ def iterations(run: Path) -> dict[int, Iteration]:
         version: span["end"]
         for version, span in spans_of(coordinator, "evaluate", "version").items()
     }
-    found = {}
+    by_number = {}
     for number in sorted(published):
         if number + 1 not in published:
             continue
@@ -109,29 +109,29 @@ def iterations(run: Path) -> dict[int, Iteration]:
         steps = [
             event for event in trainer if event["lane"] == "microbatches" or event["name"] == "step"
         ]
-        found[number] = Iteration(
+        by_number[number] = Iteration(
             number,
             end_s - start_s,
             [span for event in groups if (span := inside(event))],
             [span for event in steps if (span := inside(event))],
             [span for event in (published[number + 1],) if (span := inside(event))],
         )
-    return found
+    return by_number
 
 
-def choose(found: dict[int, Iteration], first: int | None) -> tuple[Iteration, Iteration]:
+def choose(by_number: dict[int, Iteration], first: int | None) -> tuple[Iteration, Iteration]:
     """A synchronous and the following periodic iteration; the last such pair unless `first` names
     one.
     """
-    pairs = [number for number in found if number % 2 == 0 and number + 1 in found]
+    pairs = [number for number in by_number if number % 2 == 0 and number + 1 in by_number]
     wanted = first if first is not None else max(pairs, default=-1)
     if wanted not in pairs:
         raise DataError(
-            f"iterations {sorted(found)} have no synchronous one followed by a periodic one"
+            f"iterations {sorted(by_number)} have no synchronous one followed by a periodic one"
             f"{f' from {first} on' if first is not None else ''}; draw a run with "
             "schedule.compare_iterations"
         )
-    return found[wanted], found[wanted + 1]
+    return by_number[wanted], by_number[wanted + 1]
 
 
 def draw(pair: tuple[Iteration, Iteration]) -> Any:

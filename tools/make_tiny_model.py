@@ -14,17 +14,18 @@ writes
                        the same questions (--task add) with a chosen and a rejected answer, in which the teacher slips
     OUT/tiny_model.json  the arguments and what came out; a second call with the same arguments does nothing
 
-The supervised phase has two parts. First the model learns to add two-digit numbers step by step. Then its teacher
-slips: more often than not it adds one too much to the ones. So greedy decoding gives a wrong answer, sampling often
-finds the right one, and reinforcement learning has a habit to find that pays. With --random there is no training
-(tests and benchmarks).
+The supervised phase has two parts. First the model learns to add two-digit numbers step by step.
+Then its teacher slips: more often than not it adds one too much to the ones. So greedy decoding
+gives a wrong answer, sampling often finds the right one, and reinforcement learning has a habit to
+find that pays. With --random there is no training (tests and benchmarks).
 
---task calculator makes questions that it cannot answer by itself, "What is 47*83?". Its teacher asks a calculator in
-some of its answers ("<<47*83>>", and reads "=3901") and guesses in the others, so greedy decoding guesses, sampling
-sometimes asks, and reinforcement learning with environment.name=tools has a tool to find that pays. --task agent is the
-same in the form of chat: the call is a tool call, and its answer comes in a message of its own (environment.name=agents).
---task edit makes files to repair by tool calls (tools/tiny_edits.py, examples/edit_files_agent.py): the teacher can write them,
-and mostly leaves the mistake in.
+--task calculator makes questions that it cannot answer by itself, "What is 47*83?". Its teacher
+asks a calculator in some of its answers ("<<47*83>>", and reads "=3901") and guesses in the others,
+so greedy decoding guesses, sampling sometimes asks, and reinforcement learning with
+environment.name=tools has a tool to find that pays. --task agent is the same in the form of chat:
+the call is a tool call, and its answer comes in a message of its own (environment.name=agents).
+--task edit makes files to repair by tool calls (tools/tiny_edits.py, examples/edit_files_agent.py):
+the teacher can write them, and mostly leaves the mistake in.
 """
 
 from __future__ import annotations
@@ -52,13 +53,11 @@ from tools import tiny_edits
 
 # raise it when the same arguments give another result, so that old caches are made anew
 FORMAT_VERSION = 4
-END_OF_TEXT, END_OF_TURN, SYSTEM, USER, ASSISTANT = (
-    "<|endoftext|>",
-    "<|end|>",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-)
+END_OF_TEXT = "<|endoftext|>"
+END_OF_TURN = "<|end|>"
+SYSTEM = "<|system|>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
 SPECIAL_TOKENS = (END_OF_TEXT, END_OF_TURN, SYSTEM, USER, ASSISTANT)
 # They make "What", " is" and "####" one token each; every digit stays a token of its own.
 MERGES = (("W", "h"), ("Wh", "a"), ("Wha", "t"), ("Ġ", "i"), ("Ġi", "s"), ("#", "#"), ("##", "##"))
@@ -89,7 +88,8 @@ AGENT_TEMPLATE = (
 # A model of this size does not learn to copy numbers over as many tokens as a call has letters.
 CALL_PARTS = ('<tool_call>{"name": "calculator", "arguments": {"x": "', '"}}</tool_call>')
 # two digits each: digits stand at fixed places, which a tiny model learns within a minute
-SMALLEST, LARGEST = 10, 99
+SMALLEST = 10
+LARGEST = 99
 NUM_VALIDATION = 200
 IGNORED = -100  # label of tokens without loss
 
@@ -418,7 +418,8 @@ def supervise(
     """
     started = time.process_time()
     optimizer = make_optimizer(model, arguments)
-    known, step = 0.0, 0
+    known = 0.0
+    step = 0
     for step in range(1, arguments.steps + 1):
         rate = learning_rate_at(step, arguments)
         loss = supervised_step(
@@ -458,7 +459,8 @@ def supervised_step(
     slip_rate: float,
 ) -> float:
     """One AdamW step on the teacher's answers to `pairs`; returns the loss before it."""
-    prompts, answers = [], []
+    prompts = []
+    answers = []
     for x, y in pairs:
         slip = 1 if order.random() < slip_rate else 0
         prompts.append(USER + question(x, y) + ASSISTANT)
@@ -565,7 +567,8 @@ def supervise_calls(
     """Teaches to call tools properly. taught: by lessons()."""
     started = time.process_time()
     optimizer = make_optimizer(model, arguments)
-    known, step = 0.0, 0
+    known = 0.0
+    step = 0
     for step in range(1, arguments.steps + 1):
         rate = learning_rate_at(step, arguments)
         loss = descend(model, optimizer, *call_batch(tokenizer, taught[0](order)), rate)
@@ -617,10 +620,13 @@ def greedy(
     prompts = tokenizer([USER + question(x, y) + ASSISTANT for x, y in pairs]).input_ids
     assert len(set(map(len, prompts))) == 1, "two-digit questions have one length"
     longest = len(tokenizer(solution(LARGEST, LARGEST) + END_OF_TURN).input_ids)
-    tokens, cache, columns = torch.tensor(prompts), None, []
+    tokens = torch.tensor(prompts)
+    cache = None
+    columns = []
     for _ in range(longest):
         output = model(tokens, past_key_values=cache, use_cache=True)
-        tokens, cache = output.logits[:, -1].argmax(-1, keepdim=True), output.past_key_values
+        tokens = output.logits[:, -1].argmax(-1, keepdim=True)
+        cache = output.past_key_values
         columns.append(tokens)
     answered: list[Answered] = []
     for pair, row in zip(pairs, torch.cat(columns, dim=1).tolist(), strict=True):

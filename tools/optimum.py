@@ -83,12 +83,15 @@ class _ReversedEngine:
 
     def __init__(self, cluster: VirtualCluster, name: str) -> None:
         self._speed = cluster.engines[name]
-        self._now_s, self._steps, self._prompts_s = 0.0, 0.0, 0.0
+        self._now_s = 0.0
+        self._steps = 0.0
+        self._prompts_s = 0.0
         self._living = 0
         self._events: list[
             tuple[float, int, int, VirtualGroup]
         ] = []  # (clock, 0 a response joins or 1 all end, index, group)
-        self.in_flight_sequences, self.in_flight_tokens = 0, 0.0
+        self.in_flight_sequences = 0
+        self.in_flight_tokens = 0.0
         self.next_s = math.inf
 
     def add(self, group: VirtualGroup, now_s: float) -> list[float]:
@@ -131,7 +134,8 @@ class _ReversedEngine:
         return ended
 
     def _advance(self, now_s: float) -> None:
-        seconds, self._now_s = now_s - self._now_s, now_s
+        seconds = now_s - self._now_s
+        self._now_s = now_s
         if not self._living:
             self._prompts_s = 0.0
             return

@@ -78,13 +78,12 @@ def iteration_parts(record: Mapping[str, Any]) -> dict[str, float]:
         return float(value) if isinstance(value, (int, float)) and value > 0 else 0.0
 
     total = seconds("iteration_s")
-    border, evaluate, checkpoint = (
-        seconds("publish_s"),
-        seconds("evaluation_s"),
-        seconds("checkpoint_s"),
-    )
+    border = seconds("publish_s")
+    evaluate = seconds("evaluation_s")
+    checkpoint = seconds("checkpoint_s")
     left = max(0.0, total - border - evaluate - checkpoint)
-    generate, train = min(seconds("generate_s"), left), min(seconds("train_s"), left)
+    generate = min(seconds("generate_s"), left)
+    train = min(seconds("train_s"), left)
     both = max(0.0, generate + train - left)
     parts = (generate - both, both, train - both, border, evaluate, checkpoint)
     return dict(zip(PARTS, (*parts, max(0.0, total - sum(parts))), strict=True))
@@ -129,8 +128,8 @@ def draw_parts(columns: Sequence[RunReport]) -> Any:
 def mean_parts(report: RunReport) -> dict[str, float]:
     """Seconds by name of PARTS, means over the iterations after the warm-up."""
     dropped = int(report.values["dropped_iterations"] or 0)
-    found = [iteration_parts(record) for record in report.records[dropped:]]
-    return {name: fmean(parts[name] for parts in found) for name in PARTS}
+    parts_of_iterations = [iteration_parts(record) for record in report.records[dropped:]]
+    return {name: fmean(parts[name] for parts in parts_of_iterations) for name in PARTS}
 
 
 def write_plots(columns: Sequence[RunReport], directory: Path) -> list[Path]:
@@ -144,9 +143,9 @@ def render_html(columns: Sequence[RunReport]) -> str:
     """One page that needs nothing beside itself."""
     header = ["", *(column.name for column in columns)]
     table = html_page.html_table(header, [[title, *cells] for title, cells in table_rows(columns)])
-    said = "".join(f"<p>{html.escape(line)}</p>" for line in notes(columns))
+    notes_html = "".join(f"<p>{html.escape(line)}</p>" for line in notes(columns))
     sections = [
-        ("Throughput", table + said),
+        ("Throughput", table + notes_html),
         ("TPSPD over time", html_page.svg_fragment(draw_tpspd(columns))),
         ("Seconds of an iteration", html_page.svg_fragment(draw_parts(columns))),
     ]

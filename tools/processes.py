@@ -85,33 +85,38 @@ def healthy(url: str) -> bool:
 
 
 def reason_of(log: Path) -> str:
-    """Why what wrote this log has failed: the exception of its last traceback that is not about
-    another process, else the last line that names an error, else the last one that is no warning.
-    What a program prints while it ends comes after all these."""
+    """Returns why the program that wrote this log has failed.
+
+    That is the exception of its last traceback that is not about another process, else the last line
+    that names an error, else the last one that is no warning. What a program prints while it ends
+    comes after all these.
+    """
     lines = [
         _IN_FRONT.sub("", line.rstrip()) for line in log.read_text(errors="replace").splitlines()
     ]
     lines = [line for line in lines if line.strip()]
-    raised, others = _raised(lines), [line.strip() for line in lines]
-    for found in (
+    raised = _raised(lines)
+    others = [line.strip() for line in lines]
+    for candidates in (
         [line for line in raised if not _OF_ANOTHER.search(line)],
         [line for line in others if _ERROR.match(line) and not _OF_ANOTHER.search(line)],
         raised,
         [line for line in others if not _WARNING.search(line)],
         others,
     ):
-        if found:
-            return found[-1][:_LONGEST_REASON]
+        if candidates:
+            return candidates[-1][:_LONGEST_REASON]
     return "nothing was written"
 
 
 def _raised(lines: Sequence[str]) -> list[str]:
     """The lines that end tracebacks."""
-    found, inside = [], False
+    raised = []
+    inside = False
     for line in lines:
         if line.startswith("Traceback (most recent call last)"):
             inside = True
         elif inside and not line[0].isspace():
-            found.append(line)
+            raised.append(line)
             inside = False
-    return found
+    return raised

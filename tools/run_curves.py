@@ -29,40 +29,36 @@ _PLACE_OF_A_RUN = ("run.dir", "run.seed", "run.restarts", "checkpoint.", "placem
 _LAST_SHARE = 0.25
 # Quantiles of Student's t distribution for a two-sided 95% interval, by degrees of freedom from 1.
 _T_95 = (
-    *(
-        12.706,
-        4.303,
-        3.182,
-        2.776,
-        2.571,
-        2.447,
-        2.365,
-        2.306,
-        2.262,
-        2.228,
-        2.201,
-        2.179,
-        2.160,
-        2.145,
-        2.131,
-    ),
-    *(
-        2.120,
-        2.110,
-        2.101,
-        2.093,
-        2.086,
-        2.080,
-        2.074,
-        2.069,
-        2.064,
-        2.060,
-        2.056,
-        2.052,
-        2.048,
-        2.045,
-        2.042,
-    ),
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+    2.110,
+    2.101,
+    2.093,
+    2.086,
+    2.080,
+    2.074,
+    2.069,
+    2.064,
+    2.060,
+    2.056,
+    2.052,
+    2.048,
+    2.045,
+    2.042,
 )
 
 
@@ -197,7 +193,7 @@ def curve(group: RunGroup, metric: str, axis: str) -> list[tuple[float, float, f
 
 def differences(groups: Sequence[RunGroup]) -> list[Difference]:
     """Every metric of every group, the first one included, against the first group."""
-    found = []
+    listed = []
     for metric in METRICS:
         first = [
             mean for run in groups[0].runs if (mean := _last_mean(run, metric.key)) is not None
@@ -210,7 +206,7 @@ def differences(groups: Sequence[RunGroup]) -> list[Difference]:
                 continue
             half_width = None if group is groups[0] else welch_half_width(means, first)
             gap = None if group is groups[0] else _largest_gap(group, groups[0], metric.key)
-            found.append(
+            listed.append(
                 Difference(
                     metric,
                     group.label,
@@ -220,7 +216,7 @@ def differences(groups: Sequence[RunGroup]) -> list[Difference]:
                     gap,
                 )
             )
-    return found
+    return listed
 
 
 def welch_half_width(a: Sequence[float], b: Sequence[float]) -> float | None:
@@ -229,7 +225,8 @@ def welch_half_width(a: Sequence[float], b: Sequence[float]) -> float | None:
     """
     if len(a) < 2 or len(b) < 2:
         return None
-    va, vb = statistics.variance(a) / len(a), statistics.variance(b) / len(b)
+    va = statistics.variance(a) / len(a)
+    vb = statistics.variance(b) / len(b)
     if va + vb == 0.0:
         return 0.0
     freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
@@ -287,9 +284,9 @@ def _largest_gap(group: RunGroup, first: RunGroup, metric: str) -> float | None:
     gaps = [
         abs(a - b)
         for run in group.runs
-        for other in first.runs
-        if run.seed == other.seed
-        for a, b in zip(run.values[metric], other.values[metric], strict=False)
+        for peer in first.runs
+        if run.seed == peer.seed
+        for a, b in zip(run.values[metric], peer.values[metric], strict=False)
         if a is not None and b is not None
     ]
     return max(gaps, default=None)

@@ -73,7 +73,9 @@ class _Iteration:
         schedule: Schedule,
         streams: bool,
     ) -> None:
-        self._cluster, self._groups, self._streams = cluster, groups, streams
+        self._cluster = cluster
+        self._groups = groups
+        self._streams = streams
         self._engines: dict[str, VirtualEngine[tuple[VirtualGroup, float]]] = {
             name: VirtualEngine(speed, cluster.max_num_seqs)
             for name, speed in cluster.engines.items()
@@ -109,7 +111,8 @@ class _Iteration:
         self._timings: list[GroupTiming] = []
 
     def run(self) -> Outcome:
-        names, engines = list(self._engines), list(self._engines.values())
+        names = list(self._engines)
+        engines = list(self._engines.values())
         timer_s = self._dispatch()
         while self._num_steps < self._cluster.updates:
             engine_s = self._next_end_s()
@@ -217,7 +220,8 @@ class _Iteration:
                 if self._replacements:
                     self._waiting.append(self._replacements.popleft())
                 continue
-            number, self._num_informative = self._num_informative, self._num_informative + 1
+            number = self._num_informative
+            self._num_informative = self._num_informative + 1
             if self._streams:
                 heapq.heappush(
                     self._deliveries, (self._now_s + self._cluster.delivery_s, number, group)

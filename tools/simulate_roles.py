@@ -57,7 +57,8 @@ SHAPES = (  # on 8 devices
 MOST_GROUPS = 1024  # of an iteration, however many devices there are
 # Seconds of a core that a decision takes per sequence in flight (20 rules, x86-64), and the share
 # that decisions may take.
-_DECISION_S, _SHARE_OF_CORE = 5e-6, 0.01
+_DECISION_S = 5e-6
+_SHARE_OF_CORE = 0.01
 
 
 def on(shape: Shape, devices: int) -> Shape:
@@ -94,7 +95,10 @@ def draw(shape: Shape, seed: int, visit: int = 1) -> Lengths:
 
 class _Engine:
     def __init__(self, shape: Shape) -> None:
-        self.shape, self.now_s, self.steps, self.blocked_s = shape, 0.0, 0.0, 0.0
+        self.shape = shape
+        self.now_s = 0.0
+        self.steps = 0.0
+        self.blocked_s = 0.0
         # ends at step, group, began at step (negative: moved here)
         self.running: list[tuple[float, int, int]] = []
 
@@ -135,7 +139,9 @@ def iterate(
     count = engines_of_split if mode == "split" else shape.devices
     engines = [_Engine(shape) for _ in range(count)]
     order = list(np.argsort(-earlier.max(1), kind="stable"))
-    left, number, began = np.full(shape.groups, shape.size), 0, {}
+    left = np.full(shape.groups, shape.size)
+    number = 0
+    began = {}
     units = [list(range(at, at + replica)) for at in range(0, count, replica)]
     free_at: dict[int, float] = {}
     ended: list[tuple[float, int]] = []
@@ -344,7 +350,8 @@ def row(
     """Mean seconds: best split, turns, roles; floor; changes."""
     found = []
     for seed in seeds:
-        lengths, earlier = draw(shape, seed), draw(shape, seed, visit=0)
+        lengths = draw(shape, seed)
+        earlier = draw(shape, seed, visit=0)
         turns = iterate(shape, replica, lengths, earlier, "turns").end_s
         roles = iterate(shape, replica, lengths, earlier, "roles")
         counts = [

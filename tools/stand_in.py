@@ -218,7 +218,8 @@ class StandInEngine:
         for work in self._running + self._waiting:
             work.is_cut = True
             work.done.set()
-        self._running, self._waiting = [], []
+        self._running = []
+        self._waiting = []
         return web.json_response({"status": "paused"})
 
     async def _resume(self, request: web.Request) -> web.Response:
@@ -230,7 +231,8 @@ class StandInEngine:
             return web.json_response(
                 {"error": "requests are in flight, or there is no sleep mode"}, status=500
             )
-        self.is_asleep, self.identity.version = True, None
+        self.is_asleep = True
+        self.identity.version = None
         return web.json_response({"status": "sleeping"})
 
     async def _wake_up(self, request: web.Request) -> web.Response:
@@ -240,7 +242,8 @@ class StandInEngine:
 
     async def _collective_rpc(self, request: web.Request) -> web.Response:
         body = await request.json()
-        method, args = body["method"], body.get("args", [])
+        method = body["method"]
+        args = body.get("args", [])
         self.calls.append((method, args))
         result: dict[str, Any] = {}
         if self.is_asleep and method in ("pa_receive", "pa_swap"):

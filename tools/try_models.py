@@ -4,8 +4,8 @@
     python tools/try_models.py                      all, by vLLM where it serves them, else by the transformers engine
     python tools/try_models.py mistral --engine transformers --work .cache/models
 
-A row has what `pa-npu run` says: how the model is packed, the engine, and the difference of engine's and trainer's log-probs after
-each publish, the second of which is of trained weights.
+A row has what `pa-npu run` says: how the model is packed, the engine, and the difference of
+engine's and trainer's log-probs after each publish, the second of which is of trained weights.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from tools import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"
-BEGIN, END = "<!-- by tools/try_models.py -->", "<!-- end -->"
+BEGIN = "<!-- by tools/try_models.py -->"
+END = "<!-- end -->"
 TIMEOUT_S = 400.0
 # Graded, so that responses of a random model differ in it: without differences there would be no
 # gradient.
 PATTERNS = ("[0-4]", "[5-9]", "[a-h]", "[i-q]", "[r-z]", "[A-Z]", "[^0-9A-Za-z ]")
 REWARD = json.dumps([{"name": "format", "pattern": pattern} for pattern in PATTERNS])
 SHOWN = (
-    *(
-        "qwen2",
-        "qwen3",
-        "llama",
-        "mistral",
-        "gemma3_text",
-        "phi",
-        "phi3",
-        "glm4",
-        "granite",
-        "olmo2",
-        "qwen3_moe",
-    ),
-    *("qwen3_5_text", "gemma2", "deepseek_v3"),
+    "qwen2",
+    "qwen3",
+    "llama",
+    "mistral",
+    "gemma3_text",
+    "phi",
+    "phi3",
+    "glm4",
+    "granite",
+    "olmo2",
+    "qwen3_moe",
+    "qwen3_5_text",
+    "gemma2",
+    "deepseek_v3",
 )
 
 _LINEAR = {
@@ -156,7 +157,8 @@ def run(kind: str, engine: str, tiny: Path, work: Path) -> tuple[list[dict[str, 
     """Train two iterations; returns their records and how the model is packed, or the line that
     says why there are none.
     """
-    model, directory = work / kind / "model", work / kind / engine
+    model = work / kind / "model"
+    directory = work / kind / engine
     shutil.rmtree(work / kind, ignore_errors=True)
     make_usable(model, kind, tiny)
     settings = {

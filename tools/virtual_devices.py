@@ -24,8 +24,8 @@ from unittest import mock
 import numpy as np
 
 from pa_npu.config.schema import Config
+from pa_npu.coordinator.assembly import make_roles
 from pa_npu.coordinator.engine_groups import producer_on_engines
-from pa_npu.coordinator.main import make_roles
 from pa_npu.coordinator.roles import RolesDelivery
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool
@@ -60,7 +60,9 @@ class PacedEngine:
     """
 
     def __init__(self, name: str, pace: EngineSpeed, most: int) -> None:
-        self.name, self._pace, self._most = name, pace, most
+        self.name = name
+        self._pace = pace
+        self._most = most
         self.lengths: Lengths = ()
         self.by_seed: dict[int, int] = {}
         self._now_s = self._steps = self._prompts_s = 0.0
@@ -110,7 +112,8 @@ class PacedEngine:
             sequence.done.set_result(min(sequence.left - 1, int(self._steps - sequence.begins)))
         for sequence in self._waiting:
             sequence.done.set_result(0)
-        self._running, self._prompts_s = [], 0.0
+        self._running = []
+        self._prompts_s = 0.0
         self._waiting.clear()
         self._set_timer()
 
@@ -122,7 +125,8 @@ class PacedEngine:
 
     def _advance(self) -> None:
         now_s = asyncio.get_running_loop().time()
-        seconds, self._now_s = now_s - self._now_s, now_s
+        seconds = now_s - self._now_s
+        self._now_s = now_s
         spent = min(self._prompts_s, seconds)
         self._prompts_s -= spent
         if self._running:
@@ -130,7 +134,8 @@ class PacedEngine:
 
     def _set_timer(self) -> None:
         while self._waiting and len(self._running) < self._most:
-            sequence, self._count = self._waiting.popleft(), self._count + 1
+            sequence = self._waiting.popleft()
+            self._count = self._count + 1
             sequence.begins = self._steps
             heapq.heappush(self._running, (self._steps + sequence.left, self._count, sequence))
         if self._timer is not None:
@@ -193,7 +198,8 @@ def run(
         return float(prompt * len(responses) + sum(responses))
 
     records: list[dict[str, Any]] = []
-    controller, loop = ScheduleController(Rules.from_config(config), work), VirtualLoop()
+    controller = ScheduleController(Rules.from_config(config), work)
+    loop = VirtualLoop()
     prompts = [
         Prompt(i, np.full(prompt, i, np.int32), str(i), "", {})
         for i in range(config.schedule.prompts_per_iteration)
@@ -233,7 +239,8 @@ def run(
                 by_seed.clear()
                 for engine in engines:
                     engine.lengths = lengths(iteration)
-                producer.buffer, begin_s = Shelf(token_s), loop.time()
+                producer.buffer = Shelf(token_s)
+                begin_s = loop.time()
                 produced = await producer.produce(iteration, prompts)
                 end_s, train_s = producer.buffer.trained()
                 seconds = max(end_s, loop.time()) - begin_s

@@ -26,7 +26,10 @@ class _Job(Generic[T]):
     __slots__ = ("job", "left", "sequences", "tokens")
 
     def __init__(self, job: T, sequences: int, tokens: float) -> None:
-        self.job, self.sequences, self.left, self.tokens = job, sequences, sequences, tokens
+        self.job = job
+        self.sequences = sequences
+        self.left = sequences
+        self.tokens = tokens
 
 
 class VirtualEngine(Generic[T]):
@@ -37,14 +40,14 @@ class VirtualEngine(Generic[T]):
     """
 
     def __init__(self, speed: EngineSpeed, max_num_seqs: float = math.inf) -> None:
-        self._step_s, self._sequence_s, self._prompt_token_s = (
-            speed.step_s,
-            speed.sequence_s,
-            speed.prompt_token_s,
-        )
+        self._step_s = speed.step_s
+        self._sequence_s = speed.sequence_s
+        self._prompt_token_s = speed.prompt_token_s
         self._max_num_seqs = max_num_seqs
         # prompts_s: still to be spent on prompts
-        self._now_s, self._steps, self._prompts_s = 0.0, 0.0, 0.0
+        self._now_s = 0.0
+        self._steps = 0.0
+        self._prompts_s = 0.0
         self._living = 0
         self._ends: list[tuple[float, int]] = []  # (clock, job number)
         self._queue: deque[tuple[float, int]] = deque()  # (length, job number), no place yet
@@ -64,7 +67,8 @@ class VirtualEngine(Generic[T]):
     ) -> None:
         """A group begins: sequences that have no place wait in the engine's own queue."""
         self._advance(now_s)
-        number, self._count = self._count, self._count + 1
+        number = self._count
+        self._count = self._count + 1
         self._jobs[number] = _Job(job, len(lengths), expected_tokens)
         self.in_flight_sequences += len(lengths)
         self.in_flight_tokens += expected_tokens
@@ -105,7 +109,8 @@ class VirtualEngine(Generic[T]):
         heapq.heappush(self._ends, (self._steps + max(length, 1e-3), number))
 
     def _advance(self, now_s: float) -> None:
-        seconds, self._now_s = now_s - self._now_s, now_s
+        seconds = now_s - self._now_s
+        self._now_s = now_s
         if not self._living:
             self._prompts_s = 0.0
             return

@@ -46,9 +46,11 @@ def keys_markdown() -> str:
     """Every key as markdown, a table per section."""
     lines: list[str] = []
     for section, field in Config.model_fields.items():
-        model, prefix = section_of(field.annotation), f"{section}."
+        model = section_of(field.annotation)
+        prefix = f"{section}."
         if (named := entry_of(field.annotation)) is not None:
-            model, prefix = named, f"{section}.NAME."
+            model = named
+            prefix = f"{section}.NAME."
         if model is None:
             continue
         lines += [

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from pa_npu.agents.chat import Chat
 from pa_npu.agents.gateway import Gateway
+from pa_npu.agents.openai_format import SamplingRules
 from pa_npu.agents.programs import Programs
 from pa_npu.agents.session import Session, SessionLimits, Sessions
 from pa_npu.agents.tree import num_unique
@@ -63,6 +64,11 @@ class SessionEnvironment(ABC):
             turns=context.max_turns,
             prompt=config.data.max_prompt_tokens,
             response=context.max_response_tokens,
+        )
+        self._rules = SamplingRules(
+            temperature=config.rollout.temperature,
+            as_sampled=frozenset(config.agent.serve_as_sampled),
+            template_options=config.data.template_options,
         )
 
     @abstractmethod
@@ -116,7 +122,9 @@ class SessionEnvironment(ABC):
         sessions = await gather(
             [self._session(prompt, number, generate) for number in range(num_sessions)]
         )
-        generate.counted.update(f"sessions_{session.outcome}" for session in sessions)
+        for session in sessions:
+            generate.counted[f"sessions_{session.outcome}"] += 1
+            generate.counted.update(f"sessions_as_sampled_{name}" for name in session.as_sampled)
         written = [session for session in sessions if len(session.tree.nodes) > 1]
         if not written:
             raise EnvironmentFailed(
@@ -186,7 +194,7 @@ class AgentEnvironment(SessionEnvironment):
     async def open(self) -> None:
         if self.sessions is None:
             self.sessions = Sessions(secrets.token_hex(32))
-            gateway = Gateway(self.sessions, self._config.rollout.temperature)
+            gateway = Gateway(self.sessions)
             await self._stack.enter_async_context(gateway.serving(LOOPBACK, 0, None))
         if self._settings.command is not None:
             self._programs = Programs(self._settings, self.sessions)
@@ -213,6 +221,7 @@ class AgentEnvironment(SessionEnvironment):
                 generate=generate,
                 chat=self._chat,
                 limits=self._limits,
+                rules=self._rules,
             )
             self.sessions.add(session)
             working = asyncio.ensure_future(self._work(session))

@@ -1,9 +1,12 @@
-"""The gateway: an HTTP server in the coordinator's process that OpenAI's clients can use.
+"""The gateway: an HTTP server in the coordinator's process that OpenAI's and Anthropic's clients can use.
 
     GET  /health                             needs no key
     POST /sessions/ID/v1/chat/completions    the session's key or the run's; answers whole or as
                                              a stream of events
     POST /sessions/ID/v1/completions         the same for a text or token ids
+    POST /sessions/ID/v1/responses           the same in the form of OpenAI's Responses API
+    POST /sessions/ID/v1/messages            the same in the form of Anthropic's Messages API
+    POST /sessions/ID/v1/messages/count_tokens
     GET  /sessions/ID/v1/models, /v1/models/policy
     POST /sessions/ID/reward                 {"reward": number, "turn": id of a completion or null}
     POST /sessions/ID/end                    the agent has done its task; rewards are accepted until
@@ -13,8 +16,9 @@
 
 With agent.port, coordinator/served_run.py adds routes for the run's key.
 
-Errors have OpenAI's form. A body has a maximum size and a deadline. A connection without a request
-is closed after a while, and the number of connections is limited.
+Errors have OpenAI's form, those of /v1/messages Anthropic's. A body has a maximum size and a
+deadline. A connection without a request is closed after a while, and the number of connections is
+limited.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -33,9 +37,11 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from pa_npu.agents import messages_format, responses_format
 from pa_npu.agents.openai_format import (
     CompletionRequest,
     RequestRefused,
+    chat_logprobs,
     events,
     models,
     named_model,
@@ -59,36 +65,37 @@ _MAX_WAIT_S = 60.0
 _MAX_REWARD_BYTES = 2**16  # size of a body with a reward
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 CHAT_FIELDS = ("messages", "tools")
+_SESSION_MESSAGES = "/sessions/{id}/v1/messages"
 TEXT_FIELDS = ("prompt",)
 
 
 class Gateway:
     """Serves the open sessions over HTTP.
 
-    temperature: the run's.
     routes: adds further routes to the application; they are for the run's key.
     """
 
     def __init__(
         self,
         sessions: Sessions,
-        temperature: float,
         routes: Callable[[web.Application, Gateway], None] | None = None,
     ) -> None:
         self.sessions = sessions
-        self._temperature = temperature
         self._routes = routes
         self._busy: set[Any] = set()  # connections that have a request
         self._last_busy: dict[Any, float] = {}  # when each was busy last, or was first seen
 
     def app(self) -> web.Application:
         app = web.Application(
-            client_max_size=LARGEST_REQUEST_BYTES, middlewares=[self._errors_as_openai]
+            client_max_size=LARGEST_REQUEST_BYTES, middlewares=[self._answer_errors]
         )
         add = app.router
         add.add_get(OPEN_PATH, self._health)
         add.add_post("/sessions/{id}/v1/chat/completions", self._chat)
         add.add_post("/sessions/{id}/v1/completions", self._completion)
+        add.add_post("/sessions/{id}/v1/responses", self._response)
+        add.add_post(_SESSION_MESSAGES, self._message)
+        add.add_post(f"{_SESSION_MESSAGES}/count_tokens", self._count_tokens)
         add.add_get("/sessions/{id}/v1/models", self._models)
         add.add_get("/sessions/{id}/v1/models/{model}", self._model)
         add.add_post("/sessions/{id}/reward", self._reward)
@@ -99,37 +106,37 @@ class Gateway:
         return app
 
     @web.middleware
-    async def _errors_as_openai(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answers every error in the form that the path's clients understand."""
         connection = request.protocol
         self._busy.add(connection)
         try:
             return await handler(request)
-        except RequestRefused as refused:
-            return refused.response()
+        except RequestRefused as error:
+            refused = error
         except PaNpuError as error:
-            return RequestRefused(str(error)).response()
+            refused = RequestRefused(str(error))
         except web.HTTPRequestEntityTooLarge:
-            return RequestRefused(
-                f"the body is longer than {LARGEST_REQUEST_BYTES} bytes", status=413
-            ).response()
+            line = f"the body is longer than {LARGEST_REQUEST_BYTES} bytes"
+            refused = RequestRefused(line, status=413)
         except web.HTTPException as error:
             line = f"{request.method} {request.path}: {error.reason}; see docs/agents.md"
-            return RequestRefused(line, status=error.status).response()
+            refused = RequestRefused(line, status=error.status)
         except asyncio.TimeoutError:
-            return RequestRefused(
-                f"the body did not arrive within {_READ_S:g} s", status=408
-            ).response()
+            line = f"the body did not arrive within {_READ_S:g} s"
+            refused = RequestRefused(line, status=408)
         except ConnectionError:  # nobody is left to read an answer
-            return RequestRefused("the connection was lost").response()
-        except Exception as error:
-            # a request may contain anything, and clients understand errors of this form only
+            refused = RequestRefused("the connection was lost")
+        except Exception as error:  # a request may contain anything
             logger.exception("%s %s", request.method, request.path)
-            return RequestRefused(
-                f"{type(error).__name__} while answering; see the log", status=500
-            ).response()
+            line = f"{type(error).__name__} while answering; see the log"
+            refused = RequestRefused(line, status=500)
         finally:
             self._busy.discard(connection)
             self._last_busy[connection] = time.monotonic()
+        if "/v1/messages" in request.path:
+            return messages_format.error_response(refused)
+        return refused.response()
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({})
@@ -145,14 +152,50 @@ class Gateway:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         body = await read_json(request, session.check_body)
-        wanted = read_request(body, temperature=self._temperature, endpoint_fields=CHAT_FIELDS)
+        wanted = read_request(body, rules=session.rules, endpoint_fields=CHAT_FIELDS)
         turn = await session.chat_turn(wanted)
         return await self._answer(request, session, turn, wanted, "chatcmpl")
+
+    async def _response(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        body = await read_json(request, session.check_body)
+        asked = responses_format.chat_body(body, session.conversations)
+        wanted = read_request(asked, rules=session.rules, endpoint_fields=CHAT_FIELDS)
+        turn = await session.chat_turn(wanted)
+        response_id = completion_id("resp", session, turn)
+        logprobs = chat_logprobs(session.chat, turn.written, wanted) if wanted.logprobs else []
+        temperature = session.rules.temperature
+        answer = responses_format.response(turn, response_id, wanted, body, logprobs, temperature)
+        if answer["store"]:
+            # the instructions are of this request alone
+            number = 1 if body.get("instructions") is not None else 0
+            conversation = [*asked["messages"][number:], turn.answer.message]
+            session.conversations[response_id] = conversation
+        return await send_answer(
+            request, answer, responses_format.response_events(answer) if wanted.stream else None
+        )
+
+    async def _message(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        body = await read_json(request, session.check_body)
+        asked = messages_format.chat_body(body)
+        wanted = read_request(asked, rules=session.rules, endpoint_fields=CHAT_FIELDS)
+        turn = await session.chat_turn(wanted)
+        answer = messages_format.message(turn, completion_id("msg", session, turn), wanted)
+        return await send_answer(
+            request, answer, messages_format.message_events(answer) if wanted.stream else None
+        )
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        asked = messages_format.chat_body(await read_json(request, session.check_body))
+        wanted = read_request(asked, rules=session.rules, endpoint_fields=CHAT_FIELDS)
+        return web.json_response({"input_tokens": await session.count_tokens(wanted)})
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         body = await read_json(request, session.check_body)
-        wanted = read_request(body, temperature=self._temperature, endpoint_fields=TEXT_FIELDS)
+        wanted = read_request(body, rules=session.rules, endpoint_fields=TEXT_FIELDS)
         turn = await session.completion_turn(wanted)
         return await self._answer(request, session, turn, wanted, "cmpl")
 
@@ -164,10 +207,13 @@ class Gateway:
         wanted: CompletionRequest,
         kind: str,
     ) -> web.StreamResponse:
-        completion_id = f"{kind}-{session.id}-{turn.node.number}"
         choices = [(turn.answer, turn.written)]
-        answer = whole_answer(session.chat, completion_id, choices, turn.prompt_tokens, wanted)
-        return await send_answer(request, answer, wanted)
+        prompt = turn.prompt.tolist()
+        named = completion_id(kind, session, turn)
+        answer = whole_answer(session.chat, named, choices, prompt, wanted)
+        return await send_answer(
+            request, answer, events(answer, wanted.usage) if wanted.stream else None
+        )
 
     async def _reward(self, request: web.Request) -> web.Response:
         session = self._session(request)
@@ -228,6 +274,11 @@ class Gateway:
         sent = [
             value.encode("utf-8", "surrogateescape")
             for value in request.headers.getall("Authorization", [])
+        ]
+        # Anthropic's clients send the key alone
+        sent += [
+            b"Bearer " + value.encode("utf-8", "surrogateescape")
+            for value in request.headers.getall("x-api-key", [])
         ]
         keys = [self.sessions.key]
         if subject is not None:
@@ -369,21 +420,26 @@ def _check_reward_size(num_bytes: int) -> None:
         )
 
 
+def completion_id(kind: str, session: Session, turn: AnsweredTurn) -> str:
+    """Returns the id by which a client names an answered turn, such as for its reward."""
+    return f"{kind}-{session.id}-{turn.node.number}"
+
+
 async def send_answer(
-    request: web.Request, answer: dict[str, Any], wanted: CompletionRequest
+    request: web.Request, answer: dict[str, Any], stream: Iterable[bytes] | None
 ) -> web.StreamResponse:
-    """Sends an answer whole, or as a stream of events if the request wants one.
+    """Sends an answer whole, or as the events of a stream.
 
     The stream ends when the client hangs up or stops reading.
     """
-    if not wanted.stream:
+    if stream is None:
         return web.json_response(answer)
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
     )
     try:
         await response.prepare(request)
-        for event in events(answer, wanted.usage):
+        for event in stream:
             await asyncio.wait_for(response.write(event), _READ_S)
         await response.write_eof()
     except (ConnectionError, asyncio.TimeoutError):

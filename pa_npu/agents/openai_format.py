@@ -1,8 +1,9 @@
 """Reads requests in OpenAI's format and writes answers in it, whole or as a stream of events.
 
 Requests of a session are sampled with the run's settings. A value of temperature, top_p, penalties,
-logit_bias, seed, forced formats or several choices that would change this is refused. Fields that
-change nothing are accepted.
+logit_bias, seed, forced formats or several choices that would change this is refused, unless
+agent.serve_as_sampled names the field: then it has no effect, and is counted. Fields that change
+nothing are accepted.
 
 Requests outside of a session (`free`) are not trained and may choose temperature, top_p, seed and
 n. A stream begins once the whole answer is written.
@@ -12,17 +13,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, get_args
 
 from aiohttp import web
 
+from pa_npu.config.sections.rollout import SampledField
 from pa_npu.engines.protocol import Generation
 
 if TYPE_CHECKING:
     from pa_npu.agents.chat import Chat, ChatAnswer
 
 MODEL = "policy"
+# The fields that agent.serve_as_sampled may name.
+AS_SAMPLED = frozenset(get_args(SampledField))
 
 # Fields that are accepted without effect.
 _IGNORED = frozenset(
@@ -51,7 +55,6 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None),
     "logit_bias": ({}, None),
     "seed": (None,),
-    "top_logprobs": (0, None),
     "response_format": ({"type": "text"}, None),
     "tool_choice": ("auto", "none", None),
     "suffix": (None, ""),
@@ -64,7 +67,9 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0, None),
     "ignore_eos": (False, None),
 }
+_NUMBERS = frozenset({"temperature", "top_p", "top_k", "seed"})
 _MAX_STOPS = 16
+_MAX_TOP_LOGPROBS = 20
 _MAX_CHOICES = 128
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error"}
 
@@ -99,12 +104,28 @@ class RequestRefused(Exception):
 
 
 @dataclass(frozen=True)
+class SamplingRules:
+    """How a run samples, which its sessions' requests cannot change.
+
+    temperature: the only one that a request may name.
+    as_sampled: fields that are accepted with any value and have no effect (agent.serve_as_sampled).
+    template_options: of the chat template (data.template_options).
+    """
+
+    temperature: float = 1.0
+    as_sampled: frozenset[str] = frozenset()
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class CompletionRequest:
     """A checked request.
 
     max_tokens: None leaves it to the run.
     usage: the client wants token counts at a stream's end.
-    logprobs: the client wants log-probs.
+    logprobs: the client wants log-probs. top_logprobs: and a list of the likeliest tokens.
+    token_ids: the client wants the ids of what was shown and written.
+    as_sampled: the fields that asked for something else than the run samples.
     """
 
     body: Mapping[str, Any]
@@ -113,6 +134,9 @@ class CompletionRequest:
     stream: bool = False
     usage: bool = False
     logprobs: bool = False
+    top_logprobs: bool = False
+    token_ids: bool = False
+    as_sampled: tuple[str, ...] = ()
     n: int = 1
     temperature: float | None = None
     top_p: float = 1.0
@@ -153,12 +177,11 @@ class CompletionRequest:
 
 
 def read_request(
-    body: Any, *, temperature: float, endpoint_fields: Sequence[str], free: bool = False
+    body: Any, *, rules: SamplingRules, endpoint_fields: Sequence[str], free: bool = False
 ) -> CompletionRequest:
     """Reads and checks the request in a body. Raises RequestRefused.
 
     Args:
-        temperature: the run's, the only one that a session's request may name.
         endpoint_fields: names of the fields that this endpoint reads besides the common ones.
         free: the request is outside of a session (see the module's docstring).
     """
@@ -171,33 +194,32 @@ def read_request(
         "stop",
         "stream",
         "logprobs",
-        "temperature",
+        "top_logprobs",
+        "return_token_ids",
         *endpoint_fields,
     }
+    fixed = {
+        **_FIXED,
+        "temperature": (rules.temperature, None),
+        "chat_template_kwargs": (rules.template_options, {}, None),
+    }
+    as_sampled = []
     for name, value in body.items():
         if name in known or name in _IGNORED or name in chosen:
             continue
-        if name not in _FIXED:
+        if name not in fixed:
             if value is None:
                 continue
             raise RequestRefused(
                 f"{name}: is not known here; leave it out", code="unsupported_parameter", param=name
             )
-        if value not in _FIXED[name]:
-            raise RequestRefused(
-                f"{name}: {value!r:.60} would change what is sampled, which the run decides; leave "
-                "it out",
-                code="unsupported_parameter",
-                param=name,
-            )
-    wanted = body.get("temperature")
-    if not free and wanted is not None and wanted != temperature:
-        raise RequestRefused(
-            f"temperature: {wanted!r:.20} differs from the run's rollout.temperature = "
-            f"{temperature:g}; leave it out",
-            code="unsupported_parameter",
-            param="temperature",
-        )
+        if value in fixed[name]:
+            continue
+        if name not in rules.as_sampled:
+            raise _would_change(name, value, rules)
+        if name in _NUMBERS and not _is_number(value):
+            raise RequestRefused(f"{name}: {value!r:.40} is no number", param=name)
+        as_sampled.append(name)
     max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise RequestRefused(
@@ -211,8 +233,36 @@ def read_request(
         stream=body.get("stream") is True,
         usage=isinstance(options, Mapping) and options.get("include_usage") is True,
         logprobs=body.get("logprobs") not in (None, False),
+        top_logprobs=_wants_top_logprobs(body),
+        token_ids=body.get("return_token_ids") is True,
+        as_sampled=tuple(as_sampled),
     )
     return _with_free_choices(request) if free else request
+
+
+def _would_change(name: str, value: Any, rules: SamplingRules) -> RequestRefused:
+    """Returns the refusal of a value that would change what is sampled."""
+    line = f"{name}: {value!r:.60} would change what is sampled, which the run decides"
+    if name == "temperature":
+        line += f" (rollout.temperature = {rules.temperature:g})"
+    remedy = "leave it out"
+    if name in AS_SAMPLED:
+        remedy += f", or let agent.serve_as_sampled name {name}, which then has no effect"
+    return RequestRefused(f"{line}; {remedy}", code="unsupported_parameter", param=name)
+
+
+def _wants_top_logprobs(body: Mapping[str, Any]) -> bool:
+    number = body.get("top_logprobs")
+    if number is None or number is False or number == 0:
+        return False
+    if type(number) is not int or not 0 < number <= _MAX_TOP_LOGPROBS:
+        raise RequestRefused(
+            f"top_logprobs: {number!r:.20} is none of 0 to {_MAX_TOP_LOGPROBS}",
+            param="top_logprobs",
+        )
+    if not body.get("logprobs"):
+        raise RequestRefused("top_logprobs: goes with logprobs; set both", param="top_logprobs")
+    return True
 
 
 def _stop_texts(body: Mapping[str, Any]) -> tuple[str, ...]:
@@ -282,13 +332,13 @@ def whole_answer(
     chat: Chat,
     completion_id: str,
     written: Sequence[tuple[ChatAnswer, Generation]],
-    prompt_tokens: int,
+    prompt: Sequence[int],
     request: CompletionRequest,
 ) -> dict[str, Any]:
     """Makes a whole answer, with the weight version that wrote it.
 
     It is a text_completion if completion_id begins with `cmpl`, else a chat.completion. `written`
-    has one pair per choice.
+    has one pair per choice. prompt: the token ids that the policy was shown.
     """
     is_chat = not completion_id.startswith("cmpl")
     choices = []
@@ -303,16 +353,18 @@ def whole_answer(
         else:
             choice["finish_reason"] = "stop" if generation.finished else "length"
         if request.logprobs and len(generation.logprobs):
-            choice["logprobs"] = _logprobs(chat, generation, is_chat)
+            choice["logprobs"] = _logprobs(chat, generation, request, is_chat)
+        if request.token_ids:
+            choice["token_ids"] = generation.tokens.tolist()
         choices.append(choice)
 
     num_written = sum(len(generation.tokens) for _, generation in written)
     usage = {
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": len(prompt),
         "completion_tokens": num_written,
-        "total_tokens": prompt_tokens + num_written,
+        "total_tokens": len(prompt) + num_written,
     }
-    return {
+    answer: dict[str, Any] = {
         "id": completion_id,
         "object": "chat.completion" if is_chat else "text_completion",
         "created": 0,
@@ -321,6 +373,9 @@ def whole_answer(
         "choices": choices,
         "usage": usage,
     }
+    if request.token_ids:
+        answer["prompt_token_ids"] = [int(token) for token in prompt]
+    return answer
 
 
 def events(answer: dict[str, Any], usage: bool) -> Iterator[bytes]:
@@ -328,9 +383,13 @@ def events(answer: dict[str, Any], usage: bool) -> Iterator[bytes]:
     is_chat = answer["object"] == "chat.completion"
     head = {name: answer[name] for name in ("id", "created", "model", "weight_version")}
     head["object"] = "chat.completion.chunk" if is_chat else "text_completion"
+    first = {}
+    if "prompt_token_ids" in answer:
+        first["prompt_token_ids"] = answer["prompt_token_ids"]
     for choice in answer["choices"]:
         for chunk in _chat_chunks(choice) if is_chat else _text_chunks(choice):
-            yield _event({**head, "choices": [chunk]})
+            yield _event({**head, **first, "choices": [chunk]})
+            first = {}
     if usage:
         yield _event({**head, "choices": [], "usage": answer["usage"]})
     yield b"data: [DONE]\n\n"
@@ -345,7 +404,7 @@ def _chat_chunks(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
     common = {"index": choice["index"], "finish_reason": None, "logprobs": None}
     return [
         {**common, "delta": {"role": "assistant", "content": ""}},
-        {**common, "logprobs": choice["logprobs"], "delta": delta},
+        {**common, **_of_tokens(choice), "delta": delta},
         {**common, "delta": {}, "finish_reason": choice["finish_reason"]},
     ]
 
@@ -354,22 +413,45 @@ def _text_chunks(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the chunks of a text completion's choice: the text, and the finish reason."""
     common = {"index": choice["index"], "finish_reason": None, "logprobs": None}
     return [
-        {**common, "logprobs": choice["logprobs"], "text": choice["text"]},
+        {**common, **_of_tokens(choice), "text": choice["text"]},
         {**common, "text": "", "finish_reason": choice["finish_reason"]},
     ]
+
+
+def _of_tokens(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a choice says of its tokens: log-probs, and ids where they are asked for."""
+    return {name: choice[name] for name in ("logprobs", "token_ids") if name in choice}
 
 
 def _event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(chunk).encode() + b"\n\n"
 
 
-def _logprobs(chat: Chat, written: Generation, is_chat: bool) -> dict[str, Any]:
-    texts = [str(chat.tokenizer.decode([token])) for token in written.tokens.tolist()]
-    values = written.logprobs.tolist()
-    if not is_chat:
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": None}
-    content = [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, logprob in zip(texts, values, strict=True)
-    ]
-    return {"content": content, "refusal": None}
+def _logprobs(
+    chat: Chat, written: Generation, request: CompletionRequest, is_chat: bool
+) -> dict[str, Any]:
+    """Returns the log-probs of the written tokens in the form of chats or of completions."""
+    content = chat_logprobs(chat, written, request)
+    if is_chat:
+        return {"content": content, "refusal": None}
+    return {
+        "tokens": [token["token"] for token in content],
+        "token_logprobs": [token["logprob"] for token in content],
+        "top_logprobs": None,
+    }
+
+
+def chat_logprobs(
+    chat: Chat, written: Generation, request: CompletionRequest
+) -> list[dict[str, Any]]:
+    """Returns the written tokens with their log-probs.
+
+    Where the request asks for the likeliest tokens too, there is the written one: an engine reports
+    no other, and OpenAI's format allows fewer tokens than a client asks for.
+    """
+    content = []
+    for number, logprob in zip(written.tokens.tolist(), written.logprobs.tolist(), strict=True):
+        text = str(chat.tokenizer.decode([number]))
+        token = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        content.append({**token, "top_logprobs": [token] if request.top_logprobs else []})
+    return content

@@ -4,6 +4,7 @@ A program gets these variables:
 
     OPENAI_BASE_URL, OPENAI_API_KEY    the session's; with agent.programs the key is the program's,
                                        for GET GATEWAY_URL/tasks with the header x-program: PROGRAM
+    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY   the session's, not with agent.programs
     TASK, TASK_FILE                    the task as JSON, and a file with the same; not with
                                        agent.programs. A task that is too long for a variable is in
                                        the file only
@@ -87,6 +88,9 @@ class Programs:
             "OPENAI_API_KEY": self._sessions.derive_key(f"session:{session.id}"),
             "SESSION_URL": f"{self._sessions.url}/sessions/{session.id}",
         }
+        # Anthropic's clients append /v1/messages
+        variables["ANTHROPIC_BASE_URL"] = variables["SESSION_URL"]
+        variables["ANTHROPIC_API_KEY"] = variables["OPENAI_API_KEY"]
         code = await self._run(variables, session)
         if session.outcome is None and code is not None:
             if code < 0:

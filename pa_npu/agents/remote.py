@@ -100,6 +100,7 @@ class RemoteEnvironment(SessionEnvironment):
             generate=generate,
             chat=self._chat,
             limits=self._limits,
+            rules=self._rules,
         )
         session.reward = 0.0
         try:

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.agents.chat import Chat, ChatAnswer
-from pa_npu.agents.openai_format import CompletionRequest, RequestRefused
+from pa_npu.agents.openai_format import CompletionRequest, RequestRefused, SamplingRules
 from pa_npu.agents.tree import SessionTree, TurnNode
 from pa_npu.control.tasks import cancel
 from pa_npu.engines.protocol import Generation
@@ -66,12 +66,15 @@ class SessionLimits:
 
 @dataclass(frozen=True, eq=False)
 class AnsweredTurn:
-    """An answered request. prompt_tokens: how many tokens the policy was shown."""
+    """An answered request.
+
+    prompt: int32 [P], the tokens that the policy was shown.
+    """
 
     node: TurnNode
     answer: ChatAnswer
     written: Generation
-    prompt_tokens: int
+    prompt: npt.NDArray[np.int32]
 
 
 @dataclass(eq=False)
@@ -83,6 +86,8 @@ class Session:
     generate: the group's.
     failure: an error of the run that ended the session.
     was_lost: whoever worked at it has gone, through no fault of the agent.
+    as_sampled: the fields of its requests that were served as the run samples all the same.
+    conversations: the messages up to each answer that a later request may continue by its id.
     """
 
     id: str
@@ -91,11 +96,14 @@ class Session:
     generate: Generate
     chat: Chat
     limits: SessionLimits
+    rules: SamplingRules = field(default_factory=SamplingRules)
     tree: SessionTree = field(default_factory=SessionTree)
     outcome: str | None = None
     reward: float | None = None
     failure: PaNpuError | None = None
     was_lost: bool = False
+    as_sampled: set[str] = field(default_factory=set)
+    conversations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     _repeats: dict[bytes, set[int]] = field(default_factory=dict)
     _turns: int = 0
     _was_refused: bool = False
@@ -197,29 +205,37 @@ class Session:
         text = self.chat.render(messages, tools)
         parent, begin = self.tree.find(text)
         context = await self._encode(text[begin:], parent, templated=True)
-        number, prompt_tokens, written = await self._generate(parent, context, request)
+        number, prompt, written = await self._generate(parent, context, request)
         ids = f"call_{hashlib.blake2b(number.to_bytes(8, 'little'), digest_size=4).hexdigest()}"
         answer = self.chat.answer(written, messages, tools, text, request.stop, ids)
         node = self._add(parent, context, text[begin:], written, answer)
-        return AnsweredTurn(node, answer, written, prompt_tokens)
+        return AnsweredTurn(node, answer, written, prompt)
 
     async def completion_turn(self, request: CompletionRequest) -> AnsweredTurn:
         """Answers a completions request, of a text or of token ids. Raises RequestRefused."""
-        prompt = request.prompt
-        if isinstance(prompt, str):
-            parent, begin = self.tree.find(prompt)
-            context_text = prompt[begin:]
+        asked = request.prompt
+        if isinstance(asked, str):
+            parent, begin = self.tree.find(asked)
+            context_text = asked[begin:]
             context = await self._encode(context_text, parent, templated=False)
         else:
-            tokens = self._token_array(prompt)
+            tokens = self._token_array(asked)
             parent, begin = self.tree.find_tokens(tokens)
             context = tokens[begin:]
             context_text = str(self.chat.tokenizer.decode(context.tolist()))
-        _, prompt_tokens, written = await self._generate(parent, context, request)
+        _, prompt, written = await self._generate(parent, context, request)
         raw, text = self.chat.decode_answer(written, request.stop)
         answer = ChatAnswer(text, {}, (raw,))
         node = self._add(parent, context, context_text, written, answer)
-        return AnsweredTurn(node, answer, written, prompt_tokens)
+        return AnsweredTurn(node, answer, written, prompt)
+
+    async def count_tokens(self, request: CompletionRequest) -> int:
+        """Returns how many tokens a chat request would show to the policy. Raises RequestRefused."""
+        self._check_size(_num_characters([request.messages, request.tools], self._max_characters))
+        text = self.chat.render(request.messages, request.tools)
+        parent, begin = self.tree.find(text)
+        context = await self._encode(text[begin:], parent, templated=True)
+        return len(self.tree.tokens(parent)) + len(context)
 
     def _add(
         self,
@@ -269,10 +285,10 @@ class Session:
 
     async def _generate(
         self, parent: TurnNode, context: npt.NDArray[np.int32], request: CompletionRequest
-    ) -> tuple[int, int, Generation]:
+    ) -> tuple[int, npt.NDArray[np.int32], Generation]:
         """Lets the policy answer a request that adds `context` behind `parent`.
 
-        Returns the number from which the answer's seed follows, how many tokens the policy was
+        Returns the number from which the answer's seed follows, the tokens that the policy was
         shown, and its answer.
         """
         if self.outcome is not None:
@@ -283,6 +299,7 @@ class Session:
         tokens = np.concatenate([self.tree.tokens(parent), context], dtype=np.int32)
         left = self._tokens_left(parent, context, tokens)
         self._turns += 1
+        self.as_sampled.update(request.as_sampled)
         self._was_refused = False
         self._was_parallel |= bool(self._running)
 
@@ -319,7 +336,7 @@ class Session:
             raise RequestRefused(str(error), status=500) from None
         finally:
             self._running.discard(task)
-        return number, len(tokens), written
+        return number, tokens, written
 
     def _tokens_left(
         self, parent: TurnNode, context: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32]

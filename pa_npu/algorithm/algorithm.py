@@ -32,6 +32,7 @@ from pa_npu.config.schema import Config
 if TYPE_CHECKING:
     import torch
 
+    from pa_npu.algorithm.choices import Choices
     from pa_npu.algorithm.loss_gradient import ExpectedGradient
     from pa_npu.algorithm.loss_sums import LossSums
     from pa_npu.algorithm.policy_losses import TokenBatch
@@ -66,6 +67,9 @@ class NeededModel:
     source: where its weights come from: the policy as it was when the iteration began; the run's
     initial weights, which algorithm.reference_refresh_every may renew; or `directory`, whose model
     may have another shape and never changes. computed_by: who runs it.
+    num_choices: of every target, so many of its most likely tokens are compared with the policy's
+    distribution (TokenBatch.choices); 0: none.
+    targets: a column and its value: the model is asked for targets that have it; None: for all.
 
     The log-probs of a model with a directory are a column of TokenBatch under the model's name.
     """
@@ -74,7 +78,12 @@ class NeededModel:
     source: Literal["policy at the iteration's start", "initial weights", "a directory"]
     computed_by: Literal["trainers"] = "trainers"
     directory: str | None = None
+    num_choices: int = 0
+    targets: tuple[str, int] | None = None
 
+
+DEMONSTRATION = "demonstration"
+"""Name of the component of data.demonstrations."""
 
 OLD_POLICY = NeededModel("old", "policy at the iteration's start")
 REFERENCE = NeededModel("reference", "initial weights")
@@ -105,7 +114,8 @@ class Algorithm(ABC):
     """One per process. Subclasses say what they are by class attributes and these methods.
 
     components: of the loss, with the numbers 1, 2 and so on. The first one leads: the iteration's
-    normaliser counts its tokens, its samples, or what it makes of them.
+    normaliser counts its tokens, its samples, or what it makes of them. A run with
+    data.demonstrations has one more, `demonstrations`, whose loss is cross-entropy.
     samples_from: engines write the samples that are trained, or they are rows of data; then
     rollout.engines is 0, and nothing is generated, rewarded or published.
     row_is: what a row of data is: a sequence, or a pair of which the first is preferred. A pair is
@@ -113,7 +123,7 @@ class Algorithm(ABC):
     held_out_names: of what `held_out_sums` returns.
     """
 
-    components: ClassVar[tuple[Component, ...]]
+    components: tuple[Component, ...]
     samples_from: ClassVar[Literal["engines", "rows"]] = "engines"
     row_is: ClassVar[Literal["sequence", "pair"]] = "sequence"
     held_out_names: ClassVar[tuple[str, ...]] = ("loss",)
@@ -121,6 +131,15 @@ class Algorithm(ABC):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.keys = config.algorithm
+        self.demonstrations: Component | None = None
+        if config.data.demonstrations is not None and self.samples_from == "engines":
+            self.demonstrations = Component(
+                number=len(self.components) + 1,
+                name=DEMONSTRATION,
+                tokens="those that rows of data.demonstrations mark",
+                needs_provenance=False,
+            )
+            self.components = (*self.components, self.demonstrations)
 
     # What it needs
 
@@ -238,6 +257,27 @@ class Algorithm(ABC):
         """
         return f"{type(self).__name__} does not promise it (needs_every_gradient in its class)"
 
+    @property
+    def trains_by_rule(self) -> bool:
+        """Whether groups with advantages of 0 are trained by rule: schedule.skip_zero_advantage,
+        where null means that the loss is ours and needs no gradient of theirs.
+
+        The launcher has set the key to false where the model forbids it (settled_rule).
+        """
+        config = self.config
+        if config.schedule.skip_zero_advantage is not None:
+            return config.schedule.skip_zero_advantage
+        is_users_own = config.algorithm.is_users_own or ":" in self.keys.loss
+        if is_users_own or self.samples_from == "rows" or self.compares_whole_stages:
+            return False
+        return self.needs_every_gradient is None
+
+    @property
+    def compares_whole_stages(self) -> bool:
+        """Whether a finite difference is taken of groups that every stage of a pipeline computes."""
+        config = self.config
+        return config.trainer.pipeline_parallel > 1 and config.schedule.finite_difference_every > 0
+
     def is_without_gradient(self, group: ScoredSamples, advantages: TokenValues) -> bool:
         """Says whether the gradient of a group with these advantages [T] is exactly 0."""
         if self.needs_every_gradient is not None or advantages.any():
@@ -285,11 +325,18 @@ class Algorithm(ABC):
         weight, undivided.
         """
 
-    def component_loss(self, component: Component, batch: TokenBatch) -> torch.Tensor:
-        """Returns the loss of each token of another component, [tokens], before its weight.
+    def loss_of(self, component: Component, batch: TokenBatch) -> torch.Tensor:
+        """Returns the loss of each token of a component that does not lead, [tokens], before its
+        weight.
 
         batch: of these tokens alone.
         """
+        if component is self.demonstrations:
+            return -batch.logprobs
+        return self.component_loss(component, batch)
+
+    def component_loss(self, component: Component, batch: TokenBatch) -> torch.Tensor:
+        """Returns the same for a component that the subclass declares."""
         raise NotImplementedError(
             f"{type(self).__name__} has no loss for component {component.name}"
         )
@@ -309,6 +356,19 @@ class Algorithm(ABC):
         from pa_npu.algorithm.component_sums import gradient_by_autograd
 
         return gradient_by_autograd(lambda wide: self.loss_sums(wide).loss, batch)
+
+    def choice_weights(self, batch: TokenBatch) -> torch.Tensor:
+        """Returns the factor of each target's comparison of distributions, [tokens]."""
+        return batch.weights
+
+    def expected_choice_gradient(self, choices: Choices, weights: torch.Tensor) -> ExpectedGradient:
+        """Returns the gradient of `loss_sums` at the policy's log-probs of a teacher's most likely
+        tokens by a second calculation, [N, k + 1], on the host (I7).
+
+        choices: in fp64, of targets of the leading component. weights: their `choice_weights`.
+        Called only where a model has num_choices.
+        """
+        raise NotImplementedError(f"{type(self).__name__} compares no distributions")
 
     # Held-out rows
 

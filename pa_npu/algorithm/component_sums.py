@@ -90,7 +90,7 @@ def gradient_by_autograd(
 def _part_sum(algorithm: Algorithm, part: Component, batch: TokenBatch) -> torch.Tensor:
     if not len(batch.logprobs):
         return batch.logprobs.sum()  # nothing, with a gradient of nothing
-    return (algorithm.component_loss(part, batch) * batch.weights).sum()
+    return (algorithm.loss_of(part, batch) * batch.weights).sum()
 
 
 def _component_metrics(algorithm: Algorithm) -> list[str]:

@@ -1,5 +1,7 @@
 """On-policy distillation: the policy writes responses, a teacher's log-probs of their tokens say what to change.
 
+algorithm.distill_divergence=sampled:
+
     d_t = clip(log p_teacher(t) - log p_policy(t), -c, c)      no gradient; c: algorithm.distill_clip
     A_t = R_t + coef (d_t + g d_{t+1} + g^2 d_{t+2} + ...)     R_t: the reward's advantage
                                                                g: algorithm.distill_discount
@@ -8,6 +10,10 @@ The expectation of -d over the policy's tokens is KL(policy || teacher), so that
 of a policy gradient that lowers it: MiniLLM, arXiv 2306.08543, eq. 2. With g = 0 each token answers
 for its own distribution, with g = 1 for the rest of its response. The sum runs over the trained
 tokens of a response. A teacher with the policy's own weights gives d = 0 exactly.
+
+algorithm.distill_divergence=forward, reverse or js: coef times a divergence of the distributions
+over the teacher's most likely tokens is added to each token's loss, with its own gradient
+(divergences.py).
 """
 
 from __future__ import annotations
@@ -21,15 +27,20 @@ import numpy as np
 from pa_npu.algorithm.algorithm import NeededModel
 from pa_npu.algorithm.policy_gradient import PolicyGradient
 from pa_npu.config.rules.learning import of_preset
+from pa_npu.config.rules.unread import Condition
 
 if TYPE_CHECKING:
     import torch
 
+    from pa_npu.algorithm.choices import Choices
     from pa_npu.algorithm.loss_gradient import ExpectedGradient, Values
     from pa_npu.algorithm.loss_sums import LossSums
     from pa_npu.algorithm.policy_losses import TokenBatch
 
+# The number of a token's teacher in a run of several, from 1, in the order of `teacher`.
+TEACHER_COLUMN = "teacher"
 TEACHER_KL = "teacher_kl"
+TEACHER_DIVERGENCE = "teacher_divergence"
 # As a share of the terms of a sum over later tokens: fp32 against fp64.
 _ROUNDING_OF_SUMS = 1e-5
 
@@ -40,30 +51,78 @@ def teacher_name(name: str) -> str:
 
 
 class Distillation(PolicyGradient):
-    """A policy gradient whose advantages are a teacher's, alone or beside those of a reward."""
+    """A policy gradient whose advantages are a teacher's, or which has a divergence from a teacher
+    as a further loss, alone or beside a reward.
+    """
+
+    @property
+    def compares_distributions(self) -> bool:
+        return self.keys.distill_divergence != "sampled"
 
     @property
     def models(self) -> tuple[NeededModel, ...]:
         teachers = [
-            NeededModel(teacher_name(name), "a directory", directory=teacher.model)
-            for name, teacher in self.config.teacher.items()
+            NeededModel(
+                teacher_name(name),
+                "a directory",
+                directory=teacher.model,
+                num_choices=self.keys.distill_top_k if self.compares_distributions else 0,
+                targets=(TEACHER_COLUMN, number) if len(self.config.teacher) > 1 else None,
+            )
+            for number, (name, teacher) in enumerate(self.config.teacher.items(), start=1)
         ]
         return (*super().models, *teachers)
 
     # The loss
 
     def loss_sums(self, batch: TokenBatch) -> LossSums:
-        advantages = batch.advantages + self._teacher_advantages(batch)
-        sums = super().loss_sums(replace(batch, advantages=advantages))
         kl = (batch.logprobs.detach() - self._teacher_logprobs(batch)).sum()
+        if self.compares_distributions:
+            sums = self._with_divergence(super().loss_sums(batch), batch)
+        else:
+            advantages = batch.advantages + self._teacher_advantages(batch)
+            sums = super().loss_sums(replace(batch, advantages=advantages))
         return replace(sums, metrics=sums.metrics | {TEACHER_KL: kl})
+
+    def _with_divergence(self, sums: LossSums, batch: TokenBatch) -> LossSums:
+        from pa_npu.algorithm.divergences import divergence
+
+        assert batch.choices is not None, "trainers give them where a model has num_choices"
+        of_tokens = divergence(batch.choices, self.keys)
+        loss = sums.loss + (of_tokens * self.choice_weights(batch)).sum()
+        measured = {"loss": loss.detach(), TEACHER_DIVERGENCE: of_tokens.detach().sum()}
+        return replace(sums, loss=loss, metrics=sums.metrics | measured)
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        return (*super().metric_names, TEACHER_KL)
+        names = (*super().metric_names, TEACHER_KL)
+        return (*names, TEACHER_DIVERGENCE) if self.compares_distributions else names
+
+    def choice_weights(self, batch: TokenBatch) -> torch.Tensor:
+        return batch.weights * self._coefficients(batch)
+
+    def _coefficients(self, batch: TokenBatch) -> torch.Tensor:
+        """Returns distill_coef times the weight of each token's teacher, [tokens] or []."""
+        weights = [teacher.weight for teacher in self.config.teacher.values()]
+        of_teachers = self.keys.distill_coef * batch.weights.new_tensor(weights)
+        if len(weights) == 1:
+            return of_teachers[0]
+        return of_teachers[batch.columns[TEACHER_COLUMN].long() - 1]
+
+    def expected_choice_gradient(self, choices: Choices, weights: torch.Tensor) -> ExpectedGradient:
+        from pa_npu.algorithm.divergences import expected_gradient_of
+
+        expected = expected_gradient_of(choices, self.keys)
+        factor = weights.numpy()[:, None]
+        return replace(
+            expected, values=factor * expected.values, limit=abs(factor) * expected.limit + 1e-12
+        )
 
     def expected_gradient(self, batch: TokenBatch) -> ExpectedGradient:
         import torch
+
+        if self.compares_distributions:
+            return super().expected_gradient(batch)  # the divergence has none at these log-probs
 
         added, terms = self._expected_advantages(batch)
         advantages = batch.advantages.double() + torch.from_numpy(added)
@@ -74,8 +133,13 @@ class Distillation(PolicyGradient):
         return replace(expected, limit=expected.limit + rounding)
 
     def _teacher_logprobs(self, batch: TokenBatch) -> torch.Tensor:
-        (name,) = self.config.teacher
-        return batch.columns[teacher_name(name)]
+        from pa_npu.algorithm.choices import by_target
+
+        teachers = [model for model in self.models if model.directory]
+        values = {model.name: batch.columns[model.name] for model in teachers}
+        logprobs = by_target(teachers, batch.columns, values)
+        assert logprobs is not None, "there is a teacher"
+        return logprobs
 
     def _teacher_advantages(self, batch: TokenBatch) -> torch.Tensor:
         """Returns what the teacher adds to the advantages, [tokens], without gradient."""
@@ -83,9 +147,8 @@ class Distillation(PolicyGradient):
         log_ratios = self._teacher_logprobs(batch) - batch.logprobs.detach()
         if keys.distill_clip is not None:
             log_ratios = log_ratios.clamp(-keys.distill_clip, keys.distill_clip)
-        return keys.distill_coef * discounted_sums(
-            log_ratios, batch.response_index, keys.distill_discount
-        )
+        sums = discounted_sums(log_ratios, batch.response_index, keys.distill_discount)
+        return self._coefficients(batch) * sums
 
     def _expected_advantages(self, batch: TokenBatch) -> tuple[Values, Values]:
         """Returns the same by a second calculation in fp64, token by token from the end, and the
@@ -104,9 +167,32 @@ class Distillation(PolicyGradient):
             later = log_ratios[token] + keys.distill_discount * later
             later_terms = abs(log_ratios[token]) + keys.distill_discount * later_terms
             added[token], terms[token] = later, later_terms
-        return keys.distill_coef * added, keys.distill_coef * terms
+        factor = self._coefficients(batch).double().numpy()
+        return factor * added, factor * terms
 
     # Its keys
+
+    @property
+    def unread(self) -> tuple[Condition, ...]:
+        divergence = self.keys.distill_divergence
+        return (
+            *super().unread,
+            Condition(
+                "algorithm.distill_clip algorithm.distill_discount",
+                lambda c: divergence == "sampled",
+                "set algorithm.distill_divergence to sampled",
+            ),
+            Condition(
+                "algorithm.distill_top_k",
+                lambda c: divergence != "sampled",
+                "set algorithm.distill_divergence to forward, reverse or js",
+            ),
+            Condition(
+                "algorithm.distill_beta",
+                lambda c: divergence == "js",
+                "set algorithm.distill_divergence to js",
+            ),
+        )
 
     def broken_rules(self) -> Iterator[str]:
         yield from super().broken_rules()
@@ -114,13 +200,30 @@ class Distillation(PolicyGradient):
         coef = f"algorithm.distill_coef: {keys.distill_coef:g}{of_preset(config, 'distill_coef')}"
         if not config.teacher:
             yield f"{coef} needs a teacher; set teacher.NAME.model to its directory"
-        if len(config.teacher) > 1:
+        column = config.data.teacher_column
+        if len(config.teacher) > 1 and column is None:
             names = ", ".join(config.teacher)
-            yield f"teacher: {names}, but a run learns from one teacher; leave one of them"
+            yield (
+                f"teacher: {names} are {len(config.teacher)}, and nothing says which of them a row "
+                "is for; set data.teacher_column to the column that names it"
+            )
+        if len(config.teacher) == 1 and column is not None:
+            yield (
+                f"data.teacher_column: {column} would be read by nothing, since there is one "
+                "teacher; remove it"
+            )
         if config.algorithm.router_replay != "none" and config.teacher:
             yield (
                 f"algorithm.router_replay: {keys.router_replay} beside {coef}: a teacher's experts "
                 "are not the policy's; set it to none"
+            )
+        every = config.schedule.finite_difference_every
+        if self.compares_distributions and every and config.trainer.frozen_pass == "separate":
+            yield (
+                f"schedule.finite_difference_every: {every} with trainer.frozen_pass = separate "
+                f"and algorithm.distill_divergence = {keys.distill_divergence}: the check needs "
+                "the teacher in the policy's pass; set frozen_pass to together, or "
+                "finite_difference_every to 0"
             )
 
 

@@ -7,7 +7,8 @@
 The first sees what the loss makes of advantages, weights and ratios. The second sees what stands
 between the log-probs and the hidden states: logits are linear in h, so that h · dL/dh = sum over j
 of logit_j dL/dlogit_j = g (logit_t - E[logit]) = g (log p_t + H), H being the entropy, whatever the
-weights of the head are. It needs a head without soft cap, and no gradient through the entropy.
+weights of the head are. It needs a head without soft cap, and no gradient through the entropy or
+through log-probs of further tokens (choices.py), whose gradient is compared as the first is.
 
 What an update's loss was given is kept on the device until the update ends, so that nothing waits
 for it in between.
@@ -64,6 +65,36 @@ class HeadGradient:
         )
 
 
+class GivenChoices:
+    """What the loss of a microbatch was given of a teacher's most likely tokens, on the device, and
+    the gradient that came back to the policy's log-probs of them.
+
+    rows: int64 [M], a sample of the targets. choices: theirs, detached. weights: [M], 0 of targets
+    that are not the leading component's. gradient: [M, k + 1]; None until the backward.
+    """
+
+    def __init__(self, batch: TokenBatch, weights: torch.Tensor, *, every_target: bool) -> None:
+        """batch: with choices. weights: Algorithm.choice_weights. every_target: keep all, not a
+        sample.
+        """
+        assert batch.choices is not None, "there are choices to watch"
+        num_targets = len(batch.logprobs)
+        every = 1 if every_target else max(1, num_targets // _ROWS)
+        self._every = every
+        self.choices = batch.choices.map(lambda values: values[::every].detach())
+        if (component := batch.columns.get("component")) is not None:
+            weights = weights * (component == 1)
+        self.weights = weights[::every]
+        self.gradient: torch.Tensor | None = None
+        policy = batch.choices.policy
+        if policy.requires_grad:
+            policy.register_hook(self._arrived)
+
+    def _arrived(self, gradient: torch.Tensor) -> None:
+        own = gradient[:: self._every].detach()
+        self.gradient = own.clone() if self.gradient is None else self.gradient + own
+
+
 @dataclass(eq=False)
 class GivenLoss:
     """What the loss of a microbatch was given, on the device, and the gradient that came back to
@@ -79,6 +110,7 @@ class GivenLoss:
     lengths: tuple[int, ...]
     head: HeadGradient | None
     gradient: torch.Tensor | None = field(default=None, init=False)
+    choices: GivenChoices | None = field(default=None, kw_only=True)
 
     def watch(self, logprobs: torch.Tensor) -> None:
         if logprobs.requires_grad:
@@ -92,7 +124,7 @@ class GivenLoss:
 
 @dataclass(frozen=True, eq=False)
 class ExpectedGradient:
-    """[N] each: the gradient, how far rounding may take it, and where it can be told (not beside a
+    """[N], or [N, k + 1], each: the gradient, how far rounding may take it, and where it can be told (not beside a
     bound of a ratio).
     """
 
@@ -133,7 +165,10 @@ def on_host(batch: TokenBatch) -> TokenBatch:
         if isinstance(values, torch.Tensor):
             moved[name] = values.detach().cpu()
     columns = {name: column.cpu() for name, column in batch.columns.items()}
-    return replace(batch, **moved, columns=columns)
+    choices = batch.choices
+    if choices is not None:
+        choices = choices.map(lambda values: values.detach().cpu())
+    return replace(batch, **moved, columns=columns, choices=choices)
 
 
 def joined(batches: Sequence[TokenBatch]) -> TokenBatch:

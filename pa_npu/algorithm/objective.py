@@ -11,7 +11,7 @@ gradient does (invariant I7), so that a backward that is left out or run twice s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -26,8 +26,9 @@ from pa_npu.algorithm.agreement import (
     difference_sums,
 )
 from pa_npu.algorithm.algorithm import Algorithm
+from pa_npu.algorithm.choices import Choices, by_target
 from pa_npu.algorithm.component_sums import all_metric_names, all_sums
-from pa_npu.algorithm.loss_gradient import GivenLoss, HeadGradient
+from pa_npu.algorithm.loss_gradient import GivenChoices, GivenLoss, HeadGradient
 from pa_npu.algorithm.normaliser import Counts
 from pa_npu.algorithm.policy_losses import TokenBatch
 from pa_npu.algorithm.registry import build_algorithm
@@ -61,18 +62,21 @@ class Logprobs:
     """[tokens] fp32, and the weights that they were computed with.
 
     weights: "engine" for what an engine reported, None where nobody has named them yet.
+    choices: [tokens, k + 1], of a teacher's most likely tokens (choices.py); None where nobody
+    wants them.
     """
 
     values: torch.Tensor
     weights: Weights | Literal["engine"] | None
+    choices: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Outputs:
     """Outputs of the models for a microbatch's N targets.
 
-    Gradients flow through policy.values, and through `entropy` [N] where Objective.entropy_gradient
-    asks for it. frozen: by name, TrainerModels.computed. head: watches the gradient behind
+    Gradients flow through policy.values and policy.choices, and through `entropy` [N] where
+    Objective.entropy_gradient asks for it. frozen: by name, TrainerModels.computed. head: watches the gradient behind
     policy.values; None where nobody does.
     """
 
@@ -167,14 +171,15 @@ class Objective:
         reference: PolicyState | None = None,
         before_first: Callable[[], None] = lambda: None,
         algorithm: Algorithm | None = None,
+        watch_all: bool = False,
     ) -> None:
-        """judge_first: called with the first microbatch's differences before its backward; it may
-        raise.
+        """judge_first: called with the differences of the first microbatch that the policy wrote
+        any of, before its backward; it may raise.
 
         reference: the weights that the reference must be of; None: nobody knows. before_first:
         called
         before the first microbatch's backward, on every stage. algorithm: the configuration's; None
-        makes it.
+        makes it. watch_all: keep the choices of all targets, not of a sample.
         """
         self._config = config
         self._device = device
@@ -185,6 +190,8 @@ class Objective:
         self.first_sampled = first_sampled % SAMPLED_EVERY
         self._algorithm = build_algorithm(config) if algorithm is None else algorithm
         models = trainer_models(config, self._algorithm)
+        self._models = models
+        self._watch_all = watch_all
         self._computes_old = "old" in models.computed
         self._directories = {
             name: FixedWeights(directory) for name, directory in models.directories.items()
@@ -239,20 +246,17 @@ class Objective:
             )
         reference = outputs.frozen.get("reference")
         self._check_reference(microbatch, reference)
-        batch = TokenBatch(
-            logprobs=outputs.policy.values,
-            entropy=outputs.entropy,
+        batch = token_batch(
+            microbatch,
+            outputs,
             old_logprobs=old_logprobs,
-            reference_logprobs=None if reference is None else reference.values,
-            engine_logprobs=microbatch.engine_logprobs,
-            advantages=microbatch.advantages,
             weights=self._weights(microbatch),
-            response_index=microbatch.response_index,
-            num_responses=len(microbatch.response_lengths),
             group_size=self._config.rollout.responses_per_prompt,
-            ages=microbatch.ages if self._freshness.max_staleness else None,
             columns=self._with_teachers(microbatch, outputs),
+            choices=self._choices(microbatch, outputs),
         )
+        if self._freshness.max_staleness:
+            batch = replace(batch, ages=microbatch.ages)
         self.advantages.append(batch.response_sum(batch.advantages))
         self.sums.moved = torch.maximum(
             self.sums.moved, (batch.old_logprobs != batch.logprobs.detach()).any().float()
@@ -262,8 +266,9 @@ class Objective:
         # of the iteration's weight version, as the trainer computes them
         generated = outputs.frozen.get("old", outputs.policy)
         differences = measure(microbatch, generated.values, outputs.entropy, self._config)
-        self.sums.add(sums.metrics, differences, microbatch.ages.max())
-        if self._judge_first is not None:
+        is_written = bool(microbatch.versions)
+        self.sums.add(sums.metrics, differences, microbatch.ages.max(), is_written=is_written)
+        if self._judge_first is not None and is_written:
             judge, self._judge_first = self._judge_first, None
             judge(DifferenceSums(*differences.tolist()))  # waits for the device
         if reference is not None:
@@ -294,6 +299,9 @@ class Objective:
         """
         columns = dict(microbatch.columns)
         for name, directory in self._directories.items():
+            if name not in outputs.frozen:  # no target here asks for it
+                columns[name] = torch.full_like(outputs.policy.values.detach(), torch.nan)
+                continue
             logprobs = outputs.frozen[name]
             if logprobs.weights != directory:
                 raise InvariantViolation(
@@ -303,6 +311,17 @@ class Objective:
                 )
             columns[name] = logprobs.values
         return columns
+
+    def _choices(self, microbatch: Targets, outputs: Outputs) -> Choices | None:
+        """The policy's and the teachers' distributions over the teachers' most likely tokens."""
+        policy = outputs.policy.choices
+        by_model = {
+            name: logprobs.choices
+            for name, logprobs in outputs.frozen.items()
+            if logprobs.choices is not None
+        }
+        teacher = by_target(self._models.teachers, microbatch.columns, by_model)
+        return None if policy is None or teacher is None else Choices(policy, teacher)
 
     def _weights(self, microbatch: Targets) -> torch.Tensor:
         """float32 [N]: the aggregation's weights of the leading component, 1 of others, times those
@@ -333,9 +352,18 @@ class Objective:
             engine_logprobs=microbatch.engine_logprobs,
             entropy=batch.entropy.detach(),
             advantages=microbatch.advantages,
+            choices=None,
         )
+        watched = None
+        if batch.choices is not None:
+            weights = self._algorithm.choice_weights(batch)
+            watched = GivenChoices(batch, weights, every_target=self._watch_all)
         given = GivenLoss(
-            seen, tuple(microbatch.sources), tuple(microbatch.response_lengths), outputs.head
+            seen,
+            tuple(microbatch.sources),
+            tuple(microbatch.response_lengths),
+            outputs.head,
+            choices=watched,
         )
         given.watch(policy)
         self.given.append(given)
@@ -406,6 +434,39 @@ class Objective:
             f"{microbatch.group_indices} has a KL to {_named(reference.weights)}, where the "
             f"reference is {_named(self._reference)}; give the log-probs of that one"
         )
+
+
+def token_batch(
+    microbatch: Targets,
+    outputs: Outputs,
+    *,
+    old_logprobs: torch.Tensor,
+    weights: torch.Tensor,
+    group_size: int,
+    columns: Mapping[str, torch.Tensor] | None = None,
+) -> TokenBatch:
+    """Joins a microbatch's targets and the models' outputs for them into what losses read.
+
+    Args:
+        old_logprobs: [N], of the policy that ratios are taken against, without gradient.
+        weights: float32 [N].
+        group_size: responses of a prompt.
+        columns: those of the batch; None: the microbatch's.
+    """
+    reference = outputs.frozen.get("reference")
+    return TokenBatch(
+        logprobs=outputs.policy.values,
+        entropy=outputs.entropy,
+        old_logprobs=old_logprobs,
+        reference_logprobs=None if reference is None else reference.values,
+        engine_logprobs=microbatch.engine_logprobs,
+        advantages=microbatch.advantages,
+        weights=weights,
+        response_index=microbatch.response_index,
+        num_responses=len(microbatch.response_lengths),
+        group_size=group_size,
+        columns=microbatch.columns if columns is None else columns,
+    )
 
 
 def _named(weights: Weights | str | None) -> str:

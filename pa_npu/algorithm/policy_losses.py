@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn.functional import logsigmoid
 
+from pa_npu.algorithm.choices import Choices
 from pa_npu.config.sections.learning import AlgorithmConfig
 from pa_npu.config.user_code import find_function
 
@@ -42,6 +43,8 @@ class TokenBatch:
     # declared columns by name, [tokens, *shape], their dtype; "component", "weight" and "written"
     # where they say something
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    # of the teacher's most likely tokens; None where the algorithm compares no distributions
+    choices: Choices | None = None
 
     def select(self, rows: torch.Tensor) -> TokenBatch:
         """The batch of some of its tokens. rows: bool [tokens]."""
@@ -60,7 +63,10 @@ class TokenBatch:
             if isinstance(values, torch.Tensor)
         }
         return replace(
-            self, **own, columns={name: change(values) for name, values in self.columns.items()}
+            self,
+            **own,
+            columns={name: change(values) for name, values in self.columns.items()},
+            choices=None if self.choices is None else self.choices.map(change),
         )
 
     def response_sum(self, values: torch.Tensor) -> torch.Tensor:

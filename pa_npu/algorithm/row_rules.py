@@ -26,7 +26,7 @@ _UNREAD = (
         _WITHOUT_ENGINES,
     ),
     Condition(
-        "environment.name reward.functions",
+        "environment.name reward.functions data.demonstrations",
         never_read,
         "rows of data go through no environment and get no rewards, take an algorithm whose samples "
         "engines write",

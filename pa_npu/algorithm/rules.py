@@ -46,6 +46,7 @@ def rules_of(algorithm: Algorithm) -> Iterator[str]:
     yield from algorithm.broken_rules()
     yield from _broken_skipping(algorithm)
     yield from _broken_teachers(algorithm)
+    yield from _broken_demonstrations(algorithm)
     if (
         config.environment.name == "agents"
         and (key := needs_whole_groups(config, algorithm)) is not None
@@ -68,7 +69,7 @@ def _broken_skipping(algorithm: Algorithm) -> Iterator[str]:
             f"{key} needs a loss by which a group with advantages of 0 has no gradient, but "
             f"{reason}; set skip_zero_advantage to false"
         )
-    if config.trainer.pipeline_parallel > 1 and config.schedule.finite_difference_every:
+    if algorithm.compares_whole_stages:
         yield (
             f"{key} with trainer.pipeline_parallel = {config.trainer.pipeline_parallel} and "
             f"schedule.finite_difference_every = {config.schedule.finite_difference_every}, which "
@@ -93,11 +94,53 @@ def _broken_teachers(algorithm: Algorithm) -> Iterator[str]:
             f"teacher: {', '.join(config.teacher)} would be read by nothing; set "
             "algorithm.distill_coef, or remove the section"
         )
+    if config.data.teacher_column is not None and not config.teacher:
+        yield (
+            f"data.teacher_column: {config.data.teacher_column} would be read by nothing; name "
+            "teachers in `teacher`, or remove it"
+        )
     if keys.advantage == "no-reward" and not config.algorithm.is_users_own:
         yield (
             "algorithm.advantage: no-reward with algorithm.distill_coef = 0 trains nothing; set "
             "distill_coef, or another advantage"
         )
+
+
+def _broken_demonstrations(algorithm: Algorithm) -> Iterator[str]:
+    """Yields what demonstrations cannot be trained with."""
+    config = algorithm.config
+    groups = config.demonstration_groups
+    if not groups or algorithm.samples_from == "rows":
+        return
+    named = f"data.demonstrations: {config.data.demonstrated.path}"
+    if not config.mesh.shares(groups):
+        yield (
+            f"data.demonstrations.share: makes {groups} groups an iteration, which "
+            f"{config.mesh.data} replicas cannot share; choose it so that share * "
+            f"schedule.prompts_per_iteration is a multiple of {config.mesh.data}"
+        )
+    schedule = config.schedule
+    for key, value, is_set in (
+        ("algorithm.loss", config.algorithm.loss, config.algorithm.loss == "dpo"),
+        ("algorithm.advantage", "batch-std", algorithm.needs_whole == "batch"),
+        (
+            "schedule.updates_per_iteration",
+            schedule.updates_per_iteration,
+            schedule.updates_per_iteration > 1,
+        ),
+        (
+            "schedule.tokens_per_update",
+            schedule.tokens_per_update,
+            schedule.tokens_per_update is not None,
+        ),
+        ("schedule.max_staleness", schedule.max_staleness, schedule.max_staleness > 0),
+        ("placement.colocate", "true", config.placement.colocate),
+    ):
+        if is_set:
+            yield (
+                f"{named} beside {key} = {value}, with which rows of data are not trained; change "
+                "that key, or remove data.demonstrations"
+            )
 
 
 def needs_whole_groups(config: Config, algorithm: Algorithm) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pa_npu.algorithm.algorithm import Algorithm
+from pa_npu.algorithm.algorithm import Algorithm, NeededModel
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
 
@@ -16,6 +16,7 @@ class TrainerModels:
 
     computed: by name, those that go through every microbatch, frozen.
     directories: of those that come from a directory of their own and are no copies, by name.
+    teachers: these models as the algorithm describes them.
     keeps_published: whether there is a copy of the published weights, which is never computed.
     keeps_reference: whether the reference has weights of its own. Without a change to come it is
     the policy with its adapters off.
@@ -25,6 +26,12 @@ class TrainerModels:
     keeps_published: bool
     keeps_reference: bool
     directories: Mapping[str, str] = field(default_factory=dict)
+    teachers: tuple[NeededModel, ...] = ()
+
+    @property
+    def num_choices(self) -> Mapping[str, int]:
+        """By name, how many of a model's most likely tokens are wanted of every target."""
+        return {model.name: model.num_choices for model in self.teachers if model.num_choices}
 
     @property
     def copies(self) -> tuple[str, ...]:
@@ -62,4 +69,5 @@ def trainer_models(config: Config, algorithm: Algorithm | None = None) -> Traine
         keeps_published=config.schedule.max_staleness > 0 and not old_is_published,
         keeps_reference="reference" in computed and (begins_otherwise or not config.has_adapters),
         directories={model.name: model.directory for model in models if model.directory},
+        teachers=tuple(model for model in models if model.directory),
     )

@@ -21,6 +21,7 @@ from pa_npu.control.worker_process import run_trial, serve
 from pa_npu.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pa_npu.algorithm.choices import Choices
     from pa_npu.algorithm.policy_losses import TokenBatch
 
 TIME_LIMIT_S = 60.0  # importing torch and a user's modules on a busy machine
@@ -143,7 +144,13 @@ def try_class(config: Config) -> None:
         batch = _made_up_batch(algorithm.loss_columns)
         teachers = [model.name for model in algorithm.models if model.directory]
         columns = {name: batch.engine_logprobs - 0.02 for name in teachers}
+        for model in algorithm.models:
+            if model.targets is not None:
+                column, value = model.targets
+                columns[column] = torch.full((len(batch.logprobs),), value, dtype=torch.uint8)
         batch = replace(batch, columns={**batch.columns, **columns})
+        if (count := max((model.num_choices for model in algorithm.models), default=0)) > 0:
+            batch = replace(batch, choices=_made_up_choices(len(batch.logprobs), count))
         if not any(model.name == "reference" for model in algorithm.models):
             batch = replace(batch, reference_logprobs=None)
         if config.schedule.max_staleness:
@@ -189,6 +196,19 @@ def try_class(config: Config) -> None:
         )
     if not normaliser > 0:
         raise ConfigError(f"{where}: normaliser is {normaliser}; return a positive number")
+
+
+def _made_up_choices(num_tokens: int, count: int) -> Choices:
+    """Two distributions over `count` tokens and the rest, the same of every token."""
+    import torch
+
+    from pa_npu.algorithm.choices import Choices
+
+    policy, teacher = (
+        torch.linspace(0.0, slope, count + 1).log_softmax(-1).expand(num_tokens, -1).clone()
+        for slope in (-1.0, -2.0)
+    )
+    return Choices(policy.requires_grad_(), teacher)
 
 
 def _made_up_group(num_samples: int) -> ScoredSamples:

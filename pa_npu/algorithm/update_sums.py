@@ -148,8 +148,12 @@ class Statistics:
         return {
             "loss": sums["loss"] / normaliser,
             "policy_loss": sums["policy_loss"] / normaliser,
+            "demonstration_loss": sums["demonstration_loss"] / normaliser
+            if "demonstration_loss" in sums
+            else None,
             "kl": per_token("kl") or 0.0 if compares_policies else None,
             "teacher_kl": per_token("teacher_kl"),
+            "teacher_divergence": per_token("teacher_divergence"),
             "entropy": per_token("entropy"),
             "clip_ratio": per_token("clipped"),
             "logprob_diff_mean": self.all.absolute_mean if compares_policies else None,
@@ -177,7 +181,8 @@ class MetricSums:
     """Named sums, and differences from the engines' log-probs, that only the last pipeline stage
     computes. All on the device.
 
-    all, first: of all microbatches and of the first, as `difference_sums` gives them.
+    all, first: of all microbatches and of the first that the policy wrote any of, as
+    `difference_sums` gives them.
     """
 
     device: torch.device
@@ -196,13 +201,19 @@ class MetricSums:
         )
 
     def add(
-        self, metrics: dict[str, torch.Tensor], differences: torch.Tensor, age_max: torch.Tensor
+        self,
+        metrics: dict[str, torch.Tensor],
+        differences: torch.Tensor,
+        age_max: torch.Tensor,
+        *,
+        is_written: bool = True,
     ) -> None:
-        """One microbatch."""
+        """One microbatch. is_written: whether the policy wrote any of its targets."""
         for name in self.names:
             value = metrics[name].float()
             self.sums[name] = self.sums[name] + value if name in self.sums else value
-        self.first = differences if self.first is None else self.first
+        if self.first is None and is_written:
+            self.first = differences
         self.all = differences if self.all is None else added(self.all, differences)
         self.age_max = torch.maximum(self.age_max, age_max)
 

@@ -6,14 +6,37 @@ chunk over the tensor-parallel group; backward recomputes a chunk's logits from 
 and needs no collective but the sum of the hidden states' gradient. The last chunk's logits are
 kept, because backward starts with them; so one chunk's logits exist at a time, and a microbatch of
 one chunk recomputes nothing.
+
+    vocab_parallel_logprobs     of the targets, with the entropy
+    score_rows                  the same, and of further tokens of every row: those that are given,
+                                or the most likely ones
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+# Of the log-prob of all tokens that are no choice of their row: below it they count as if they had
+# it, so that nothing divides by a sum that is 0.
+_LEAST_LOG_REST = -60.0
+
+
+class RowScores(NamedTuple):
+    """Scores of N rows, fp32 (fp64 for fp64 input).
+
+    logprobs: [N], of the targets. entropy: [N]; zeros where nobody asked.
+    choices: int64 [N, k], tokens of every row, no two alike. choice_logprobs: [N, k + 1], theirs,
+    and last that of all other tokens together. Both None where nobody asked.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    choices: torch.Tensor | None = None
+    choice_logprobs: torch.Tensor | None = None
 
 
 def vocab_parallel_logprobs(
@@ -30,8 +53,40 @@ def vocab_parallel_logprobs(
     entropy_grad: bool = False,
     reduce_hidden_grad: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log p(target) [rows], entropy [rows]) of softmax(logits / temperature), fp32 (fp64 for fp64
-    input).
+    """(log p(target) [rows], entropy [rows]); see score_rows."""
+    scores = score_rows(
+        hidden,
+        weight,
+        targets,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        cap=cap,
+        chunk=chunk,
+        group=group,
+        entropy=entropy,
+        entropy_grad=entropy_grad,
+        reduce_hidden_grad=reduce_hidden_grad,
+    )
+    return scores.logprobs, scores.entropy
+
+
+def score_rows(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    cap: float | None = None,
+    chunk: int = 2048,
+    group: dist.ProcessGroup | None = None,
+    entropy: bool = True,
+    entropy_grad: bool = False,
+    reduce_hidden_grad: bool = True,
+    choices: torch.Tensor | None = None,
+    most_likely: MostLikely | None = None,
+) -> RowScores:
+    """Log-probs and entropy of softmax(logits / temperature).
 
     logits: hidden @ weight.T, or cap * tanh(hidden @ weight.T / cap) with a soft cap.
 
@@ -44,6 +99,8 @@ def vocab_parallel_logprobs(
     entropy: compute it, else zeros are returned. entropy_grad: whether gradients flow through it.
     reduce_hidden_grad: sum the gradient of `hidden` over `group`; False where the caller's backward
     does (SP).
+    choices: int64 [rows, k], tokens whose log-probs are wanted too, with gradient; no two of a row
+    alike. most_likely: choose them, in place of `choices`.
     """
     if group is not None and dist.get_world_size(group) == 1:
         group = None
@@ -53,21 +110,48 @@ def vocab_parallel_logprobs(
             f"vocab_size: {vocab_size} tokens leave none for the rank that starts at "
             f"{first_token}; use fewer"
         )
+    if most_likely is not None and most_likely.count > min(most_likely.below, vocab_size):
+        raise ValueError(
+            f"most_likely: {most_likely.count} tokens of {min(most_likely.below, vocab_size)}; "
+            "ask for fewer"
+        )
+    settings = _Settings(
+        inverse_temperature=1.0 / temperature,
+        cap=cap,
+        chunk=chunk,
+        group=group,
+        first_token=first_token,
+        entropy=entropy,
+        entropy_grad=entropy and entropy_grad,
+        reduce_hidden_grad=reduce_hidden_grad,
+        most_likely=most_likely,
+    )
     weight = weight[: vocab_size - first_token]
-    settings = (
-        1.0 / temperature,
-        cap,
-        chunk,
-        group,
-        first_token,
-        entropy,
-        entropy and entropy_grad,
-        reduce_hidden_grad,
-    )
-    result: tuple[torch.Tensor, torch.Tensor] = _ChunkedLogprob.apply(
-        hidden, weight, targets, settings
-    )
-    return result
+    scores = RowScores(*_ChunkedLogprob.apply(hidden, weight, targets, choices, settings))
+    return scores if choices is None else scores._replace(choices=choices)
+
+
+@dataclass(frozen=True)
+class MostLikely:
+    """The `count` most likely tokens of a row, of those with an id below `below`."""
+
+    count: int
+    below: int
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """See score_rows. first_token: of this rank's part of the vocabulary."""
+
+    inverse_temperature: float
+    cap: float | None
+    chunk: int
+    group: dist.ProcessGroup | None
+    first_token: int
+    entropy: bool
+    entropy_grad: bool
+    reduce_hidden_grad: bool
+    most_likely: MostLikely | None
 
 
 class _ChunkedLogprob(torch.autograd.Function):
@@ -77,22 +161,26 @@ class _ChunkedLogprob(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
-        settings: tuple[Any, ...],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        inverse_temperature, cap, chunk, group, first_token, want_entropy, entropy_grad, _ = (
-            settings
-        )
+        choices: torch.Tensor | None,
+        settings: _Settings,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        group, first_token = settings.group, settings.first_token
         num_rows = hidden.shape[0]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         local_targets, is_local = _localise(targets, first_token, weight.shape[0])
         logprobs = torch.empty(num_rows, dtype=wide, device=hidden.device)
         entropy = torch.zeros_like(logprobs)
         maxima, log_sums = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        if settings.most_likely is not None:
+            choices = targets.new_empty(num_rows, settings.most_likely.count)
+        choice_logprobs = None
+        if choices is not None:
+            choice_logprobs = logprobs.new_empty(num_rows, choices.shape[1] + 1)
         kept = None
-        for start in range(0, num_rows, chunk):
-            rows = slice(start, min(start + chunk, num_rows))
+        for start in range(0, num_rows, settings.chunk):
+            rows = slice(start, min(start + settings.chunk, num_rows))
             kept = None  # before the next chunk's logits exist
-            logits = _logits(hidden[rows], weight, inverse_temperature, wide, cap)
+            logits = _logits(hidden[rows], weight, settings.inverse_temperature, wide, settings.cap)
             maximum = logits.amax(-1)
             if group is not None:
                 dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
@@ -102,34 +190,65 @@ class _ChunkedLogprob(torch.autograd.Function):
             )
             exponentials = shifted.exp()
             sums = [exponentials.sum(-1), picked]
-            if want_entropy:
+            if settings.most_likely is not None and choices is not None:
+                choices[rows] = _most_likely(shifted, settings.most_likely, first_token, group)
+            if choices is not None:
+                sums += _of_choices(shifted, exponentials, choices[rows], first_token)
+            if settings.entropy:
                 sums.append(exponentials.mul_(shifted).sum(-1))
             total = torch.stack(sums)
             if group is not None:
                 dist.all_reduce(total, group=group)
             log_sum = total[0].log()
             logprobs[rows] = total[1] - log_sum
-            if want_entropy:
-                entropy[rows] = log_sum - total[2] / total[0]
+            if choice_logprobs is not None:
+                width = choice_logprobs.shape[1]
+                of_choices = total[2 : 2 + width]
+                of_choices[-1].log_()
+                choice_logprobs[rows] = (of_choices - log_sum).t()
+                choice_logprobs[rows, -1].clamp_(min=_LEAST_LOG_REST)
+            if settings.entropy:
+                entropy[rows] = log_sum - total[-1] / total[0]
             maxima[rows], log_sums[rows] = maximum, log_sum
             kept = shifted
             del logits, shifted, exponentials, sums
-        ctx.save_for_backward(hidden, weight, local_targets, is_local, maxima, log_sums, entropy)
+        log_rests = None if choice_logprobs is None else choice_logprobs[:, -1].clone()
+        ctx.save_for_backward(
+            hidden,
+            weight,
+            local_targets,
+            is_local,
+            maxima,
+            log_sums,
+            entropy,
+            choices,
+            log_rests,
+        )
         ctx.settings = settings
         ctx.kept = kept if any(ctx.needs_input_grad[:2]) else None
-        if not entropy_grad:
+        if not settings.entropy_grad:
             ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        chosen = choices if settings.most_likely is not None else None
+        return logprobs, entropy, chosen, choice_logprobs
 
     @staticmethod
     def backward(
         ctx: Any, *grads: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        hidden, weight, local_targets, is_local, maxima, log_sums, entropy = ctx.saved_tensors
-        inverse_temperature, cap, chunk, group, _, _, entropy_grad, reduce_hidden_grad = (
-            ctx.settings
-        )
-        grad_logprobs, grad_entropy = grads
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        (
+            hidden,
+            weight,
+            local_targets,
+            is_local,
+            maxima,
+            log_sums,
+            entropy,
+            choices,
+            log_rests,
+        ) = ctx.saved_tensors
+        settings: _Settings = ctx.settings
+        cap, chunk, group = settings.cap, settings.chunk, settings.group
+        grad_logprobs, grad_entropy, _, grad_choices = grads
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         num_rows = hidden.shape[0]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -140,7 +259,9 @@ class _ChunkedLogprob(torch.autograd.Function):
         for start in reversed(range(0, num_rows, chunk)):
             rows = slice(start, min(start + chunk, num_rows))
             if shifted is None:
-                shifted = _logits(hidden[rows], weight, inverse_temperature, maxima.dtype, cap)
+                shifted = _logits(
+                    hidden[rows], weight, settings.inverse_temperature, maxima.dtype, cap
+                )
                 shifted.sub_(maxima[rows].unsqueeze(-1))
             log_softmax = shifted - log_sums[rows].unsqueeze(-1)
             # of the cap: 1 - tanh^2, and the tanh is the capped logit over the cap
@@ -148,7 +269,7 @@ class _ChunkedLogprob(torch.autograd.Function):
                 None
                 if cap is None
                 else (shifted + maxima[rows].unsqueeze(-1))
-                .div_(inverse_temperature * cap)
+                .div_(settings.inverse_temperature * cap)
                 .square_()
                 .neg_()
                 .add_(1)
@@ -157,28 +278,120 @@ class _ChunkedLogprob(torch.autograd.Function):
             # d log p(t) / d logit_j = [j = t] - p_j;  d entropy / d logit_j = -p_j (log p_j +
             #                                          entropy)
             down = grad_logprobs[rows]
-            if entropy_grad:
+            if choices is not None:
+                down = down + grad_choices[rows].sum(-1)
+            if settings.entropy_grad:
                 softmax = log_softmax.exp()
                 factor = log_softmax.add_(entropy[rows].unsqueeze(-1)).mul_(
                     grad_entropy[rows].unsqueeze(-1)
                 )
-                grad_logits = softmax.mul_(factor.add_(down.unsqueeze(-1)).neg_())
+                factor = factor.add_(down.unsqueeze(-1)).neg_()
             else:
-                grad_logits = log_softmax.exp_().mul_(-down.unsqueeze(-1))
+                softmax = log_softmax.exp_()
+                factor = -down.unsqueeze(-1)
+            if choices is None:
+                grad_logits = softmax.mul_(factor)
+            else:
+                grad_logits = _with_choices(
+                    softmax,
+                    factor,
+                    grad_choices[rows],
+                    log_rests[rows],
+                    choices[rows],
+                    settings.first_token,
+                )
             grad_logits.scatter_add_(
-                -1, local_targets[rows].unsqueeze(-1), (down * is_local[rows]).unsqueeze(-1)
+                -1,
+                local_targets[rows].unsqueeze(-1),
+                (grad_logprobs[rows] * is_local[rows]).unsqueeze(-1),
             )
             if slope is not None:
                 grad_logits.mul_(slope)
-            grad_narrow = grad_logits.mul_(inverse_temperature).to(weight.dtype)
+            grad_narrow = grad_logits.mul_(settings.inverse_temperature).to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad_narrow @ weight
             if grad_weight is not None:
                 grad_weight.add(grad_narrow, hidden[rows])
-            del log_softmax, grad_logits, grad_narrow  # before the next chunk's logits exist
-        if grad_hidden is not None and group is not None and reduce_hidden_grad:
+            # before the next chunk's logits exist
+            del log_softmax, softmax, factor, grad_logits, grad_narrow
+        if grad_hidden is not None and group is not None and settings.reduce_hidden_grad:
             dist.all_reduce(grad_hidden, group=group)
-        return grad_hidden, None if grad_weight is None else grad_weight.result(), None, None
+        grad = None if grad_weight is None else grad_weight.result()
+        return grad_hidden, grad, None, None, None
+
+
+def _most_likely(
+    shifted: torch.Tensor,
+    most_likely: MostLikely,
+    first_token: int,
+    group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """Returns the most likely tokens of each row over all ranks, int64 [rows, count]; the same on
+    all ranks.
+
+    shifted: [rows, tokens of this rank], logits less the row's maximum.
+    """
+    count = most_likely.count
+    choosable = shifted[:, : max(0, most_likely.below - first_token)]
+    values, ids = choosable.topk(min(count, choosable.shape[1]), dim=-1)
+    if group is None:
+        return ids
+    ids = ids + first_token
+    missing = count - values.shape[1]
+    values = torch.nn.functional.pad(values, (0, missing), value=float("-inf"))
+    ids = torch.nn.functional.pad(ids, (0, missing))
+    num_ranks = dist.get_world_size(group)
+    all_values = [torch.empty_like(values) for _ in range(num_ranks)]
+    all_ids = [torch.empty_like(ids) for _ in range(num_ranks)]
+    dist.all_gather(all_values, values.contiguous(), group=group)
+    dist.all_gather(all_ids, ids.contiguous(), group=group)
+    best = torch.cat(all_values, dim=-1).topk(count, dim=-1).indices
+    return torch.cat(all_ids, dim=-1).gather(-1, best)
+
+
+def _of_choices(
+    shifted: torch.Tensor, exponentials: torch.Tensor, choices: torch.Tensor, first_token: int
+) -> list[torch.Tensor]:
+    """Returns this rank's part of the choices' shifted logits, [rows] each, and of the sum of the
+    exponentials of all others.
+
+    The others are summed by themselves, since 1 minus the choices' part has no digits where they
+    have nearly all. `exponentials` is changed and put back.
+    """
+    local, is_local = _localise(choices, first_token, shifted.shape[1])
+    picked = exponentials.gather(-1, local) * is_local
+    exponentials.scatter_add_(-1, local, -picked)  # exactly 0
+    rest = exponentials.sum(-1)
+    exponentials.scatter_add_(-1, local, picked)
+    return [*(shifted.gather(-1, local) * is_local).unbind(-1), rest]
+
+
+def _with_choices(
+    softmax: torch.Tensor,
+    factor: torch.Tensor,
+    grad_choices: torch.Tensor,
+    log_rest: torch.Tensor,
+    choices: torch.Tensor,
+    first_token: int,
+) -> torch.Tensor:
+    """Returns softmax * factor with the choices' own part of the gradient, [rows, tokens of this
+    rank].
+
+        d log p(c) / d logit_j    = [j = c] - p_j
+        d log rest / d logit_j    = [j is no choice] p_j / rest - p_j
+
+    factor: [rows, tokens] or [rows, 1], with the -p_j of both. grad_choices: [rows, k + 1].
+    `softmax` is overwritten.
+    """
+    local, is_local = _localise(choices, first_token, softmax.shape[1])
+    picked = softmax.gather(-1, local) * is_local
+    of_choices = factor if factor.shape[1] == 1 else factor.gather(-1, local)
+    at_choices = picked * of_choices + grad_choices[:, :-1] * is_local
+    # the choices have no part in the rest, and p_j / rest may be large
+    softmax.scatter_add_(-1, local, -picked)
+    of_rest = grad_choices[:, -1] * torch.exp(-log_rest)
+    grad_logits = softmax.mul_(factor + of_rest.unsqueeze(-1))
+    return grad_logits.scatter_add_(-1, local, at_choices)
 
 
 def _localise(

@@ -68,7 +68,8 @@ _KEYS: dict[Change, dict[str, str]] = {
         "publish": "mode probe_tokens probe_tolerance noise_margin only_logged",
     },
     Change.NEW_RUN: {
-        "data": "train question_column answer_column chat_template template_options "
+        "teacher": "NAME.weight",
+        "data": "train demonstrations question_column answer_column teacher_column chat_template template_options "
         "system_prompt instruction max_prompt_tokens overlong_prompt shuffle",
         "rollout": "responses_per_prompt max_response_tokens temperature ignore_eos",
         "environment": "name max_turns options",
@@ -78,7 +79,8 @@ _KEYS: dict[Change, dict[str, str]] = {
         "algorithm": "name loss advantage clip_low clip_high kl_coef kl_estimator kl_in "
         "reference_refresh_every ratio importance_sampling importance_cap "
         "importance_floor age_exponent entropy_coef router_aux_coef router_replay "
-        "delta dual_clip aggregation preference_loss label_smoothing distill_coef distill_clip distill_discount",
+        "delta dual_clip aggregation preference_loss label_smoothing distill_coef distill_clip "
+        "distill_discount distill_divergence distill_top_k distill_beta",
         "optimizer": "learning_rate min_learning_rate warmup_iterations warmup_share decay "
         "weight_decay betas epsilon clip_grad",
         "schedule": "max_staleness tokens_per_update updates_per_iteration "
@@ -239,6 +241,18 @@ def fingerprints(config: Config) -> dict[str, str]:
     for name, teacher in config.teacher.items():
         digests[f"teacher.{name}"] = model_fingerprint(teacher.model)
     return digests
+
+
+def models_fingerprint(config: Config) -> str:
+    """Returns the fingerprint of the model that a run begins with; with teachers a digest of theirs
+    too.
+    """
+    digests = fingerprints(config)
+    del digests["path"]
+    if len(digests) == 1:
+        return digests["fingerprint"]
+    together = json.dumps(digests, sort_keys=True).encode()
+    return hashlib.blake2b(together, digest_size=8).hexdigest()
 
 
 def differences(saved: dict[str, Any], config: Config) -> list[str]:

@@ -66,10 +66,9 @@ class Devices:
     @property
     def reduces_in_buckets(self) -> bool:
         """Whether gradients are reduced during the last backward, because it is known beforehand
-        which one that is.
+        which one that is. Where groups are trained by rule (Algorithm.trains_by_rule) it is not.
         """
-        is_known = self.schedule.trained_groups is not None and not self.unequal_groups
-        return is_known and not self.schedule.skip_zero_advantage
+        return self.schedule.trained_groups is not None and not self.unequal_groups
 
     @property
     def engines_sleep(self) -> bool:

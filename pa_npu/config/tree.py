@@ -52,7 +52,7 @@ class ConfigTree(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     teacher: dict[str, TeacherConfig] = Field(
         default_factory=dict,
-        description="The teacher of algorithm.distill_coef, by a name of yours.",
+        description="The teachers of algorithm.distill_coef, by names of yours.",
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -77,8 +77,17 @@ class ConfigTree(Section):
         return self.microbatch.responses or self.rollout.responses_per_prompt
 
     @property
+    def demonstration_groups(self) -> int:
+        """Groups of data.demonstrations that every iteration trains."""
+        demonstrations = self.data.demonstrated
+        if demonstrations is None:
+            return 0
+        return max(1, round(demonstrations.share * self.schedule.prompts_per_iteration))
+
+    @property
     def groups_per_replica(self) -> int:
-        return self.mesh.per_replica(self.schedule.prompts_per_iteration)
+        groups = self.schedule.prompts_per_iteration + self.demonstration_groups
+        return self.mesh.per_replica(groups)
 
     @property
     def has_adapters(self) -> bool:

@@ -10,12 +10,12 @@ from pa_npu.control.typed import Topic
 
 @dataclass(frozen=True)
 class HeldOutSet:
-    """A set of held-out rows. groups: how many there are (get_group). rows, tokens: of the
-    set; tokens are those with a loss.
+    """A set of held-out rows. microbatches: how many groups (get_group) each of them has, in their
+    order. rows, tokens: of the set; tokens are those with a loss.
     """
 
     name: str
-    groups: int
+    microbatches: tuple[int, ...]
     rows: int
     tokens: int
 

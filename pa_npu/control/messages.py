@@ -28,10 +28,12 @@ class UpdateReport:
     """The report of one optimizer step, equal on all ranks. Means are over the update's trained
     tokens unless said otherwise.
 
-    loss, policy_loss: sums divided by the update's normaliser.
+    loss, policy_loss: sums divided by the update's normaliser; so is demonstration_loss, the part
+    of data.demonstrations in `loss`, None without these.
     kl: K3's estimate of KL(policy || reference).
     teacher_kl: mean of log p_policy - log p_teacher of the policy's tokens, an estimate of
-    KL(policy || teacher); None without a teacher.
+    KL(policy || teacher); None without a teacher. teacher_divergence: mean of
+    algorithm.distill_divergence over the teacher's most likely tokens; None where it is `sampled`.
     logprob_diff_mean, logprob_diff_max: |trainer - engine| log-prob. For tokens of older versions
     the updates since then are included, here and in logprob_k3.
     logprob_k3: K3's estimate of KL(engine || trainer).
@@ -61,8 +63,10 @@ class UpdateReport:
 
     loss: Annotated[float, _mean]
     policy_loss: Annotated[float, _mean]
+    demonstration_loss: Annotated[float | None, _mean]
     kl: float | None
     teacher_kl: float | None
+    teacher_divergence: float | None
     entropy: float | None
     clip_ratio: float | None
     logprob_diff_mean: float | None

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import iterations_ahead
 from pa_npu.coordinator.episode import ScoredGroup
+from pa_npu.coordinator.features import AdmissionPace, HookPoints
 from pa_npu.coordinator.group_source import DeliveryTimes
 from pa_npu.coordinator.updates import EveryGroup
-from pa_npu.coordinator.variants import Pace, Points
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import GroupCost
 from pa_npu.engines.pool import EnginePool, Lease
@@ -58,10 +58,10 @@ class Planner:
         # work of what trainers have had, and as if it were prompts and what was written
         self._computed = self._written = 1.0
 
-    def pace(self, iteration: int, prompts: Sequence[Prompt]) -> Pace:
+    def pace(self, iteration: int, prompts: Sequence[Prompt]) -> AdmissionPace:
         """The schedule of an iteration that begins now."""
         schedule = self.controller.begin_iteration(self.outlook(iteration, prompts), iteration)
-        return Pace(schedule, len(self.pool.engines))
+        return AdmissionPace(schedule, len(self.pool.engines))
 
     def tokens(self, prompt: Prompt) -> int:
         """Expected tokens of a group, prompts and responses."""
@@ -81,7 +81,8 @@ class Planner:
         """Tells the controller the seconds that a group took."""
         written = self.work(timing.prompt_tokens, timing.lengths)
         self._written += written
-        self._computed += written if timing.computed is None else timing.work(self.work)
+        is_as_written = timing.computed is None and not timing.by_rule
+        self._computed += written if is_as_written else timing.work(self.work)
         self.controller.observe(timing, iteration)
 
     def outlook(self, iteration: int, prompts: Sequence[Prompt]) -> IterationOutlook:
@@ -94,7 +95,8 @@ class Planner:
         uses = self.pool.use()
         names = tuple(engine.name for engine in self.pool.engines)
         # trainers that are behind wait for no group: what counts is when the last one is there
-        schedule, publish = self.config.schedule, self.config.publish
+        schedule = self.config.schedule
+        publish = self.config.publish
         streams = (
             schedule.streams(iteration)
             and not iterations_ahead(schedule, publish)
@@ -115,9 +117,9 @@ class Admission:
     pool: EnginePool
     iteration: int
     choice: EveryGroup
-    pace: Pace
+    pace: AdmissionPace
     version: int | None
-    points: Points
+    points: HookPoints
     # of all that was generated, by index
     _lengths: dict[int, tuple[Prompt, list[int]]] = field(default_factory=dict, init=False)
 
@@ -146,7 +148,8 @@ class Admission:
             version=self.version,
         )
         if (taken := self.pace.taken_by(lease.engine.name)) is not None:
-            index, prompt = taken, self.choice.prompt(taken)
+            index = taken
+            prompt = self.choice.prompt(taken)
             lease.expect(self.planner.tokens(prompt))
         for tell_admitted in self.points.admitted:
             tell_admitted(lease)
@@ -200,10 +203,13 @@ class ResponseLengths:
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._count, self._weight = 0, 0.0
+        self._count = 0
+        self._weight = 0.0
         # exponentially forgotten sums: x and x^2 of prompt lengths, y and x y of the pairs
-        self._x, self._xx = 0.0, 0.0
-        self._y, self._xy = (0.0, 0.0), (0.0, 0.0)
+        self._x = 0.0
+        self._xx = 0.0
+        self._y = (0.0, 0.0)
+        self._xy = (0.0, 0.0)
         self._ratios: dict[int, Pair] = {}
         # by prompt and its length, until more is seen
         self._expected: dict[tuple[int, int], Pair] = {}
@@ -234,11 +240,13 @@ class ResponseLengths:
             x = float(len(prompt.tokens))
             self._count += 1
             self._weight = keep * self._weight + 1.0
-            self._x, self._xx = keep * self._x + x, keep * self._xx + x * x
+            self._x = keep * self._x + x
+            self._xx = keep * self._xx + x * x
             self._y = keep * self._y[0] + mean, keep * self._y[1] + longest
             self._xy = keep * self._xy[0] + x * mean, keep * self._xy[1] + x * longest
         for (prompt, _), (mean, longest) in zip(groups, pairs, strict=True):
-            base, ratio = self._baseline(prompt), self._ratios.get(prompt.prompt_id, _NO_RATIO)
+            base = self._baseline(prompt)
+            ratio = self._ratios.get(prompt.prompt_id, _NO_RATIO)
             self._ratios[prompt.prompt_id] = (
                 ratio[0] + _NEWEST * (mean / base[0] - ratio[0]),
                 ratio[1] + _NEWEST * (longest / base[1] - ratio[1]),
@@ -248,7 +256,8 @@ class ResponseLengths:
         key = prompt.prompt_id, len(prompt.tokens)
         known = self._expected.get(key)
         if known is None:
-            base, ratio = self._baseline(prompt), self._ratios.get(prompt.prompt_id, _NO_RATIO)
+            base = self._baseline(prompt)
+            ratio = self._ratios.get(prompt.prompt_id, _NO_RATIO)
             known = self._expected[key] = (
                 self._possible(base[0] * ratio[0]),
                 self._possible(base[1] * ratio[1]),
@@ -261,7 +270,8 @@ class ResponseLengths:
     def _baseline(self, prompt: Prompt) -> Pair:
         if not self._count:
             return float(self._max_tokens), float(self._max_tokens)
-        weight, mean_x = self._weight, self._x / self._weight
+        weight = self._weight
+        mean_x = self._x / self._weight
         spread = self._xx / weight - mean_x**2
         if self._count < _MIN_FOR_SLOPE or spread < 1.0:
             return self._y[0] / weight, self._y[1] / weight

@@ -75,12 +75,12 @@ class Answers:
         """Raises InvariantViolation where a seed is not the one of this group's place, or two
         answers are one.
         """
-        what = f"I2 exactly once: group {index} of iteration {iteration}"
+        fault = f"I2 exactly once: group {index} of iteration {iteration}"
         for answer in self._answers:
             expected = _seed_of(run_seed, iteration, index, answer.sample, answer.turn)
             if answer.seed != expected:
                 raise InvariantViolation(
-                    f"{what}: sample {answer.sample}, turn {answer.turn} was asked for with the "
+                    f"{fault}: sample {answer.sample}, turn {answer.turn} was asked for with the "
                     f"seed {answer.seed} instead of {expected}; the policy would answer as it does "
                     "for another place"
                 )
@@ -89,7 +89,7 @@ class Answers:
             earlier = first.setdefault(answer.digest, answer)
             if earlier.seed != answer.seed and answer.logprob < _NO_CHANCE:
                 raise InvariantViolation(
-                    f"{what}: samples {earlier.sample} and {answer.sample} have the same "
+                    f"{fault}: samples {earlier.sample} and {answer.sample} have the same "
                     f"{answer.length} tokens and log-probs from different seeds, by chance with a "
                     f"probability of e^{answer.logprob:.0f}; the engine answered one request twice"
                 )
@@ -98,7 +98,7 @@ class Answers:
         """Raises InvariantViolation unless the group trains these answers, each once."""
         if not self._whole:
             return
-        what = f"I2 exactly once: {group}"
+        fault = f"I2 exactly once: {group}"
         left = Counter((answer.length, answer.digest) for answer in self._answers)
         known = set(left)
         lengths = sorted({length for length, _ in left}, reverse=True)
@@ -117,7 +117,7 @@ class Answers:
                     twice = (len(tokens), _digest(tokens, logprobs)) in known
                     why = "it is trained a second time" if twice else self._nearest(len(tokens))
                     raise InvariantViolation(
-                        f"{what}: {len(tokens)} trained tokens of sample {number}, from its token "
+                        f"{fault}: {len(tokens)} trained tokens of sample {number}, from its token "
                         f"{first} on, are no answers of an engine: {why}; an environment that "
                         "trains parts of answers sets trains_whole_answers = False on its class"
                     )
@@ -125,12 +125,12 @@ class Answers:
         num_trained = int(np.count_nonzero(group.written))
         if self._num_trained is not None and num_trained != self._num_trained:
             raise InvariantViolation(
-                f"{what}: its samples train {num_trained} tokens, where the turns of its sessions "
+                f"{fault}: its samples train {num_trained} tokens, where the turns of its sessions "
                 f"have {self._num_trained}"
             )
         if self._all_trained and (missing := sum(left.values())):
             raise InvariantViolation(
-                f"{what}: {missing} of {len(self._answers)} answers of engines are not trained"
+                f"{fault}: {missing} of {len(self._answers)} answers of engines are not trained"
             )
 
     def _nearest(self, length: int) -> str:
@@ -145,11 +145,11 @@ def answers_of(environment: Environment) -> Answers:
     kind = type(environment)
     whole = getattr(kind, "trains_whole_answers", True)
     # a subclass may leave some out
-    own = vars(kind)
+    declared = vars(kind)
     return Answers(
         whole=whole,
-        all_trained=own.get("trains_all_answers", False),
-        is_counted=own.get("trains_all_turns", False),
+        all_trained=declared.get("trains_all_answers", False),
+        is_counted=declared.get("trains_all_turns", False),
     )
 
 
@@ -178,9 +178,9 @@ def _digest(tokens: npt.NDArray[Any], logprobs: npt.NDArray[Any]) -> bytes:
     values = np.zeros(len(tokens), np.float32)
     if len(logprobs):
         values[:] = logprobs
-    found = hashlib.blake2b(np.ascontiguousarray(tokens, np.int32).tobytes(), digest_size=16)
-    found.update(values.tobytes())
-    return found.digest()
+    digest = hashlib.blake2b(np.ascontiguousarray(tokens, np.int32).tobytes(), digest_size=16)
+    digest.update(values.tobytes())
+    return digest.digest()
 
 
 def _seed_of(run_seed: int, iteration: int, index: int, sample: int, turn: int) -> int:

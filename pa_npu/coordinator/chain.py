@@ -9,7 +9,7 @@ from pa_npu.checkpoints.directories import read_meta
 from pa_npu.checkpoints.provenance import (
     arrangement_of,
     config_tree,
-    model_fingerprint,
+    models_fingerprint,
     trained_configuration,
 )
 from pa_npu.config.schema import Config
@@ -35,7 +35,7 @@ class RunChain:
             "configuration": digest_of_values(trained_configuration(tree)),
             "arrangement": arrangement_of(tree),
             "software": software_of(runs_on),
-            "model": model_fingerprint(config.model.path),
+            "model": models_fingerprint(config),
         }
         self._weights: str | None = None  # after the iteration that was written last
         self._checkpoints: dict[str, str] = {}  # to be named by the next line
@@ -57,7 +57,8 @@ class RunChain:
         records: RecordDigests,
     ) -> None:
         """Writes an iteration's line. border: the one that ends it. Raises DeadlineExceeded."""
-        iteration, limit_s = produced.iteration, self._config.deadlines.wait_timeout_s
+        iteration = produced.iteration
+        limit_s = self._config.deadlines.wait_timeout_s
         if self._weights is None:
             begin = await BORDER.wait_async(self._channel, limit_s, version=iteration)
             self._weights = begin.weights
@@ -79,7 +80,8 @@ class RunChain:
                 "checkpoints": self._checkpoints,
             }
         )
-        self._weights, self._checkpoints = border.weights, {}
+        self._weights = border.weights
+        self._checkpoints = {}
 
 
 def software_of(runs_on: RunsOn) -> dict[str, str]:

@@ -25,7 +25,7 @@ from pa_npu.algorithm.algorithm import Algorithm, ScoredSamples, TokenValues
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import Dispatched, DispatchedGroup
 from pa_npu.coordinator.episode import Credit, ScoredGroup, check_components, check_size
-from pa_npu.coordinator.variants import Variant
+from pa_npu.coordinator.features import Feature
 from pa_npu.data.stream import Outcome
 from pa_npu.dispatch.assignment import Assignment, GroupCost
 from pa_npu.samples.attachments import described
@@ -42,8 +42,8 @@ Sums = defaultdict[str, float]
 class Delivery:
     """One iteration's groups, each as it is released.
 
-    work: what training a group costs. store_thread: for the buffer's blocking calls, in order.
-    told: of every group that is put.
+    work: what training a group costs. store_thread: makes the buffer's blocking calls, in order.
+    on_delivered: called with every group that is in the buffer.
     """
 
     config: Config
@@ -53,13 +53,13 @@ class Delivery:
     work: GroupCost
     buffer: RolloutBuffer
     store_thread: Executor
-    told: Sequence[Callable[[Group, ScoredGroup], None]]
+    on_delivered: Sequence[Callable[[Group, ScoredGroup], None]]
     _held: list[tuple[int, ScoredGroup]] = field(default_factory=list, init=False)
     # of those that have been taken, by number
     _by_rule: set[int] = field(default_factory=set, init=False)
 
     async def take(self, number: int, scored: ScoredGroup) -> None:
-        """A group that is trained under this number."""
+        """Delivers a group that is trained under this number."""
         check_size(self.config, self.algorithm, scored.prompt, scored.samples)
         check_components(self.algorithm, scored)
         self.production.add(number, scored)
@@ -67,9 +67,9 @@ class Delivery:
         await self._deliver(number, scored)
 
     async def finish(self, num_groups: int) -> float:
-        """All groups have been taken.
+        """Ends the delivery once all groups have been taken; returns the replicas' imbalance.
 
-        Asserts that they fill all slots (I2); returns the replicas' imbalance.
+        Asserts that the groups fill all slots (I2).
         """
         self.assignment.finish(num_groups)
         return self.assignment.imbalance
@@ -84,7 +84,7 @@ class Delivery:
         return {}
 
     async def close(self) -> None:
-        """End what runs beside the iteration, which may have failed."""
+        """Ends what runs in the background of the iteration, which may have failed."""
 
     async def _deliver(self, number: int, scored: ScoredGroup) -> None:
         slot = self.assignment.assign(number, self._cost(number, scored))
@@ -100,9 +100,10 @@ class Delivery:
         credit: Credit,
         slots: Mapping[tuple[int, int], tuple[int, int] | None],
     ) -> None:
-        """credit: gives the group's tokens their advantages.
+        """Puts a group into the buffer.
 
-        slots: each (replica, slot) that gets it, and which samples that replica trains; None: all.
+        credit: gives the group's tokens their advantages. slots: each (replica, slot) that gets it,
+        and which samples that replica trains; None for all of them.
         """
         group = scored.group(self.config.run.seed, self.production.iteration, number, credit)
         by_rule = number in self._by_rule
@@ -113,13 +114,13 @@ class Delivery:
             if by_rule:
                 put = partial(put, by_rule=True)
             await loop.run_in_executor(self.store_thread, put)
-        for tell in self.told:
-            tell(group, scored)
+        for notify in self.on_delivered:
+            notify(group, scored)
         self.production.put(group, scored, slots, by_rule=by_rule)
 
     def _decide(self, number: int, scored: ScoredGroup) -> None:
         """Decides whether the group is trained by rule: then it costs nothing, wherever it goes."""
-        if not self.config.schedule.skip_zero_advantage or self.algorithm.needs_whole == "batch":
+        if not self.algorithm.trains_by_rule or self.algorithm.needs_whole == "batch":
             return
         samples = scored.for_credit
         if self.algorithm.is_without_gradient(samples, self.algorithm.credit(samples)):
@@ -138,7 +139,7 @@ class HeldDelivery(Delivery):
     async def finish(self, num_groups: int) -> float:
         samples = [scored.for_credit for _, scored in self._held]
         advantages = self.algorithm.batch_credit(samples)
-        if self.config.schedule.skip_zero_advantage and self.algorithm.needs_whole == "batch":
+        if self.algorithm.trains_by_rule and self.algorithm.needs_whole == "batch":
             for (number, _), group, values in zip(self._held, samples, advantages, strict=True):
                 if self.algorithm.is_without_gradient(group, values):
                     self._by_rule.add(number)
@@ -176,17 +177,21 @@ class Produced:
     outcomes: Sequence[Outcome] = ()
 
 
-class Production(Variant):
+class Production(Feature):
     """Accumulates the groups of one iteration: all as they are scored, and those that are trained
     (add, put).
 
     num_kept: the groups of the lowest dispatch indices, this many, are kept with their tokens, and
     the first SAMPLES_IN_SHORT of these in short; which ones does not depend on timing.
+    num_demonstrations: groups of demonstrations, which have the first numbers. They are not kept,
+    and have numbers of their own in the record.
     """
 
-    def __init__(self, iteration: int, num_kept: float = 0) -> None:
+    def __init__(self, iteration: int, num_kept: float = 0, num_demonstrations: int = 0) -> None:
         self.iteration = iteration
         self._num_kept = num_kept
+        self._num_demonstrations = num_demonstrations
+        self._demonstrated: Sums = defaultdict(int)
         self._start_s = time.perf_counter()
         self._samples: list[dict[str, Any]] = []
         self._kept: list[KeptResponse] = []
@@ -209,20 +214,28 @@ class Production(Variant):
         """A scored group, trained or not: the policy's accuracy is over these, whatever is chosen
         for training.
         """
-        prompt, result = group.prompt, group.result
+        prompt = group.prompt
+        result = group.result
         for name, number in group.counted.items():
             self._counted[name] += number
         if result is None:
             self._outcomes[index] = Outcome(prompt.source, None, None)
             return
-        right, reward = _mean(result.correct.tolist()), _mean(result.total.tolist())
+        right = _mean(result.correct.tolist())
+        reward = _mean(result.total.tolist())
         self._dispatched_correct += right
         self._outcomes[index] = Outcome(prompt.source, None if result.errors else right, reward)
 
     def add(self, index: int, group: ScoredGroup) -> None:
         """A group that is trained, under this number."""
-        samples, result, lengths = group.samples, group.result, group.lengths
+        samples = group.samples
+        result = group.result
+        lengths = group.lengths
         num_trained = sum(lengths)
+        if group.is_demonstration:
+            self._demonstrated["rows"] += len(samples)
+            self._demonstrated["tokens"] += num_trained
+            return
         self._trained.append(
             (
                 len(samples),
@@ -283,14 +296,18 @@ class Production(Variant):
                     by_rule=by_rule,
                 )
             )
-        if group.index < min(self._num_kept, SAMPLES_IN_SHORT):
+        if scored.is_demonstration:
+            return
+        place = group.index - self._num_demonstrations
+        if place < min(self._num_kept, SAMPLES_IN_SHORT):
             self._samples.append(_sample(group, scored))
-        if group.index < self._num_kept:
+        if place < self._num_kept:
             self._kept += _kept(group, scored)
 
     def end(self, replica_imbalance: float) -> Produced:
         """All groups are in the buffer. replica_imbalance: Assignment's."""
-        counted, groups = self._counted, len(self._trained)
+        counted = self._counted
+        groups = len(self._trained)
         samples, prompts, others, tokens, shortest, longest, finished = zip(
             *self._trained, strict=True
         )
@@ -312,6 +329,8 @@ class Production(Variant):
         if self._num_skipped:
             numbers["groups_skipped"] = self._num_skipped
             numbers["tokens_skipped"] = self._tokens_skipped
+        if self._demonstrated:
+            numbers["demonstrations"] = dict(self._demonstrated)
         if self._judged:
             numbers |= self._reward_numbers(groups, responses)
         if counted.get("tokens"):
@@ -357,7 +376,8 @@ def _deviation(values: Sequence[float]) -> float:
 
 def _sample(group: Group, scored: ScoredGroup) -> dict[str, Any]:
     """What was dispatched, in short; what a group does not hold is its prompt's."""
-    prompt, result = scored.prompt, scored.result
+    prompt = scored.prompt
+    result = scored.result
     responses: list[dict[str, Any]] = []
     for number, sample in enumerate(scored.samples):
         response = {
@@ -382,10 +402,12 @@ def _sample(group: Group, scored: ScoredGroup) -> dict[str, Any]:
 
 def _kept(group: Group, scored: ScoredGroup) -> list[KeptResponse]:
     """What was dispatched, token by token; what a group does not hold is its prompt's."""
-    prompt, result = scored.prompt, scored.result
+    prompt = scored.prompt
+    result = scored.result
     kept = []
     for number, (start, end) in enumerate(pairwise(group.offsets().tolist())):
-        sample, trained = scored.samples[number], group.trained[start:end]
+        sample = scored.samples[number]
+        trained = group.trained[start:end]
         leads = group.component[start:end] == 1
         rewards = {} if result is None else result.functions
         kept.append(

@@ -23,6 +23,7 @@ from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.admission import Admission, Admitted, Planner
 from pa_npu.coordinator.answers import answers_of
 from pa_npu.coordinator.delivery import Delivery
+from pa_npu.coordinator.demonstrations import Demonstrations
 from pa_npu.coordinator.episode import (
     GroupGenerate,
     ScoredGroup,
@@ -30,11 +31,12 @@ from pa_npu.coordinator.episode import (
     score,
     with_components,
 )
+from pa_npu.coordinator.features import AdmissionPace, Feature, HookPoints, IdleTailMeter
 from pa_npu.coordinator.group_source import Deliver
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.updates import EveryGroup
-from pa_npu.coordinator.variants import Pace, Points, TailMeter, Variant
 from pa_npu.data.prompts import Prompt
+from pa_npu.data.teachers import teacher_number
 from pa_npu.dispatch.assignment import GroupCost
 from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool, Lease
@@ -44,6 +46,7 @@ from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.seeds import group_seed
+from pa_npu.samples.teachers import with_teacher
 from pa_npu.telemetry.timeline import Timeline, now
 
 
@@ -80,7 +83,7 @@ class EngineGroups:
             version=version,
             choice=choice,
             expected_work=self.planner.expected_work(prompts),
-            tail=TailMeter(self.pool),
+            tail=IdleTailMeter(self.pool),
             pace=self.planner.pace(iteration, prompts),
         )
 
@@ -94,20 +97,21 @@ class IterationOnEngines:
     version: int | None
     choice: EveryGroup
     expected_work: float | None
-    tail: TailMeter
-    pace: Pace
-    variants: Sequence[Variant] = field(init=False)
+    tail: IdleTailMeter
+    pace: AdmissionPace
+    features: Sequence[Feature] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.variants = (self.tail, self.pace)
+        self.features = (self.tail, self.pace)
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The admission window that the iteration ended with, and TailMeter's."""
+        """The admission window that the iteration ended with, and IdleTailMeter's."""
         return {"window": self.pace.schedule.largest_window, "tail_waste": self.tail.tail_waste}
 
-    async def bring(self, points: Points, deliver: Deliver) -> None:
-        source, choice = self.source, self.choice
+    async def bring(self, points: HookPoints, deliver: Deliver) -> None:
+        source = self.source
+        choice = self.choice
         admission = Admission(
             source.planner, source.pool, self.number, choice, self.pace, self.version, points
         )
@@ -124,17 +128,20 @@ class IterationOnEngines:
         admission.end()
 
     async def _complete(
-        self, admitted: Admitted, admission: Admission, points: Points, deliver: Deliver
+        self, admitted: Admitted, admission: Admission, points: HookPoints, deliver: Deliver
     ) -> None:
         """A group, from its engine to the buffer."""
         group, lease = await self._generate(admitted, points)
         times = await deliver(admitted.index, group)
         admission.delivered(admitted.index, group, lease, times)
 
-    async def _generate(self, admitted: Admitted, points: Points) -> tuple[ScoredGroup, Lease]:
+    async def _generate(self, admitted: Admitted, points: HookPoints) -> tuple[ScoredGroup, Lease]:
         """The group with its rewards, and the lease under which it ended, closed."""
-        source, config = self.source, self.source.config
-        index, prompt, iteration = admitted.index, admitted.prompt, self.number
+        source = self.source
+        config = self.source.config
+        index = admitted.index
+        prompt = admitted.prompt
+        iteration = self.number
         start_s = now()
         seed = group_seed(config.run.seed, iteration, index)
         size = config.rollout.responses_per_prompt
@@ -154,6 +161,8 @@ class IterationOnEngines:
                 config, source.environment, prompt, size, generate, max_tokens
             )
         samples = with_components(source.algorithm, samples)
+        if config.data.teacher_column is not None:
+            samples = with_teacher(samples, teacher_number(prompt, config))
         generate.answers.expect(generate.num_trained)
         for tell in points.generated:
             tell(session.lease)
@@ -188,9 +197,10 @@ def producer_on_engines(
     timeline: Timeline,
     work: GroupCost,
     store_thread: Executor,
-    variants: Sequence[Variant] = (),
+    features: Sequence[Feature] = (),
     *,
     streamed: Callable[..., Delivery] = Delivery,
+    demonstrations: Demonstrations | None = None,
 ) -> Producer:
     """Makes the producer whose groups engines write; see Producer and EngineGroups."""
     source = EngineGroups(
@@ -209,6 +219,7 @@ def producer_on_engines(
         buffer=buffer,
         work=work,
         store_thread=store_thread,
-        variants=variants,
+        features=features,
         streamed=streamed,
+        demonstrations=demonstrations,
     )

@@ -36,16 +36,16 @@ def check_environment(config: Config, prompt: Prompt | None) -> None:
     comes_later = name == "agents" and config.agent.command is None
     if name == "single_turn" or comes_later:  # no code of a user's here
         return
-    given = None
+    prompt_fields = None
     if prompt is not None:
-        given = {
+        prompt_fields = {
             "prompt_id": prompt.prompt_id,
             "tokens": prompt.tokens.tolist(),
             "answer": prompt.answer,
             "text": prompt.text,
             "row": prompt.row,
         }
-    request = {"config": config.model_dump(mode="json"), "prompt": given}
+    request = {"config": config.model_dump(mode="json"), "prompt": prompt_fields}
     own_s = (
         config.deadlines.group_limit_s
         if name == "agents"
@@ -82,7 +82,7 @@ class _MadeUpPolicy:
         return [Generation(written, logprobs, self._text, "stop", version=0) for _ in range(n)]
 
 
-async def _try(config: Config, given: dict[str, Any] | None) -> None:
+async def _try(config: Config, prompt_fields: dict[str, Any] | None) -> None:
     # what the launcher, which only starts this process, need not import
     from pa_npu.algorithm.registry import build_algorithm
     from pa_npu.coordinator.episode import GroupGenerate, check_size, run_episode
@@ -90,14 +90,15 @@ async def _try(config: Config, given: dict[str, Any] | None) -> None:
 
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     async with opened(make_environment(config, tokenizer), _TIME_LIMIT_S) as environment:
-        if given is None:
+        if prompt_fields is None:
             return
-        prompt = Prompt(**{**given, "tokens": np.array(given["tokens"], np.int32)})
+        prompt = Prompt(**{**prompt_fields, "tokens": np.array(prompt_fields["tokens"], np.int32)})
         sampling = Sampling(config.rollout.max_response_tokens, config.rollout.temperature)
         if hasattr(environment, "trial"):
             await environment.trial(prompt)
         policy: Any = _MadeUpPolicy(tokenizer, prompt.answer)
-        size, generate = config.rollout.responses_per_prompt, GroupGenerate(policy, 0, sampling)
+        size = config.rollout.responses_per_prompt
+        generate = GroupGenerate(policy, 0, sampling)
         samples = await run_episode(
             config, environment, prompt, size, generate, sampling.max_tokens
         )
@@ -105,8 +106,8 @@ async def _try(config: Config, given: dict[str, Any] | None) -> None:
 
 
 def _attempt(request: bytes) -> None:
-    given = json.loads(request)
-    asyncio.run(_try(load_tree(given["config"], "environment"), given["prompt"]))
+    trial = json.loads(request)
+    asyncio.run(_try(load_tree(trial["config"], "environment"), trial["prompt"]))
 
 
 if __name__ == "__main__":

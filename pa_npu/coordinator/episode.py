@@ -46,7 +46,7 @@ class ScoredGroup:
     result: None where nothing rewards them, as rows of data.
     lengths: trained tokens of each sample. trained_as: group_lengths, prompt and lengths as
     trainers compute them. answers: what engines answered for it; None where that is not known any
-    more.
+    more. is_demonstration: whether it is trained beside what engines write (demonstrations.py).
     """
 
     prompt: Prompt
@@ -54,6 +54,7 @@ class ScoredGroup:
     result: RewardResult | None
     counted: Mapping[str, int] = field(default_factory=dict)
     answers: Answers | None = None
+    is_demonstration: bool = False
 
     def __post_init__(self) -> None:
         self.lengths = [sample.num_trained for sample in self.samples]
@@ -139,8 +140,10 @@ class ScoredGroup:
         if self.answers is not None:
             self.answers.check(group)
         texts = [sample.text for sample in self.samples]
-        given = "" if self.result is None else self.result.scored
-        if given and given != scored_digest(self.prompt.text, texts, group.rewards.tolist()):
+        scored_as = "" if self.result is None else self.result.scored
+        if scored_as and scored_as != scored_digest(
+            self.prompt.text, texts, group.rewards.tolist()
+        ):
             raise InvariantViolation(
                 f"I7 rewards: {group}: its rewards {group.rewards.tolist()} were given to other "
                 "texts than its samples', or in another order"
@@ -154,7 +157,7 @@ async def run_episode(
     prompt: Prompt,
     num_samples: int,
     generate: GroupGenerate,
-    most_tokens: int,
+    max_tokens: int,
 ) -> list[Sample]:
     """The samples that the environment makes of a prompt, of which num_samples are asked for.
 
@@ -162,7 +165,7 @@ async def run_episode(
     Errors of engines pass as they are; what else is raised becomes EnvironmentFailed. An
     environment whose class says `waits_are_bounded = True` has limits of its own.
     """
-    what = f"environment {type(environment).__name__}, prompt {prompt.prompt_id}"
+    subject = f"environment {type(environment).__name__}, prompt {prompt.prompt_id}"
     try:
         # a subclass may wait for something else
         if vars(type(environment)).get("waits_are_bounded"):
@@ -172,7 +175,7 @@ async def run_episode(
                 catch(lambda: environment.rollout(prompt, num_samples, generate))
             )
             await ended(
-                task, config.deadlines.environment_timeout_s * num_samples, generate.idle_s, what
+                task, config.deadlines.environment_timeout_s * num_samples, generate.idle_s, subject
             )
             samples, failed = await task
             if failed is not None:
@@ -180,12 +183,12 @@ async def run_episode(
     except (PaNpuError, asyncio.CancelledError, KeyboardInterrupt):
         raise
     except BaseException as error:  # an environment is users' code
-        raise EnvironmentFailed(f"{what}: {describe(error)}; correct the environment") from error
-    _check(what, samples, most_tokens)
+        raise EnvironmentFailed(f"{subject}: {describe(error)}; correct the environment") from error
+    _check(subject, samples, max_tokens)
     return samples
 
 
-def _check(what: str, samples: Sequence[Sample], most_tokens: int) -> None:
+def _check(subject: str, samples: Sequence[Sample], max_tokens: int) -> None:
     several = isinstance(samples, Sequence)
     if not several or not samples or not all([isinstance(sample, Sample) for sample in samples]):
         kinds = (
@@ -194,7 +197,7 @@ def _check(what: str, samples: Sequence[Sample], most_tokens: int) -> None:
             else type(samples).__name__
         )
         raise EnvironmentFailed(
-            f"{what}: must return samples, at least one, returned {kinds or 'nothing'}; correct "
+            f"{subject}: must return samples, at least one, returned {kinds or 'nothing'}; correct "
             "rollout"
         )
     for number, sample in enumerate(samples):
@@ -206,14 +209,14 @@ def _check(what: str, samples: Sequence[Sample], most_tokens: int) -> None:
         )
         if not same_length or not sample.num_trained or sample.component[0]:
             raise EnvironmentFailed(
-                f"{what}: sample {number} must have arrays of one length and trained tokens behind "
-                "an untrained first one; put it together with SampleBuilder"
+                f"{subject}: sample {number} must have arrays of one length and trained tokens "
+                "behind an untrained first one; put it together with SampleBuilder"
             )
         written = len(sample.tokens) - sample.prompt_length
-        if written > most_tokens:
+        if written > max_tokens:
             raise EnvironmentFailed(
-                f"{what}: sample {number} has {written} tokens behind its prompt, more than "
-                f"rollout.max_response_tokens = {most_tokens}; end it sooner"
+                f"{subject}: sample {number} has {written} tokens behind its prompt, more than "
+                f"rollout.max_response_tokens = {max_tokens}; end it sooner"
             )
 
 
@@ -270,13 +273,13 @@ async def score(
     counted: by the environment. answers: that engines gave for them.
     """
     counted = counted or {}
-    given = [sample.reward for sample in samples if sample.reward is not None]
-    if not given:
+    rewards_of_samples = [sample.reward for sample in samples if sample.reward is not None]
+    if not rewards_of_samples:
         return ScoredGroup(
             prompt, samples, await rewards.score(reward_input(prompt, samples)), counted, answers
         )
-    total = _in_float32(given)
-    if len(given) != len(samples) or not np.isfinite(total).all():
+    total = _in_float32(rewards_of_samples)
+    if len(rewards_of_samples) != len(samples) or not np.isfinite(total).all():
         raise EnvironmentFailed(
             f"environment.name: rewards {[sample.reward for sample in samples]} of the samples of "
             f"prompt {prompt.prompt_id} must be finite numbers in float32, or all None, which "
@@ -339,9 +342,9 @@ class GroupGenerate(Generate):
     ) -> list[Generation]:
         if n < 1 or (max_tokens is not None and max_tokens < 1):
             raise ValueError(f"generate: n = {n} and max_tokens = {max_tokens} must be at least 1")
-        most = self.sampling.max_tokens
+        limit = self.sampling.max_tokens
         sampling = replace(
-            self.sampling, max_tokens=min(max_tokens or most, most), stop=tuple(stop)
+            self.sampling, max_tokens=min(max_tokens or limit, limit), stop=tuple(stop)
         )
         self._under_way += 1
         try:

@@ -59,26 +59,26 @@ class Evaluation:
     names: tuple[str, ...]
 
     def record(self, metric: str | None) -> dict[str, Any]:
-        """For evaluations.jsonl. accuracy: of the first set, greedy where it has that; best_by: the
-        metric, SET/NAME.
+        """Returns what evaluations.jsonl holds of it.
+
+        metric: SET/NAME, whose value is `best_by`; that of `accuracy` if there is no such metric.
+        `accuracy` is that of the first set, greedy where it has that.
         """
-        found = summarise(self.responses)
-        sets = {name: found[name] for name in self.names if name in found}
+        summaries = summarise(self.responses)
+        sets = {name: summaries[name] for name in self.names if name in summaries}
         first = next(iter(sets.values()))
         accuracy = next(iter(first.metrics.values())).value
-        name, _, wanted = (metric or "").partition("/")
-        chosen = (
-            sets[name].metrics[wanted].value
-            if name in sets and wanted in sets[name].metrics
-            else accuracy
-        )
+        best_by = accuracy
+        set_name, _, metric_name = (metric or "").partition("/")
+        if set_name in sets and metric_name in sets[set_name].metrics:
+            best_by = sets[set_name].metrics[metric_name].value
         return {
             "version": self.version,
             "accuracy": accuracy,
             "questions": self.questions,
             "planned": self.planned,
             "seconds": self.seconds,
-            "best_by": chosen,
+            "best_by": best_by,
             "sets": {name: dataclasses.asdict(summary) for name, summary in sets.items()},
         }
 
@@ -120,7 +120,8 @@ class Evaluator:
 
     async def evaluate(self, version: int) -> Evaluation:
         """All questions, on the version that the engines hold."""
-        self._answers, self._start_s = {}, time.perf_counter()
+        self._answers = {}
+        self._start_s = time.perf_counter()
         async with TaskScope() as scope:
             for place, (name, number, prompt) in enumerate(self._questions):
                 responses = sum(count for _, count, _ in self._kinds)
@@ -138,20 +139,20 @@ class Evaluator:
         return self.so_far(version)
 
     def so_far(self, version: int) -> Evaluation:
-        """Collect what an evaluation that was begun has: the questions before the first that is not
-        complete.
+        """Returns what an evaluation that was begun has so far.
 
-        Of the later ones, the short answers would be too many.
+        It has the questions before the first that is not complete: among later ones the short
+        answers, which end sooner, would be too many.
         """
         complete = next(
             (n for n in range(len(self._questions)) if n not in self._answers), len(self._questions)
         )
-        responses = tuple(
-            response for place in range(complete) for response in self._answers[place]
-        )
+        responses: list[Judged] = []
+        for place in range(complete):
+            responses += self._answers[place]
         seconds = time.perf_counter() - self._start_s
         return Evaluation(
-            version, responses, complete, len(self._questions), seconds, tuple(self.sets)
+            version, tuple(responses), complete, len(self._questions), seconds, tuple(self.sets)
         )
 
     def _window(self, _: str) -> int:
@@ -160,7 +161,8 @@ class Evaluator:
     async def _answer(
         self, place: int, name: str, number: int, prompt: Prompt, lease: Lease, version: int
     ) -> None:
-        config, found = self.config, []
+        config = self.config
+        answered = []
         seed = group_seed(config.run.seed, _SEED_ITERATION, number)
         with GroupSession(
             self.pool,
@@ -172,8 +174,10 @@ class Evaluator:
         ) as session:
             for kind, count, sampling in self._kinds:
                 generate = GroupGenerate(session, seed, sampling)
-                most = config.rollout.max_response_tokens  # what engines are made for
-                samples = await run_episode(config, self.environment, prompt, count, generate, most)
+                max_tokens = config.rollout.max_response_tokens  # what engines are made for
+                samples = await run_episode(
+                    config, self.environment, prompt, count, generate, max_tokens
+                )
                 if len(samples) < count:
                     raise EnvironmentFailed(
                         f"question {number} of {name}: the environment made {len(samples)} "
@@ -181,9 +185,9 @@ class Evaluator:
                         "asks for, or evaluate fewer (evaluate.samples)"
                     )
                 check_versions(samples, version, f"question {number} of {name}")
-                found.append((kind, samples))
+                answered.append((kind, samples))
         judged = []
-        for kind, samples in found:
+        for kind, samples in answered:
             result = (await score(self.rewards, prompt, samples)).result
             assert result is not None, "a run that evaluates has rewards"
             judged += [
@@ -206,13 +210,13 @@ class Evaluator:
         self._answers[place] = judged
 
 
-def check_versions(samples: Sequence[Sample], version: int, what: str) -> None:
+def check_versions(samples: Sequence[Sample], version: int, subject: str) -> None:
     """Raises InvariantViolation where other weights than those that are evaluated wrote a token."""
     for sample in samples:
         written = sample.versions[sample.written]
         if (written != version).any():
             raise InvariantViolation(
-                f"{what}: version {int(written.max())} answered, version {version} is evaluated"
+                f"{subject}: version {int(written.max())} answered, version {version} is evaluated"
             )
 
 
@@ -220,8 +224,8 @@ def final_answer(text: str, prompt: Prompt) -> str | None:
     """Returns the answer that a response ends with, for votes; None if it has none."""
     if letters := prompt.row.get(CHOICE_COLUMN):
         return chosen_letter(text, str(letters), prompt.text)
-    found = extract_answer(text, prompt.answer, prompt.text)
-    return found.strip() if found and found.strip() else None
+    answer = extract_answer(text, prompt.answer, prompt.text)
+    return answer.strip() if answer and answer.strip() else None
 
 
 class Evaluations:
@@ -315,7 +319,8 @@ class BackgroundEvaluations(ForegroundEvaluations):
 
     async def make_way(self, version: int) -> None:
         """Gives up what is in flight; the questions that are complete count."""
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         if running is None:
             return
         if running.done():

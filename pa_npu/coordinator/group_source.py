@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pa_npu.coordinator.episode import ScoredGroup
+from pa_npu.coordinator.features import Feature, HookPoints
 from pa_npu.coordinator.updates import EveryGroup
-from pa_npu.coordinator.variants import Points, Variant
 from pa_npu.data.prompts import Prompt
 
 
@@ -38,18 +38,18 @@ Deliver = Callable[[int, ScoredGroup], Awaitable[DeliveryTimes]]
 class IterationGroups(Protocol):
     """The groups of one iteration.
 
-    variants: the source's own part at the producer's points.
+    features: the source's own part at the producer's points.
     expected_work: of training all groups, in units of GroupCost; None where it is not known.
     numbers: for the iteration's record, once `bring` has returned.
     """
 
-    variants: Sequence[Variant]
+    features: Sequence[Feature]
     expected_work: float | None
 
     @property
     def numbers(self) -> dict[str, Any]: ...
 
-    async def bring(self, points: Points, deliver: Deliver) -> None:
+    async def bring(self, points: HookPoints, deliver: Deliver) -> None:
         """Delivers every group that the iteration's choice asks for, and returns when all are
         delivered. The first failure cancels the rest and is raised.
         """

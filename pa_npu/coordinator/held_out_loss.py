@@ -22,7 +22,8 @@ from pa_npu.control.milestones import Milestones
 from pa_npu.coordinator.evaluate import Evaluations
 from pa_npu.coordinator.record import RunRecords
 from pa_npu.coordinator.row_groups import group_of
-from pa_npu.data.trained_sets import TrainedSet, groups_of_set
+from pa_npu.data.trained_sets import AnySet, groups_of_set
+from pa_npu.samples.microbatch import filled, num_packed_tokens
 from pa_npu.samples.rollout_buffer import run_columns
 from pa_npu.samples.wire import to_bytes
 from pa_npu.telemetry.timeline import Timeline
@@ -34,7 +35,7 @@ class HeldOutLosses(Evaluations):
 
     config: Config
     channel: StoreChannel
-    sets: Mapping[str, TrainedSet]
+    sets: Mapping[str, AnySet]
     records: RunRecords
     timeline: Timeline
     milestones: Milestones
@@ -58,12 +59,13 @@ class HeldOutLosses(Evaluations):
             return None
         await recorded()
         with self.timeline.span("evaluate", version=version):
-            told = await HELD_OUT_LOSS.wait_async(
+            losses = await HELD_OUT_LOSS.wait_async(
                 self.channel, self.config.deadlines.wait_timeout_s, version=version
             )
         sets: dict[str, dict[str, Any]] = {}
-        for name, means in told.means.items():
-            known, values = self._known[name], dict(means)
+        for name, means in losses.means.items():
+            known = self._known[name]
+            values = dict(means)
             if self._is_cross_entropy:
                 values["perplexity"] = _perplexity(means["loss"])
             sets[name] = {
@@ -76,7 +78,7 @@ class HeldOutLosses(Evaluations):
         record = {
             "version": version,
             **{metric: first[metric] for metric in first["metrics"]},
-            "seconds": told.seconds,
+            "seconds": losses.seconds,
             "best_by": -self._chosen(sets),
             "sets": sets,
             "time": time.time(),
@@ -93,14 +95,18 @@ class HeldOutLosses(Evaluations):
         return float(chosen["loss"])
 
     def _send(self, name: str, held_out: TrainedSet) -> HeldOutSet:
-        algorithm, columns = build_algorithm(self.config), run_columns(self.config)
+        algorithm = build_algorithm(self.config)
+        columns = run_columns(self.config)
         groups = groups_of_set(held_out, self.config.microbatch_responses)
-        seed = self.config.run.seed
+        config = self.config
+        sizes: list[int] = []
         for number, prompt in enumerate(groups):
-            group = group_of(prompt, algorithm).group(seed, 0, number, algorithm.credit)
+            group = group_of(prompt, algorithm).group(config.run.seed, 0, number, algorithm.credit)
             put_group(self.channel, name, number, to_bytes(group, columns))
+            sizes.append(num_packed_tokens(group, config.attention.shared_prompt))
+        microbatches = filled(sizes, config.microbatch.max_tokens, config.trainer.pad_multiple)
         tokens = sum(row.num_trained for row in held_out.rows)
-        return HeldOutSet(name, len(groups), len(held_out.rows), tokens)
+        return HeldOutSet(name, tuple(microbatches), len(held_out.rows), tokens)
 
 
 def _perplexity(loss: float) -> float:

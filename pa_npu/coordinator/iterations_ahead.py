@@ -31,11 +31,11 @@ from pa_npu.control.messages import (
 from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.delivery import Produced
 from pa_npu.coordinator.episode import ScoredGroup
+from pa_npu.coordinator.features import Feature
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.publication import Publication
 from pa_npu.coordinator.token_budget import restored
 from pa_npu.coordinator.updates import Updates
-from pa_npu.coordinator.variants import Variant
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.row_stream import RowGroupStream
 from pa_npu.data.stream import TrainingStream
@@ -50,7 +50,7 @@ from pa_npu.telemetry.timeline import Timeline
 logger = logging.getLogger(__name__)
 
 
-class AllDispatched(Variant):
+class AllDispatched(Feature):
     """An event that is set when engines have had all groups of an iteration."""
 
     def __init__(self) -> None:
@@ -90,11 +90,12 @@ class IterationsAhead:
         In the same order, and as many for each replica. Only with schedule.max_staleness: otherwise
         a checkpoint lies between two iterations, and nothing is ahead of it.
         """
-        found = usable_ahead(self.config, self.freshness)
-        whole = [one for one in found if CARRIED_KEY not in one.numbers]
-        for one in whole:
-            dispatched, digests = [], []
-            for number, data in enumerate(one.groups):
+        ahead = usable_ahead(self.config, self.freshness)
+        whole = [iteration for iteration in ahead if CARRIED_KEY not in iteration.numbers]
+        for iteration in whole:
+            dispatched = []
+            digests = []
+            for number, data in enumerate(iteration.groups):
                 by_rule = is_notice(data)
                 group = from_bytes(read_notice(data)[1] if by_rule else data, buffer.columns)
                 replica, slot = self.config.mesh.slot_of(number)
@@ -109,15 +110,23 @@ class IterationsAhead:
                     )
                 )
                 digests.append(digest_group(group, {(replica, slot): group.part}))
-            self._put_position(one.iteration)
-            self.train.restore(one.data)
-            self.updates.resumed(one.iteration, len(dispatched))
-            told = Dispatched(one.iteration, tuple(dispatched))
-            self._take(Produced(one.iteration, one.numbers, one.samples, told, tuple(digests)))
-            self.next = one.iteration + 1
+            self._put_position(iteration.iteration)
+            self.train.restore(iteration.data)
+            self.updates.resumed(iteration.iteration, len(dispatched))
+            message = Dispatched(iteration.iteration, tuple(dispatched))
+            self._take(
+                Produced(
+                    iteration.iteration,
+                    iteration.numbers,
+                    iteration.samples,
+                    message,
+                    tuple(digests),
+                )
+            )
+            self.next = iteration.iteration + 1
             self._put_position(self.next)
-        for one in found[len(whole) :]:
-            self.updates.carry_on(*carried_of(one, buffer.columns))
+        for iteration in ahead[len(whole) :]:
+            self.updates.carry_on(*carried_of(iteration, buffer.columns))
 
     # before a border
 
@@ -165,7 +174,8 @@ class IterationsAhead:
 
         The last of them goes on in `scope` where the next border begins before it is written.
         """
-        begun, held = self.next, publication.version
+        begun = self.next
+        held = publication.version
         while self.next < last and self.freshness.is_due(self.next, version):
             prompts = self._prompts if self.next == begun else self._drawn(self.next)
             is_last_due = self.next + 1 < last and not self.freshness.is_due(self.next + 1, version)
@@ -201,7 +211,8 @@ class IterationsAhead:
         """
         iteration = self.next
         self._put_position(iteration + 1)
-        dispatched, done = AllDispatched(), asyncio.Event()
+        dispatched = AllDispatched()
+        done = asyncio.Event()
         self._complete[iteration] = done
 
         async def produce() -> None:
@@ -213,11 +224,11 @@ class IterationsAhead:
         await dispatched.event.wait()
 
     async def _produce(
-        self, iteration: int, prompts: Sequence[Prompt], held: int, *variants: Variant
+        self, iteration: int, prompts: Sequence[Prompt], held: int, *features: Feature
     ) -> None:
         choice = self.updates.choose(iteration, prompts)
         produced = await self.producer.produce(
-            iteration, prompts, choice, version=held, variants=variants
+            iteration, prompts, choice, version=held, features=features
         )
         self.updates.produced(iteration, choice)
         # with what the stream of prompts says of it
@@ -253,31 +264,31 @@ def usable_ahead(config: Config, freshness: Freshness) -> list[AheadIteration]:
     if not config.checkpoint.load or not freshness.max_staleness:
         return []
     directory = Path(config.checkpoint.load)
-    found = read_ahead(directory)
+    ahead = read_ahead(directory)
     changed = [
         key
         for key in differences(read_meta(directory).config, config)
         if change_of(key) is Change.NEW_RUN
     ]
-    if found and changed:
+    if ahead and changed:
         logger.info(
             "iterations ahead of %s are produced anew: %s differ", directory, ", ".join(changed)
         )
         return []
-    return found
+    return ahead
 
 
 def carried_of(
-    one: AheadIteration, columns: RunColumns = NONE
+    iteration: AheadIteration, columns: RunColumns = NONE
 ) -> tuple[list[ScoredGroup], float | None]:
     """The groups that are carried, and TokenBudget.group_tokens.
 
     Raises DataError where they cannot be read.
     """
     try:
-        carried = one.numbers[CARRIED_KEY]
-        told = zip(one.groups, carried["groups"], strict=True)
-        groups = [restored(from_bytes(data, columns), about) for data, about in told]
+        carried = iteration.numbers[CARRIED_KEY]
+        stored = zip(iteration.groups, carried["groups"], strict=True)
+        groups = [restored(from_bytes(data, columns), about) for data, about in stored]
         return groups, carried["group_tokens"]
     except (LookupError, TypeError, ValueError) as error:
         raise DataError(

@@ -56,7 +56,9 @@ class Coordinator:
             await self.iteration_end.close()
 
     async def _iterate(self, scope: TaskScope) -> None:
-        ahead, evaluations, recorded = self.ahead, self.evaluations, self.iteration_end.recorded
+        ahead = self.ahead
+        evaluations = self.evaluations
+        recorded = self.iteration_end.recorded
         ahead.begin()
         crossed = await self._cross(self.first, self._begin, scope)
         for version in range(self.first, self.last):

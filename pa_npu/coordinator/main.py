@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,61 +24,53 @@ import msgspec
 
 from pa_npu import platform
 from pa_npu.agents.environment import AgentEnvironment, evaluated
-from pa_npu.agents.gateway import Gateway
-from pa_npu.agents.session import Sessions
 from pa_npu.algorithm.registry import build_algorithm
-from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
-from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
+from pa_npu.control.channel import StoreChannel, attempt_prefix
 from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import TRAINERS_RUN_ON, RunsOn, TrainersRunOn
 from pa_npu.control.milestones import Milestones
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
 from pa_npu.control.roster import Roster
 from pa_npu.control.tasks import run_until_terminated
+from pa_npu.coordinator.assembly import (
+    make_evaluations,
+    make_gateway,
+    make_publication,
+    make_roles,
+    make_service,
+    make_updates,
+)
 from pa_npu.coordinator.chain import RunChain
 from pa_npu.coordinator.delivery import Delivery
 from pa_npu.coordinator.engine_groups import producer_on_engines
-from pa_npu.coordinator.evaluate import (
-    BackgroundEvaluations,
-    Evaluations,
-    Evaluator,
-    ForegroundEvaluations,
-)
+from pa_npu.coordinator.evaluate import Evaluations, Evaluator
+from pa_npu.coordinator.features import Feature
+from pa_npu.coordinator.inputs import RunInputs, read_inputs
 from pa_npu.coordinator.iterations_ahead import IterationsAhead
 from pa_npu.coordinator.loop import Coordinator, IterationEnd
-from pa_npu.coordinator.publication import EngineGuest, Publication, publication_kind
+from pa_npu.coordinator.producer import Producer
+from pa_npu.coordinator.publication import EngineGuest, publication_kind
 from pa_npu.coordinator.record import RunRecords
-from pa_npu.coordinator.roles import Roles, RolesDelivery
+from pa_npu.coordinator.roles import RolesDelivery
 from pa_npu.coordinator.run_on_rows import run_on_rows
 from pa_npu.coordinator.served_run import ServedRun
-from pa_npu.coordinator.start import first_version, lead, make_records, store_address
-from pa_npu.coordinator.token_budget import BudgetedUpdates
-from pa_npu.coordinator.updates import EveryGroup, InformativeGroups, Updates
-from pa_npu.data.prompts import Prompt, load_prompts, load_training
-from pa_npu.data.stream import TrainingStream
+from pa_npu.coordinator.start import lead, make_records
 from pa_npu.dispatch.assignment import GroupWork
-from pa_npu.engines.http_server import KEY_FILE, KEY_VARIABLE
 from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
-from pa_npu.engines.protocol import RolloutEngine, Sampling
+from pa_npu.engines.protocol import RolloutEngine
 from pa_npu.engines.registry import engine_kind
 from pa_npu.environments.protocol import Environment
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import PaNpuError, exit_code
-from pa_npu.families.model_directory import load_tokenizer
-from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.subjects import Rules
-from pa_npu.publish.coordinator_side import CoordinatorPublish
 from pa_npu.publish.engines import Connection
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
-from pa_npu.publish.probes import ProbePlan
-from pa_npu.rewards.functions import needs_answers
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.rollout_buffer import RolloutBuffer, open_buffer
-from pa_npu.samples.routes import routes_of
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.weight_transfer.computation import Computation
@@ -100,151 +92,64 @@ def main() -> int:
 
 
 async def run(config: Config) -> None:
-    """Everything from an empty event loop to the last evaluation."""
+    """Runs the coordinator, from an empty event loop to the last evaluation."""
     if build_algorithm(config).samples_from == "rows":
         await run_on_rows(config)
         return
-    spec = ModelSpec.from_config(config)
-    store = store_address()
-    # reward functions are users' code, and inherit the environment
-    key = os.environ.pop(KEY_VARIABLE, None)
-    first = first_version(config)
-    kind = engine_kind(config.rollout.backend)
-    sampling = training_sampling(config, spec)
+    inputs = read_inputs(config)
     async with AsyncExitStack() as stack:
-        tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-        train, held_out = load_prompt_sets(config, tokenizer)
-        limit_s = config.run.startup_timeout_s
-        sessions = make_sessions(config, key)
-        environment = make_environment(config, tokenizer, sessions)
-        channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
-        roster = Roster(StoreChannel(connect(*store, limit_s), ROSTER_PREFIX), key or "")
-        pool, fleet = await open_engines(
-            stack,
-            config=config,
-            tokenizer=tokenizer,
-            roster=roster,
-            make_engine=lambda url: kind.client(url, spec.vocab_size, key),
-            needs_routes=sampling.routes is not None,
-        )
-        rewards = await stack.enter_async_context(
-            RewardPool(config.reward, config.run.dir, config.rollout.max_response_tokens)
-        )
-        timeline = stack.enter_context(Timeline.for_run(config.run.dir, "coordinator"))
-        records = stack.enter_context(make_records(config, first, tokenizer))
-        store_thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="store"))
-        # groups go through a client of their own, so that a slow put delays no wait
-        buffer_channel = StoreChannel(connect(*store, limit_s), attempt_prefix())
-        freshness = Freshness.from_sections(config.schedule, config.publish)
-        ahead_of_trainers = publication_kind(config.publish).CONCURRENT_ITERATIONS
-        buffer = open_buffer(config, buffer_channel, ahead=ahead_of_trainers)
-        work = GroupWork(spec, config)
-        controller = ScheduleController(Rules.from_config(config), work)
-        service = make_service(config, pool, sampling, tokenizer)
-        gateway = make_gateway(config, environment, sessions, service)
-        if gateway is not None:
-            await open_gateway(stack, config, gateway)
-        await stack.enter_async_context(opened(environment, limit_s))
-        roles = make_roles(config, pool, timeline, controller)
-        if roles is not None:
-            stack.callback(roles.close)
-        producer = producer_on_engines(
-            config=config,
-            pool=pool,
-            environment=environment,
-            rewards=rewards,
-            buffer=buffer,
-            controller=controller,
-            sampling=sampling,
-            timeline=timeline,
-            work=work,
-            store_thread=store_thread,
-            variants=[feature for feature in (service, roles) if feature is not None],
-            streamed=Delivery if roles is None else partial(RolesDelivery, roles=roles),
-        )
-        await fleet.wait_all_ready()
+        channel = inputs.channel(attempt_prefix())
+        engines = await open_engines(stack, config, inputs)
+        shared = await open_shared(stack, config, inputs)
+        production = await open_production(stack, config, inputs, engines.pool, shared)
+        await engines.fleet.wait_all_ready()
         if config.devices.engines_sleep:
-            fleet.check_sleep()
-        connection, trainers = await connect_to_trainers(config, channel, store)
-        runs_on = RunsOn(trainers, fleet.run_on())
-        records.write_runs_on(runs_on)
-        chain = stack.enter_context(RunChain(config, channel, first, runs_on))
+            engines.fleet.check_sleep()
+        connection, trainers = await connect_to_trainers(config, channel, inputs.store)
+        runs_on = RunsOn(trainers, engines.fleet.run_on())
+        shared.records.write_runs_on(runs_on)
+        chain = stack.enter_context(RunChain(config, channel, inputs.first, runs_on))
         milestones = Milestones.from_sections(
-            schedule=config.schedule, checkpoint=config.checkpoint, has_held_out=bool(held_out)
+            schedule=config.schedule,
+            checkpoint=config.checkpoint,
+            has_held_out=bool(inputs.held_out),
         )
-        evaluator = None
-        if held_out:
-            evaluator = Evaluator(
-                config=config,
-                sets=held_out,
-                pool=pool,
-                environment=await open_evaluated(stack, config, environment, tokenizer),
-                rewards=rewards,
-                sampling=sampling,
-            )
-        evaluations = make_evaluations(
-            evaluator, records=records, timeline=timeline, milestones=milestones
+        evaluations = await open_evaluations(
+            stack, config, inputs, engines.pool, shared, milestones
         )
-        updates = make_updates(
+        coordinator = make_coordinator(
             config,
-            freshness=freshness,
-            milestones=milestones,
+            inputs=inputs,
             channel=channel,
-            buffer=buffer,
-            train=train,
-        )
-        ahead = IterationsAhead(
-            config=config,
-            channel=channel,
-            producer=producer,
-            timeline=timeline,
-            freshness=freshness,
-            updates=updates,
-            train=train,
-            next=first,
-        )
-        publication = make_publication(
-            config,
-            channel=channel,
-            fleet=fleet,
-            pool=pool,
+            engines=engines,
+            shared=shared,
+            production=production,
             connection=connection,
-            sampling=sampling,
-            timeline=timeline,
-            guests=[evaluations] if service is None else [evaluations, service],
-            written=ahead.written,
+            chain=chain,
             milestones=milestones,
-            first=first,
+            evaluations=evaluations,
         )
-        ahead.take_up(buffer)
-        iteration_end = IterationEnd(
-            config=config, channel=channel, controller=controller, records=records, chain=chain
-        )
-        await lead(
-            Coordinator(
-                first=first,
-                last=config.schedule.iterations,
-                publication=publication,
-                ahead=ahead,
-                evaluations=evaluations,
-                iteration_end=iteration_end,
-            )
-        )
+        await lead(coordinator)
 
 
-async def open_engines(
-    stack: AsyncExitStack,
-    *,
-    config: Config,
-    tokenizer: Any,
-    roster: Roster,
-    make_engine: Callable[[str], RolloutEngine],
-    needs_routes: bool,
-) -> tuple[EnginePool, Fleet]:
-    """Opens the pool of engines and its membership on `stack`; see Fleet for the arguments."""
+@dataclass(frozen=True)
+class Engines:
+    """The engines of a run, and who of them is a member."""
+
+    pool: EnginePool
+    fleet: Fleet
+
+
+async def open_engines(stack: AsyncExitStack, config: Config, inputs: RunInputs) -> Engines:
+    """Opens the pool of engines and its membership on `stack`."""
+    kind = engine_kind(config.rollout.backend)
+    roster = Roster(inputs.channel(ROSTER_PREFIX), inputs.key or "")
+
+    def make_engine(url: str) -> RolloutEngine:
+        return kind.client(url, inputs.spec.vocab_size, inputs.key)
 
     def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(inputs.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     pool = await stack.enter_async_context(
         EnginePool(probe_timeout_s=config.rollout.probe_timeout_s, decode=decode)
@@ -254,25 +159,135 @@ async def open_engines(
         pool=pool,
         roster=roster,
         make_engine=make_engine,
-        needs_routes=needs_routes,
+        needs_routes=inputs.sampling.routes is not None,
         startup_timeout_s=config.run.startup_timeout_s,
     )
     await stack.enter_async_context(fleet)
-    return pool, fleet
+    return Engines(pool, fleet)
 
 
-async def open_gateway(stack: AsyncExitStack, config: Config, gateway: Gateway) -> None:
-    """Serves agents and other programs until `stack` is closed."""
+@dataclass(frozen=True)
+class Shared:
+    """What several parts of a run use.
+
+    store_thread: where groups are put into the store.
+    """
+
+    rewards: RewardPool
+    timeline: Timeline
+    records: RunRecords
+    store_thread: ThreadPoolExecutor
+
+
+async def open_shared(stack: AsyncExitStack, config: Config, inputs: RunInputs) -> Shared:
+    """Opens what several parts use on `stack`."""
+    rewards = await stack.enter_async_context(
+        RewardPool(config.reward, config.run.dir, config.rollout.max_response_tokens)
+    )
+    return Shared(
+        rewards=rewards,
+        timeline=stack.enter_context(Timeline.for_run(config.run.dir, "coordinator")),
+        records=stack.enter_context(make_records(config, inputs.first, inputs.tokenizer)),
+        store_thread=stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="store")),
+    )
+
+
+@dataclass(frozen=True)
+class ProductionParts:
+    """Who produces the groups of iterations.
+
+    service: what other programs see of the run; None if it serves none.
+    """
+
+    buffer: RolloutBuffer
+    controller: ScheduleController
+    service: ServedRun | None
+    producer: Producer
+
+
+async def open_production(
+    stack: AsyncExitStack, config: Config, inputs: RunInputs, pool: EnginePool, shared: Shared
+) -> ProductionParts:
+    """Makes the producer, and opens its environment and gateway on `stack`."""
+    # groups go through a client of their own, so that a slow put delays no wait
+    buffer_channel = inputs.channel(attempt_prefix())
+    concurrent_iterations = publication_kind(config.publish).CONCURRENT_ITERATIONS
+    buffer = open_buffer(config, buffer_channel, ahead=concurrent_iterations)
+    work = GroupWork(inputs.spec, config)
+    controller = ScheduleController(Rules.from_config(config), work)
+    service = make_service(config, pool, inputs.sampling, inputs.tokenizer)
+    await open_gateway(stack, config, inputs, service)
+    environment = inputs.environment
+    await stack.enter_async_context(opened(environment, config.run.startup_timeout_s))
+    features: list[Feature] = []
+    if service is not None:
+        features.append(service)
+    make_delivery: Callable[..., Delivery] = Delivery
+    roles = make_roles(config, pool, shared.timeline, controller)
+    if roles is not None:
+        stack.callback(roles.close)
+        features.append(roles)
+        make_delivery = partial(RolesDelivery, roles=roles)
+    producer = producer_on_engines(
+        config=config,
+        pool=pool,
+        environment=environment,
+        rewards=shared.rewards,
+        buffer=buffer,
+        controller=controller,
+        sampling=inputs.sampling,
+        timeline=shared.timeline,
+        work=work,
+        store_thread=shared.store_thread,
+        features=features,
+        streamed=make_delivery,
+        demonstrations=inputs.demonstrations,
+    )
+    return ProductionParts(buffer, controller, service, producer)
+
+
+async def open_gateway(
+    stack: AsyncExitStack, config: Config, inputs: RunInputs, service: ServedRun | None
+) -> None:
+    """Serves agents and other programs until `stack` is closed, if the run has any of these."""
+    gateway = make_gateway(inputs.environment, inputs.sessions, service)
+    if gateway is None:
+        return
     port = config.agent.port or 0
     serving = gateway.serving(config.placement.address, port, Path(config.run.dir))
     await stack.enter_async_context(serving)
 
 
+async def open_evaluations(
+    stack: AsyncExitStack,
+    config: Config,
+    inputs: RunInputs,
+    pool: EnginePool,
+    shared: Shared,
+    milestones: Milestones,
+) -> Evaluations:
+    """Makes the run's evaluations, and opens their environment on `stack`."""
+    evaluator = None
+    if inputs.held_out:
+        evaluator = Evaluator(
+            config=config,
+            sets=inputs.held_out,
+            pool=pool,
+            environment=await open_evaluated(stack, config, inputs.environment, inputs.tokenizer),
+            rewards=shared.rewards,
+            sampling=inputs.sampling,
+        )
+    return make_evaluations(
+        evaluator, records=shared.records, timeline=shared.timeline, milestones=milestones
+    )
+
+
 async def open_evaluated(
     stack: AsyncExitStack, config: Config, environment: Environment, tokenizer: Any
 ) -> Environment:
-    """Opens the environment of evaluations on `stack`: one of its own, but for agents, which have
-    one gateway for training and evaluations.
+    """Opens the environment of evaluations on `stack`.
+
+    Agents have one gateway for training and evaluations; every other environment is made anew.
     """
     if isinstance(environment, AgentEnvironment):
         tested = evaluated(environment)
@@ -285,12 +300,12 @@ async def open_evaluated(
 async def connect_to_trainers(
     config: Config, channel: StoreChannel, store: tuple[str, int]
 ) -> tuple[Connection, TrainersRunOn]:
-    """Waits until each stage has said how engines reach its groups, and rank 0 what trainers run
-    with.
+    """Waits until each stage has said how engines reach its groups, and rank 0 what trainers run on.
 
     Raises DeadlineExceeded.
     """
-    device, limit_s = platform.get(config.run.device), config.run.startup_timeout_s
+    device = platform.get(config.run.device)
+    limit_s = config.run.startup_timeout_s
     numbers = range(config.trainer.pipeline_parallel)
     stages = [await MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers]
     late_stages = [
@@ -311,178 +326,71 @@ async def connect_to_trainers(
     return connection, trainers
 
 
-# which features a run uses: the only place on the coordinator's side that reads their keys and
-# constructs them
-
-
-def make_updates(
+def make_coordinator(
     config: Config,
     *,
-    freshness: Freshness,
-    milestones: Milestones,
+    inputs: RunInputs,
     channel: StoreChannel,
-    buffer: RolloutBuffer,
-    train: TrainingStream[Prompt],
-) -> Updates:
-    """Makes the run's policy on the groups of an update: by prompts, by informative groups, or by a
-    budget of tokens.
-    """
-    schedule = config.schedule
-    if schedule.tokens_per_update is not None:
-        return BudgetedUpdates(
-            config=config,
-            tokens=schedule.tokens_per_update,
-            freshness=freshness,
-            milestones=milestones,
-            channel=channel,
-            buffer=buffer,
-        )
-    if schedule.dynamic_sampling:
-        kind = partial(InformativeGroups, order=schedule.order, another=lambda: train.take(1)[0])
-        return Updates(schedule.prompts_per_iteration, kind)
-    return Updates(schedule.prompts_per_iteration, partial(EveryGroup, order=schedule.order))
-
-
-def make_evaluations(
-    evaluator: Evaluator | None,
-    *,
-    records: RunRecords,
-    timeline: Timeline,
-    milestones: Milestones,
-) -> Evaluations:
-    """Makes the run's evaluations, which are none without an evaluator."""
-    if evaluator is None:
-        return Evaluations()
-    in_background = evaluator.config.evaluate.overlap
-    kind = BackgroundEvaluations if in_background else ForegroundEvaluations
-    return kind(evaluator, records, timeline, milestones)
-
-
-def make_publication(
-    config: Config,
-    *,
-    channel: StoreChannel,
-    fleet: Fleet,
-    pool: EnginePool,
+    engines: Engines,
+    shared: Shared,
+    production: ProductionParts,
     connection: Connection,
-    sampling: Sampling,
-    timeline: Timeline,
-    guests: Sequence[EngineGuest],
-    written: Callable[[int], Awaitable[None]],
+    chain: RunChain,
     milestones: Milestones,
-    first: int,
-) -> Publication:
-    """Makes the run's publication: how a version comes to the engines (publish.mode, divergence)."""
-    probes = ProbePlan.from_sections(
-        publish=config.publish,
-        rollout=config.rollout,
-        schedule=config.schedule,
-        algorithm=config.algorithm,
-    )
-    publish = CoordinatorPublish(
-        rollout=config.rollout,
-        timeout_s=config.publish.timeout_s,
-        seed=config.run.seed,
-        senders=config.mesh.senders(),
-        fleet=fleet,
-        pool=pool,
-        channel=channel,
-        connection=connection,
-        sampling=sampling,
-        probes=probes,
-    )
-    kind = publication_kind(config.publish)
-    return kind(
-        channel=channel,
-        fleet=fleet,
-        pool=pool,
-        publish=publish,
-        timeline=timeline,
-        guests=guests,
-        written=written,
-        probes=probes,
+    evaluations: Evaluations,
+) -> Coordinator:
+    """Makes the loop of a run, all of whose other parts exist."""
+    freshness = Freshness.from_sections(config.schedule, config.publish)
+    updates = make_updates(
+        config,
+        freshness=freshness,
         milestones=milestones,
-        first=first,
-        startup_timeout_s=config.run.startup_timeout_s,
-        wait_timeout_s=config.deadlines.wait_timeout_s,
-        border_timeout_s=config.deadlines.border_timeout_s,
+        channel=channel,
+        buffer=production.buffer,
+        train=inputs.train,
     )
-
-
-def make_roles(
-    config: Config, pool: EnginePool, timeline: Timeline, controller: ScheduleController
-) -> Roles | None:
-    """For a run whose devices decode and train in one iteration."""
-    return Roles(config, pool, timeline, controller.speeds) if config.devices.follows_work else None
-
-
-def make_service(
-    config: Config, pool: EnginePool, sampling: Sampling, tokenizer: Any
-) -> ServedRun | None:
-    """For a run that other programs see through its gateway."""
-    return None if config.agent.port is None else ServedRun(config, pool, sampling, tokenizer)
-
-
-def make_sessions(config: Config, key: str | None) -> Sessions | None:
-    """Makes the sessions that the run's gateway and its agents share.
-
-    They are signed by the engines' key, or by the run's own if that is not known. None if the run
-    has neither, and so no gateway.
-    """
-    file = Path(config.run.dir) / KEY_FILE
-    if not key and not file.exists():
-        return None
-    return Sessions(key or file.read_text(encoding="utf-8").strip())
-
-
-def make_gateway(
-    config: Config,
-    environment: Environment,
-    sessions: Sessions | None,
-    service: ServedRun | None,
-) -> Gateway | None:
-    """Makes the server of agents and of other programs, for a run that has any of these."""
-    if service is None and not isinstance(environment, AgentEnvironment):
-        return None
-    assert sessions is not None, "the launcher writes a key for every run with a gateway"
-    routes = None if service is None else service.routes
-    return Gateway(sessions, config.rollout.temperature, routes)
-
-
-def training_sampling(config: Config, spec: ModelSpec) -> Sampling:
-    return Sampling(
-        max_tokens=config.rollout.max_response_tokens,
-        temperature=config.rollout.temperature,
-        stop_token_ids=spec.eos_token_ids,
-        ignore_eos=config.rollout.ignore_eos,
-        routes=routes_of(config, spec),
+    ahead = IterationsAhead(
+        config=config,
+        channel=channel,
+        producer=production.producer,
+        timeline=shared.timeline,
+        freshness=freshness,
+        updates=updates,
+        train=inputs.train,
+        next=inputs.first,
     )
-
-
-def load_prompt_sets(
-    config: Config, tokenizer: Any
-) -> tuple[TrainingStream[Prompt], dict[str, tuple[Prompt, ...]]]:
-    """Training stream at the position of the checkpoint, and sets of held-out prompts by name."""
-    loaded = load_training(config.data, tokenizer, needs_answers(config.reward, config.environment))
-    for prompts in loaded:
-        logger.info("training on %s", prompts.summary)
-    held_out = {
-        name: load_prompts(
-            dataset,
-            tokenizer,
-            config.data,
-            config.evaluate.key_of(name),
-            0,
-            needs_answers(config.reward, config.environment),
-        )
-        for name, dataset in config.evaluate.all_sets(config.data.test).items()
-    }
-    for name, prompts in held_out.items():
-        logger.info("evaluating on %s: %s", name, prompts.summary)
-    stream = TrainingStream(config.data, loaded, config.run.seed)
-    if config.checkpoint.load:
-        stream.restore(read_meta(Path(config.checkpoint.load)).data)
-    return stream, {name: found.prompts for name, found in held_out.items()}
+    guests: list[EngineGuest] = [evaluations]
+    if production.service is not None:
+        guests.append(production.service)
+    publication = make_publication(
+        config,
+        channel=channel,
+        fleet=engines.fleet,
+        pool=engines.pool,
+        connection=connection,
+        sampling=inputs.sampling,
+        timeline=shared.timeline,
+        guests=guests,
+        written=ahead.written,
+        milestones=milestones,
+        first=inputs.first,
+    )
+    ahead.take_up(production.buffer)
+    iteration_end = IterationEnd(
+        config=config,
+        channel=channel,
+        controller=production.controller,
+        records=shared.records,
+        chain=chain,
+    )
+    return Coordinator(
+        first=inputs.first,
+        last=config.schedule.iterations,
+        publication=publication,
+        ahead=ahead,
+        evaluations=evaluations,
+        iteration_end=iteration_end,
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pa_npu.control.tasks import TaskScope
 from pa_npu.coordinator.publication import OnCrossed, Publication, ended
 from pa_npu.coordinator.record import BorderOutcome
 from pa_npu.data.prompts import Prompt
-from pa_npu.publish.coordinator_side import EnginesHold
+from pa_npu.publish.engines_hold import EnginesHold
 from pa_npu.publish.messages import READY
 
 

@@ -7,7 +7,7 @@ Where groups come from is the source's business (group_source.py): engines write
 (engine_groups.py), or they are rows of data (row_groups.py). They finish, and are delivered, in any
 order. Nothing here waits for trainers, so the producer cannot stall them.
 
-What a feature does it does at these points (variants.py), for each iteration in this order:
+What a feature does it does at these points (features.py), for each iteration in this order:
 
     point            when                                                    who is there
     before_admit     before a group asks for an engine                       the schedule's turns
@@ -33,10 +33,11 @@ from dataclasses import dataclass, field, replace
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.delivery import Delivery, HeldDelivery, Produced, Production
+from pa_npu.coordinator.demonstrations import Demonstrations
 from pa_npu.coordinator.episode import ScoredGroup
+from pa_npu.coordinator.features import Feature, HookPoints
 from pa_npu.coordinator.group_source import DeliveryTimes, GroupSource, IterationGroups
 from pa_npu.coordinator.updates import EveryGroup
-from pa_npu.coordinator.variants import Points, Variant
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import Assignment, GroupCost
 from pa_npu.samples.rollout_buffer import RolloutBuffer
@@ -49,9 +50,25 @@ class _Iteration:
 
     choice: EveryGroup
     groups: IterationGroups
-    points: Points
+    points: HookPoints
     production: Production
     delivery: Delivery
+    demonstrations: Sequence[ScoredGroup]
+
+    async def begin(self) -> None:
+        """What is trained before any of the iteration is generated."""
+        for number, group in enumerate(self.demonstrations):
+            await self.delivery.take(number, group)
+        for number, group in self.choice.begin():
+            await self._take(number, group)
+
+    @property
+    def size(self) -> int:
+        """How many groups are trained, once all are scored."""
+        return len(self.demonstrations) + self.choice.size
+
+    async def _take(self, number: int, group: ScoredGroup) -> None:
+        await self.delivery.take(len(self.demonstrations) + number, group)
 
     async def deliver(self, index: int, group: ScoredGroup) -> DeliveryTimes:
         """A scored group, and whatever it releases, on the way to the buffer."""
@@ -61,9 +78,11 @@ class _Iteration:
         released = self.choice.scored(index, group)
         start_s = time.perf_counter()
         for number, chosen in released:
-            await self.delivery.take(number, chosen)
+            await self._take(number, chosen)
+        first = len(self.demonstrations)
         by_rule = any(
-            chosen is group and self.delivery.is_by_rule(number) for number, chosen in released
+            chosen is group and self.delivery.is_by_rule(first + number)
+            for number, chosen in released
         )
         return DeliveryTimes(scored_s, time.perf_counter() - start_s, by_rule)
 
@@ -74,8 +93,9 @@ class Producer:
 
     source: where groups come from. work: what training a group costs. store_thread: a
     single-threaded executor for the buffer's blocking calls; one thread keeps their order.
-    variants: the features that this run uses. streamed: makes the delivery of an iteration whose
-    groups are handed over as they finish.
+    features: the features that this run uses. streamed: makes the delivery of an iteration whose
+    groups are handed over as they finish. demonstrations: rows that each iteration trains beside
+    the source's groups, under the first numbers; None without any.
     """
 
     config: Config
@@ -83,8 +103,9 @@ class Producer:
     buffer: RolloutBuffer
     work: GroupCost
     store_thread: Executor
-    variants: Sequence[Variant] = ()
+    features: Sequence[Feature] = ()
     streamed: Callable[..., Delivery] = field(default=Delivery, kw_only=True)
+    demonstrations: Demonstrations | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self._algorithm = build_algorithm(self.config)
@@ -102,21 +123,20 @@ class Producer:
         choice: EveryGroup | None = None,
         *,
         version: int | None = None,
-        variants: Sequence[Variant] = (),
+        features: Sequence[Feature] = (),
     ) -> Produced:
         """Put all groups of an iteration into the buffer. The first failure cancels the rest and is
         raised.
 
         choice: which groups are asked for and trained; None: one per prompt. version: of the
         weights that must write them; None: any.
-        variants: further ones, of this iteration.
+        features: further ones, of this iteration.
         """
-        this = self._plan(iteration, prompts, choice, version, variants)
+        this = self._plan(iteration, prompts, choice, version, features)
         try:
-            for number, group in this.choice.begin():
-                await this.delivery.take(number, group)
+            await this.begin()
             await this.groups.bring(this.points, this.deliver)
-            imbalance = await this.delivery.finish(this.choice.size)
+            imbalance = await this.delivery.finish(this.size)
         finally:
             await this.delivery.close()
         produced = this.production.end(imbalance)
@@ -129,21 +149,28 @@ class Producer:
         prompts: Sequence[Prompt],
         choice: EveryGroup | None,
         version: int | None,
-        variants: Sequence[Variant],
+        features: Sequence[Feature],
     ) -> _Iteration:
         config = self.config
         choice = choice or EveryGroup(prompts, config.schedule.order)
         groups = self.source.begin(iteration, prompts, choice, version)
+        demonstrations: Sequence[ScoredGroup] = ()
+        if self.demonstrations is not None:
+            demonstrations = self.demonstrations.groups(iteration)
+        expected_work = groups.expected_work
+        if expected_work is not None:
+            expected_work += sum(self.work(*group.trained_as) for group in demonstrations)
         assignment = Assignment(
             choice.order,
             config.mesh.data,
-            config.mesh.per_replica(choice.most),
+            config.mesh.per_replica(choice.max_groups + len(demonstrations)),
             config.schedule.updates_per_iteration,
-            groups.expected_work,
+            expected_work,
             unequal=config.devices.unequal_groups,
         )
-        production = Production(iteration, kept_groups(config.telemetry.samples))
-        points = Points([*self.variants, *groups.variants, production, *variants])
+        num_kept = kept_groups(config.telemetry.samples)
+        production = Production(iteration, num_kept, len(demonstrations))
+        points = HookPoints([*self.features, *groups.features, production, *features])
         make_delivery = self.streamed if config.schedule.streams(iteration) else HeldDelivery
         delivery = make_delivery(
             config=config,
@@ -153,6 +180,6 @@ class Producer:
             work=self.work,
             buffer=self.buffer,
             store_thread=self.store_thread,
-            told=points.delivered,
+            on_delivered=points.delivered,
         )
-        return _Iteration(choice, groups, points, production, delivery)
+        return _Iteration(choice, groups, points, production, delivery, demonstrations)

@@ -35,7 +35,8 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.engines.member import Member
 from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
-from pa_npu.publish.coordinator_side import CoordinatorPublish, EnginesHold
+from pa_npu.publish.coordinator_side import CoordinatorPublish
+from pa_npu.publish.engines_hold import EnginesHold
 from pa_npu.publish.messages import READY
 from pa_npu.publish.probes import ProbePlan, decides_publishes
 from pa_npu.telemetry.timeline import Timeline, now, on_clock
@@ -294,8 +295,8 @@ class RollingPublication(DelayedPublication):
     """Lets engines swap one after another, each when it has no group of the version before.
 
     New groups are given out as soon as one engine has swapped; the border ends when all have. They
-    swap together to a version that is saved, or evaluated before anything is produced: for these the
-    iteration before has to be complete.
+    swap together to a version that is saved, or evaluated before anything is produced: for these
+    the iteration before has to be complete.
     """
 
     CONCURRENT_ITERATIONS = 1

@@ -16,7 +16,7 @@ from pa_npu.engines.pool import EngineUse
 from pa_npu.evaluation.results import Judged, Progress, kept_versions, results_file, write_results
 from pa_npu.planning.iteration_model.subjects import Prediction
 from pa_npu.platform.memory_peaks import ResidentPeak
-from pa_npu.publish.coordinator_side import EnginesHold
+from pa_npu.publish.engines_hold import EnginesHold
 from pa_npu.telemetry import idle
 from pa_npu.telemetry.chain import lines_digest
 from pa_npu.telemetry.progress import PREFIX, progress_line, remaining_s
@@ -84,11 +84,11 @@ class RunRecords:
         self._kept.close()
         self._trackers.close(None if kind is None else FAILED_RUN_S)
 
-    def write_runs_on(self, found: RunsOn) -> None:
+    def write_runs_on(self, runs_on: RunsOn) -> None:
         """Writes the devices and software that this attempt of the run has, and prints them."""
         file = Path(self._config.run.dir) / RUNS_ON
-        attempt(file, lambda: file.write_text(json_line(asdict(found)) + "\n", encoding="utf-8"))
-        for line in found.lines():
+        attempt(file, lambda: file.write_text(json_line(asdict(runs_on)) + "\n", encoding="utf-8"))
+        for line in runs_on.lines():
             say(PREFIX + line)
 
     def write_iteration(
@@ -136,31 +136,31 @@ class RunRecords:
             f"| evaluation of version {record['version']}: accuracy {record['accuracy']:.3f} on "
             f"{record['questions']}{part} questions, {record['seconds']:.1f} s"
         )
-        for name, found in record["sets"].items():
-            if len(record["sets"]) > 1 or len(found["metrics"]) > 1:
+        for name, numbers in record["sets"].items():
+            if len(record["sets"]) > 1 or len(numbers["metrics"]) > 1:
                 metrics = ", ".join(
-                    f"{metric} {value['value']:.3f}" for metric, value in found["metrics"].items()
+                    f"{metric} {value['value']:.3f}" for metric, value in numbers["metrics"].items()
                 )
                 say(
-                    f"|   {name}: {metrics}; {found['length_mean']:.0f} tokens, "
-                    f"{found['truncated_ratio']:.0%} cut"
+                    f"|   {name}: {metrics}; {numbers['length_mean']:.0f} tokens, "
+                    f"{numbers['truncated_ratio']:.0%} cut"
                 )
 
     def write_held_out_loss(self, record: Mapping[str, Any]) -> None:
         """The loss of held-out rows under a version, and its lines on the console."""
         self._trackers.write_evaluation(self._metrics.write_evaluation(record))
         sets = ", ".join(
-            f"{name} {found['loss']:.4f} ({_held_out_metrics(found)}, {found['rows']} rows)"
-            for name, found in record["sets"].items()
+            f"{name} {numbers['loss']:.4f} ({_held_out_metrics(numbers)}, {numbers['rows']} rows)"
+            for name, numbers in record["sets"].items()
         )
         say(f"| evaluation of version {record['version']}: loss {sets}, {record['seconds']:.1f} s")
 
 
-def _held_out_metrics(found: Mapping[str, Any]) -> str:
+def _held_out_metrics(numbers: Mapping[str, Any]) -> str:
     """What a held-out set has beside its loss."""
     return ", ".join(
         f"{name.replace('_', ' ')} {metric['value']:.3f}"
-        for name, metric in found["metrics"].items()
+        for name, metric in numbers["metrics"].items()
         if name != "loss"
     )
 

@@ -34,7 +34,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.tasks import cancel
 from pa_npu.coordinator.delivery import Delivery
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.coordinator.variants import Variant
+from pa_npu.coordinator.features import Feature
 from pa_npu.dispatch.assignment import common_end_s, divide_group
 from pa_npu.dispatch.roles import Rest, RoleUnit, decoding_units, role_units
 from pa_npu.dispatch.schedule import EngineSpeed
@@ -62,7 +62,7 @@ class _Flight:
 
 
 @dataclass(eq=False, repr=False)
-class Roles(Variant):
+class Roles(Feature):
     """Decides, for a whole run, when units change from decoding to training.
 
     speed: returns the speed of an engine, and the seconds that a replica takes for a unit of work;
@@ -98,8 +98,10 @@ class Roles(Variant):
         self._delivery = delivery
         self.changing: asyncio.Task[None] | None = None
         """A change of roles that goes on, or the last one."""
-        self._steps, self._next_s = 0.0, 0.0
-        self._at_s, self._begin_s = time.perf_counter(), now()
+        self._steps = 0.0
+        self._next_s = 0.0
+        self._at_s = time.perf_counter()
+        self._begin_s = now()
 
     # the iteration
 
@@ -107,9 +109,9 @@ class Roles(Variant):
         """All devices decode, for a delivery of this iteration."""
         self.close()
         self._reset(delivery)
-        found = self.speed()
-        if found is not None:
-            self._engine, self._seconds_per_work = found
+        speeds = self.speed()
+        if speeds is not None:
+            self._engine, self._seconds_per_work = speeds
         delivery.seconds_per_work = self._seconds_per_work or 1.0
         self.pool.devices.decode_all()
         for unit in self.units:
@@ -184,9 +186,13 @@ class Roles(Variant):
 
     def _wanted(self, decoding: Sequence[RoleUnit]) -> int:
         assert self._engine is not None and self._delivery is not None
-        size, seen = self.config.rollout.responses_per_prompt, np.concatenate(list(self._seen))
+        size = self.config.rollout.responses_per_prompt
+        seen = np.concatenate(list(self._seen))
         seen.sort()
-        remaining, groups, written, tokens = [], [], [], []
+        remaining = []
+        groups = []
+        written = []
+        tokens = []
         for number, flight in enumerate(self._flights.values()):
             age = self._steps - flight.steps
             first = int(np.searchsorted(seen, age, side="right"))
@@ -435,7 +441,7 @@ class RolesDelivery(Delivery):
         works = {replica: took_s / self.seconds_per_work for replica, took_s in takes_s.items()}
         slots = self.assignment.divide(number, works)
         # a replica that trains all of it knows so without being told
-        told = [
+        messages = [
             None if last - first == len(lengths) else (first, last)
             for first, last in parts.values()
         ]
@@ -443,7 +449,7 @@ class RolesDelivery(Delivery):
             number,
             scored,
             self.algorithm.credit,
-            dict(zip(slots, told, strict=True)),
+            dict(zip(slots, messages, strict=True)),
         )
 
     def _mean_s(self) -> float:

@@ -13,9 +13,9 @@ from pa_npu.algorithm.algorithm import Algorithm
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.episode import ScoredGroup, with_components
+from pa_npu.coordinator.features import Feature, HookPoints
 from pa_npu.coordinator.group_source import Deliver
 from pa_npu.coordinator.updates import EveryGroup
-from pa_npu.coordinator.variants import Points, Variant
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.row_sets import Row
 from pa_npu.data.row_stream import RowGroup
@@ -53,7 +53,7 @@ class IterationOfRows:
     choice: EveryGroup
     groups: Sequence[ScoredGroup]
     expected_work: float | None
-    variants: Sequence[Variant] = field(default=(), init=False)
+    features: Sequence[Feature] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         self._start_s = time.perf_counter()
@@ -63,7 +63,7 @@ class IterationOfRows:
         """How many rows the iteration trains."""
         return {"rows": sum(len(group.samples) for group in self.groups)}
 
-    async def bring(self, points: Points, deliver: Deliver) -> None:
+    async def bring(self, points: HookPoints, deliver: Deliver) -> None:
         while not self.choice.must_wait and (index := await self.choice.next_index()) is not None:
             await deliver(index, self.groups[index])
         for tell in points.all_dispatched:
@@ -78,17 +78,20 @@ def group_of(prompt: Prompt, algorithm: Algorithm) -> ScoredGroup:
     return ScoredGroup(prompt, samples, None)
 
 
-def sample_of(row: Row) -> Sample:
-    """The row as a sample whose trained tokens have the component 1. No policy wrote any."""
+def sample_of(row: Row, *, component: int = 1, factor: float = 1.0) -> Sample:
+    """The row as a sample whose trained tokens have this component, and the row's weights times
+    `factor`. No policy wrote any.
+    """
     num_tokens = len(row.tokens)
     is_trained = row.weight != 0
-    is_plain = bool((row.weight[is_trained] == 1).all())
+    values = row.weight * np.float32(factor)
+    is_plain = bool((values[is_trained] == 1).all())
     weight = None
     if not is_plain:
-        weight = np.where(is_trained, row.weight, 1).astype(np.float32)
+        weight = np.where(is_trained, values, 1).astype(np.float32)
     return Sample(
         tokens=row.tokens,
-        component=is_trained.astype(np.uint8),
+        component=np.where(is_trained, component, 0).astype(np.uint8),
         logprobs=np.zeros(num_tokens, np.float32),
         versions=np.full(num_tokens, NO_VERSION, np.int32),
         finished=row.finished,

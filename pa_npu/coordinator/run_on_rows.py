@@ -1,7 +1,7 @@
 """A run without engines: reads rows, meets the trainers, and hands all parts to the loop (loop.py).
 
-Of what a run with engines constructs (main.py) there are no engines, environments, rewards, schedule
-controller, publish or probe.
+Of what a run with engines constructs (main.py) there are no engines, environments, rewards,
+schedule controller, publish or probe.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pa_npu.coordinator.start import first_version, lead, make_records, store_ad
 from pa_npu.coordinator.updates import EveryGroup, Updates
 from pa_npu.data.row_stream import RowGroupStream
 from pa_npu.data.trained_sets import (
-    TrainedSet,
+    AnySet,
     load_held_out_rows,
     load_training_rows,
     stream_of,
@@ -130,7 +130,7 @@ class NothingScheduled:
         return Prediction("", None, None)
 
 
-def open_stream(config: Config, loaded: list[TrainedSet]) -> RowGroupStream:
+def open_stream(config: Config, loaded: list[AnySet]) -> RowGroupStream:
     """The stream of groups of rows, at the position of the checkpoint."""
     for rows in loaded:
         logger.info("training on %s", rows.summary)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from itertools import count
 from typing import Annotated, Any, Literal
@@ -29,6 +29,8 @@ from pa_npu.agents.gateway import CHAT_FIELDS, TEXT_FIELDS, Gateway, read_json, 
 from pa_npu.agents.openai_format import (
     CompletionRequest,
     RequestRefused,
+    SamplingRules,
+    events,
     models,
     named_model,
     read_request,
@@ -37,7 +39,7 @@ from pa_npu.agents.openai_format import (
 from pa_npu.config.schema import Config
 from pa_npu.control.tasks import cancel
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.coordinator.variants import Variant
+from pa_npu.coordinator.features import Feature
 from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
@@ -48,7 +50,8 @@ from pa_npu.samples.seeds import group_seed
 
 # Beside all iterations of training and evaluation, whose groups have seeds of their own.
 _SEED_ITERATION = 2**61
-_MOST_GROUPS, _MOST_TASKS = 1024, 64
+_MOST_GROUPS = 1024
+_MOST_TASKS = 64
 _ABOUT = "about"  # identity and texts
 _FOLLOWING = ("trained", "written")
 """Columns that follow from others (`Group.trained`, `Group.written`), for trainers outside."""
@@ -78,9 +81,9 @@ class _Kept:
         for column, values in self.group.columns.items():
             if column.name == name:
                 return values.tolist()
-        own = ", ".join(column.name for column in self.group.columns)
+        run_columns = ", ".join(column.name for column in self.group.columns)
         known = ", ".join((_ABOUT, *PER_TOKEN, *_FOLLOWING, *PER_SAMPLE)) + (
-            f", {own}" if own else ""
+            f", {run_columns}" if run_columns else ""
         )
         raise RequestRefused(
             f"columns: {name!r:.40} is unknown; there are {known}", param="columns"
@@ -96,7 +99,7 @@ class _Task:
 
 
 @dataclass(eq=False, repr=False)
-class ServedRun(Variant):
+class ServedRun(Feature):
     """The run of one coordinator, as the gateway sees it. sampling: the run's, for what a request
     leaves out.
     """
@@ -108,7 +111,8 @@ class ServedRun(Variant):
 
     def __post_init__(self, tokenizer: Any) -> None:
         self._chat = Chat(self.config, tokenizer)
-        self._rows, self._requests = count(), count()
+        self._rows = count()
+        self._requests = count()
         self._kept: deque[_Kept] = deque(maxlen=_MOST_GROUPS)
         self._tasks: dict[str, _Task] = {}
         self._arrived = asyncio.Event()
@@ -154,8 +158,8 @@ class ServedRun(Variant):
         def guarded(handler: Any) -> Any:
             async def handle(request: web.Request) -> web.StreamResponse:
                 gateway.authorise(request)
-                found: web.StreamResponse = await handler(request)
-                return found
+                answer: web.StreamResponse = await handler(request)
+                return answer
 
             return handle
 
@@ -179,17 +183,19 @@ class ServedRun(Variant):
         written = [
             (
                 self._chat.answer(
-                    one, asked.messages, asked.tools, text, asked.stop, f"call_{number}_{place}_"
+                    generation,
+                    asked.messages,
+                    asked.tools,
+                    text,
+                    asked.stop,
+                    f"call_{number}_{place}_",
                 ),
-                one,
+                generation,
             )
-            for place, one in enumerate(await self._sample(tokens, asked, number))
+            for place, generation in enumerate(await self._sample(tokens, asked, number))
         ]
-        return await send_answer(
-            request,
-            whole_answer(self._chat, f"chatcmpl-{number}", written, len(tokens), asked),
-            asked,
-        )
+        answer = whole_answer(self._chat, f"chatcmpl-{number}", written, tokens, asked)
+        return await send_answer(request, answer, _stream(answer, asked))
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         asked = await self._read(request, TEXT_FIELDS)
@@ -204,19 +210,21 @@ class ServedRun(Variant):
                 f"prompt: token {max(tokens)} is not in the model's vocabulary", param="prompt"
             )
         number = next(self._requests)
-        found = await self._sample(tokens, asked, number)
+        generations = await self._sample(tokens, asked, number)
         written = [
-            (ChatAnswer(self._chat.decode_answer(one, asked.stop)[1], {}, ()), one) for one in found
+            (ChatAnswer(self._chat.decode_answer(generation, asked.stop)[1], {}, ()), generation)
+            for generation in generations
         ]
-        return await send_answer(
-            request, whole_answer(self._chat, f"cmpl-{number}", written, len(tokens), asked), asked
-        )
+        answer = whole_answer(self._chat, f"cmpl-{number}", written, tokens, asked)
+        return await send_answer(request, answer, _stream(answer, asked))
 
     async def _read(self, request: web.Request, fields: Sequence[str]) -> CompletionRequest:
         body = await read_json(request)
-        return read_request(
-            body, temperature=self.sampling.temperature, endpoint_fields=fields, free=True
+        rules = SamplingRules(
+            temperature=self.sampling.temperature,
+            template_options=self.config.data.template_options,
         )
+        return read_request(body, rules=rules, endpoint_fields=fields, free=True)
 
     async def _sample(
         self, tokens: Sequence[int], asked: CompletionRequest, number: int
@@ -304,7 +312,7 @@ class ServedRun(Variant):
                 param="task",
             )
         end_s = asyncio.get_running_loop().time() + asked.wait_s
-        while not (left := [one for one in self._kept if one.row not in task.taken]):
+        while not (new := [kept for kept in self._kept if kept.row not in task.taken]):
             self._arrived.clear()
             try:
                 await asyncio.wait_for(
@@ -313,14 +321,18 @@ class ServedRun(Variant):
             except asyncio.TimeoutError:
                 break
         if asked.policy == "age":
-            left.sort(key=lambda one: (one.group.version_range[0], one.row))
-        found = [
-            {"id": one.row, **{name: one.column(name) for name in asked.columns}}
-            for one in left[: asked.most]
+            new.sort(key=lambda kept: (kept.group.version_range[0], kept.row))
+        copies = [
+            {"id": kept.row, **{name: kept.column(name) for name in asked.columns}}
+            for kept in new[: asked.most]
         ]
-        task.taken = {one.row for one in self._kept if one.row in task.taken} | {
-            one["id"] for one in found
+        task.taken = {kept.row for kept in self._kept if kept.row in task.taken} | {
+            copy["id"] for copy in copies
         }
         self._tasks[asked.task] = task
-        body = await asyncio.to_thread(msgspec.json.encode, {"groups": found})
+        body = await asyncio.to_thread(msgspec.json.encode, {"groups": copies})
         return web.Response(body=body, content_type="application/json")
+
+
+def _stream(answer: dict[str, Any], asked: CompletionRequest) -> Iterable[bytes] | None:
+    return events(answer, asked.usage) if asked.stream else None

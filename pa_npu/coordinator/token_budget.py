@@ -102,7 +102,8 @@ class BudgetedUpdates(Updates):
                 f"{self._budget.replicas} replicas cannot share; continue with as many "
                 "trainer.devices as before"
             )
-        self._carried, self._budget.group_tokens = groups, group_tokens
+        self._carried = groups
+        self._budget.group_tokens = group_tokens
 
     def save(self, version: int) -> None:
         """Put what no update until `version` trains, and no iteration that is produced until then,
@@ -115,7 +116,7 @@ class BudgetedUpdates(Updates):
         buffer = self.buffer.written(version)
         for index, group in enumerate(self._carried):
             buffer.put(group.group(0, iteration, index), 0, index)
-        carried = [told(group) for group in self._carried]
+        carried = [carried_fields(group) for group in self._carried]
         CARRIED.put(
             self.channel,
             CarriedGroups(iteration, carried, self._budget.group_tokens),
@@ -125,44 +126,52 @@ class BudgetedUpdates(Updates):
 
 @dataclass
 class TokenBudget:
-    """The token budget of a run. tokens: of an update. most: groups that an iteration may generate,
-    as many for each replica.
+    """The token budget of a run.
 
-    group_tokens: expected of a group, None before any was seen.
+    Args:
+        tokens: of an update.
+        max_groups: how many groups an iteration may generate; a multiple of `replicas`.
+        replicas: that train, each as many groups.
+        group_tokens: expected of a group; None before any was seen.
     """
 
     tokens: int
-    most: int
+    max_groups: int
     replicas: int
     group_tokens: float | None = None
 
     def num_new(self, carried: Sequence[int], *, is_last: bool) -> int:
-        """Groups to generate for an update that has groups of so many tokens already, as many for
-        each replica.
+        """Returns how many groups to generate for an update, as many for each replica.
 
-        is_last: what is too much is trained too.
+        carried: tokens of each group that it has already. is_last: whether it is the run's last
+        update, which trains what is too much, too.
         """
-        wanted = self.most
+        num_groups = self.max_groups
         if self.group_tokens:
             needed = (self.tokens - sum(carried)) / self.group_tokens
-            wanted = math.ceil(needed if is_last else needed * _MARGIN)
+            num_groups = math.ceil(needed if is_last else needed * _MARGIN)
         # all replicas train as many groups, in every update and so in the last one too
-        rows = -(-max(wanted, 1) // self.replicas)
-        return min(rows * self.replicas, self.most)
+        rows = -(-max(num_groups, 1) // self.replicas)
+        return min(rows * self.replicas, self.max_groups)
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Record how many tokens the groups of an iteration turned out to have."""
+        """Records how many tokens the groups of an iteration turned out to have."""
         mean = sum(tokens) / len(tokens)
         old = mean if self.group_tokens is None else self.group_tokens
         self.group_tokens = _NEWEST * mean + (1 - _NEWEST) * old
 
 
 class BudgetedGroups(EveryGroup):
-    """Which of the groups at hand one update takes, told as they become complete. Numbers: carried
-    ones first, then by index.
+    """Chooses which of the groups at hand an update takes, as they become complete.
 
-    carried: from earlier updates. num_due: of the first groups, those that no later update may
-    train. told: is given the number of groups of the update, once, as soon as it is known.
+    Groups are numbered: carried ones first, then new ones by index.
+
+    Args:
+        budget: of the run.
+        carried: groups from earlier updates.
+        prompts: of the new groups.
+        num_due: how many of the first groups no later update may train.
+        on_size: called once with the update's number of groups, as soon as it is known.
     """
 
     def __init__(
@@ -171,7 +180,7 @@ class BudgetedGroups(EveryGroup):
         carried: Sequence[ScoredGroup],
         prompts: Sequence[Prompt],
         num_due: int,
-        told: Callable[[int], None] = lambda size: None,
+        on_size: Callable[[int], None] = lambda size: None,
     ) -> None:
         super().__init__(prompts, "prompt")
         self._budget = budget
@@ -179,9 +188,9 @@ class BudgetedGroups(EveryGroup):
         self._num_carried = len(carried)
         self._total = len(carried) + len(prompts)
         replicas = budget.replicas
-        self.most = self._total // replicas * replicas
-        self._due = min(-(-num_due // replicas) * replicas, self.most)
-        self._told = told
+        self.max_groups = self._total // replicas * replicas
+        self._due = min(-(-num_due // replicas) * replicas, self.max_groups)
+        self._on_size = on_size
         self._sum = 0
         self._next = 0
         self._size: int | None = None
@@ -212,27 +221,28 @@ class BudgetedGroups(EveryGroup):
         return self._taken()
 
     def _taken(self) -> list[tuple[int, ScoredGroup]]:
-        """Further groups that the update takes, as far as is known by now; each is told once."""
-        found: list[int] = []
+        """Returns further groups that the update takes, each once, as far as is known by now."""
+        numbers: list[int] = []
         replicas = self._budget.replicas
         while self._size is None:
             row = range(self._next, self._next + replicas)
             enough = self._sum >= self._budget.tokens and self._next >= self._due
             if enough or row.stop > self._total:
                 self._size = self._next
-                self._told(self._size)
+                self._on_size(self._size)
             elif all(number in self._groups for number in row):
                 self._sum += sum(self._groups[number].tokens for number in row)
                 self._next = row.stop
-                found += row
+                numbers += row
             else:
                 break
-        return [(number, self._groups[number]) for number in found]
+        return [(number, self._groups[number]) for number in numbers]
 
 
-def told(group: ScoredGroup) -> dict[str, Any]:
+def carried_fields(group: ScoredGroup) -> dict[str, Any]:
     """Returns as JSON the parts of a group that the wire format leaves out."""
-    prompt, result = group.prompt, group.result
+    prompt = group.prompt
+    result = group.result
     assert result is not None, "groups that are carried have rewards"
     return {
         "prompt": prompt.text,
@@ -246,14 +256,18 @@ def told(group: ScoredGroup) -> dict[str, Any]:
     }
 
 
-def restored(group: Group, told: dict[str, Any]) -> ScoredGroup:
-    """The scored group that gave `group` and `told`.
+def restored(group: Group, fields: dict[str, Any]) -> ScoredGroup:
+    """Returns the scored group of which `group` and `fields` (carried_fields) were made.
 
-    The prompt's row is not there: its rewards are known.
+    It lacks the prompt's row, which nobody needs once the rewards are known.
     """
-    tokens = np.asarray(told["prompt_tokens"], np.int32)
-    prompt = Prompt(group.prompt_id, tokens, told["answer"], told["prompt"], {}, told["source"])
-    functions = {name: np.asarray(values, np.float32) for name, values in told["functions"].items()}
-    correct = np.asarray(told["correct"], np.bool_)
-    result = RewardResult(group.rewards.copy(), functions, correct, tuple(told["errors"]))
-    return ScoredGroup(prompt, group.samples(told["texts"]), result)
+    tokens = np.asarray(fields["prompt_tokens"], np.int32)
+    prompt = Prompt(
+        group.prompt_id, tokens, fields["answer"], fields["prompt"], {}, fields["source"]
+    )
+    functions = {
+        name: np.asarray(values, np.float32) for name, values in fields["functions"].items()
+    }
+    correct = np.asarray(fields["correct"], np.bool_)
+    result = RewardResult(group.rewards.copy(), functions, correct, tuple(fields["errors"]))
+    return ScoredGroup(prompt, group.samples(fields["texts"]), result)

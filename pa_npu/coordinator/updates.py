@@ -76,7 +76,7 @@ class EveryGroup:
     order: Literal["prompt", "completion"]
 
     def __post_init__(self) -> None:
-        self.most = len(self.prompts)
+        self.max_groups = len(self.prompts)
         self.num_dispatched = 0
         self._num_scored = 0
         self._changed = asyncio.Event()
@@ -84,7 +84,7 @@ class EveryGroup:
     @property
     def size(self) -> int:
         """How many groups are trained, once all are scored."""
-        return self.most
+        return self.max_groups
 
     @property
     def num_wanted(self) -> int:
@@ -167,7 +167,7 @@ class InformativeGroups(EveryGroup):
             raise UserError(
                 f"schedule.dynamic_sampling: of {self._num_scored} groups {self._num_discarded} "
                 f"were all right or all wrong, and {self._limit} dispatched ones cannot give "
-                f"{self.most} informative ones; raise rollout.responses_per_prompt, or take "
+                f"{self.max_groups} informative ones; raise rollout.responses_per_prompt, or take "
                 "prompts that fit the model"
             )
         return index

@@ -294,14 +294,14 @@ class Renderer:
 
     def _that_differs(self, row: Conversation, text: str, number: int) -> tuple[int, int] | None:
         """Bounds of what another content in the place of the message changes."""
-        other = {"role": "assistant", "content": _PROBE}
-        messages = [*row.messages[:number], other, *row.messages[number + 1 :]]
+        probe_message = {"role": "assistant", "content": _PROBE}
+        messages = [*row.messages[:number], probe_message, *row.messages[number + 1 :]]
         try:
             probed = self._render(messages, row.tools)
         except TemplateFailed:
             return None
-        start, found, behind = probed.partition(_PROBE)
-        if not found or _PROBE in behind:
+        start, separator, behind = probed.partition(_PROBE)
+        if not separator or _PROBE in behind:
             return None
         if not text.startswith(start) or not text.endswith(behind):
             return None

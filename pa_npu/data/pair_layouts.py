@@ -143,7 +143,8 @@ def _of_messages(
     num_shared = 0
     while not before and _both_go_on_alike(answers, num_shared):
         num_shared += 1
-    before, answers = before + answers[0][:num_shared], [one[num_shared:] for one in answers]
+    before = before + answers[0][:num_shared]
+    answers = [answer[num_shared:] for answer in answers]
     if not before:
         raise DataError(
             f"{location}: chosen and rejected begin with different messages and there is no prompt "

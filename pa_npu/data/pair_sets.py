@@ -15,7 +15,14 @@ from pa_npu.config.words import counted
 from pa_npu.data.conversations import Renderer
 from pa_npu.data.pair_layouts import PairContent, read_pairs
 from pa_npu.data.prompts import dataset_options
-from pa_npu.data.row_sets import Row, cut_row, encoded_rows, first_row_lines, max_row_tokens
+from pa_npu.data.row_sets import (
+    Row,
+    TrainedSet,
+    cut_row,
+    encoded_rows,
+    first_row_lines,
+    max_row_tokens,
+)
 from pa_npu.data.row_stream import RowGroup, num_common
 from pa_npu.errors import DataError
 
@@ -39,45 +46,26 @@ class Pair:
         return self.chosen.identity + self.rejected.identity
 
 
-@dataclass(frozen=True, eq=False)
-class PairSet:
-    """The usable pairs of one dataset, in its order. num_read = len(pairs) + num_skipped.
-
-    rule: how compared tokens were told from others.
-    """
-
-    path: str
-    pairs: tuple[Pair, ...]
-    num_read: int
-    num_truncated: int
-    num_skipped: int
-    rule: str
-
-    @property
-    def items(self) -> tuple[Pair, ...]:
-        """What a stream gives of the set."""
-        return self.pairs
+class PairSet(TrainedSet[Pair]):
+    """The usable pairs of one dataset."""
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        return tuple(row for pair in self.pairs for row in pair.rows)
+        return tuple(row for pair in self.items for row in pair.rows)
 
     @property
     def summary(self) -> str:
-        """One line for logs and the dry run."""
-        chosen = [pair.chosen.num_trained for pair in self.pairs]
-        rejected = [pair.rejected.num_trained for pair in self.pairs]
-        num = len(self.pairs)
+        chosen = [pair.chosen.num_trained for pair in self.items]
+        rejected = [pair.rejected.num_trained for pair in self.items]
+        num = len(self.items)
         return (
-            f"{counted(num, 'pair')} from {self.path} (read {self.num_read}, truncated "
-            f"{self.num_truncated}, skipped {self.num_skipped}), of which "
+            f"{counted(num, 'pair')} {self.origin}, of which "
             f"{sum(chosen) / num:.0f} tokens of the chosen and {sum(rejected) / num:.0f} of the "
             f"rejected answer are compared, in the mean ({self.rule})"
         )
 
     def first_lines(self, tokenizer: Any) -> list[str]:
-        """Shows which tokens of the first pair are compared."""
-        pair = self.pairs[0]
+        pair = self.items[0]
         return [
             line.replace("first row", f"{name} answer of the first pair", 1)
             for name, row in (("chosen", pair.chosen), ("rejected", pair.rejected))

@@ -20,12 +20,16 @@ from pa_npu.data.records import Columns, Record, read_records
 from pa_npu.data.template import TemplateFailed, check_options, chosen_template, rendered
 from pa_npu.errors import DataError, printable
 
-RENDER_ALL_LIMIT_S, RENDER_ROW_S = 60.0, 0.02  # of a dataset: these, and so much more per row
+# of a dataset: these, and so much more per row
+RENDER_ALL_LIMIT_S = 60.0
+RENDER_ROW_S = 0.02
 ENCODE_CHARACTERS = 4 << 20  # tokenised together
-_SHOWN_LINES, _SHOWN_CHARACTERS = 12, 400
+_SHOWN_LINES = 12
+_SHOWN_CHARACTERS = 400
 # A prompt of so many characters for each token that fits is too long whatever its tokens are. No
 # token of a vocabulary has more; normalisation, such as dropping spaces, may take some away.
-_SHORTEST_TOKEN_BOUND, _NORMALISED = 64, 4
+_SHORTEST_TOKEN_BOUND = 64
+_NORMALISED = 4
 _REASONING = "reasoning_content"
 
 
@@ -96,7 +100,8 @@ def load_prompts(
         needs_answer: as Columns.
     """
     is_training = isinstance(dataset, TrainingDataset)
-    path, config = dataset.path, dataset_options(dataset, config)
+    path = dataset.path
+    config = dataset_options(dataset, config)
     columns = Columns(
         config.question_column,
         config.answer_column,
@@ -116,7 +121,9 @@ def load_prompts(
     too_long: list[_Encoded] = []
     shortest = sys.maxsize
     for number, encoded in enumerate(_encoded(records, tokenizer, config)):
-        record, text, tokens = encoded.record, encoded.text, encoded.tokens
+        record = encoded.record
+        text = encoded.text
+        tokens = encoded.tokens
         shortest = min(shortest, encoded.num_tokens)
         if encoded.num_tokens > limit:
             too_long.append(encoded)
@@ -149,22 +156,22 @@ def load_training(config: DataConfig, tokenizer: Any, needs_answer: bool = True)
 
     Raises DataError.
     """
-    found: list[PromptSet] = []
+    sets: list[PromptSet] = []
     for number, dataset in enumerate(config.datasets):
-        first_id = sum(prompts.num_read for prompts in found)
-        found.append(
+        first_id = sum(prompts.num_read for prompts in sets)
+        sets.append(
             load_prompts(dataset, tokenizer, config, config.key_of(number), first_id, needs_answer)
         )
-    return found
+    return sets
 
 
 def dataset_options(dataset: Dataset, config: DataConfig) -> DataConfig:
     """data.* with what the dataset says itself."""
-    own = dataset.model_dump(
+    chosen_options = dataset.model_dump(
         include={"question_column", "answer_column", "system_prompt", "instruction"},
         exclude_none=True,
     )
-    return config.model_copy(update=own)
+    return config.model_copy(update=chosen_options)
 
 
 def first_prompt_lines(prompt: Prompt, tokenizer: Any) -> list[str]:
@@ -250,7 +257,8 @@ def _encoded(records: Sequence[Record], tokenizer: Any, config: DataConfig) -> I
                 )
             least = len(whole) // longest_token // _NORMALISED + 1 if len(whole) > bound else 0
             yield _Encoded(encoded_record, whole, tokens, least)
-        batch, num_characters = [], 0
+        batch = []
+        num_characters = 0
 
 
 def _longest_token(tokenizer: Any) -> int:

@@ -365,33 +365,34 @@ def published(row: Mapping[str, Any]) -> dict[str, Any]:
     GPQA's is drawn from the question itself, so that it is the same everywhere and always. The row
     keeps its columns, and `choice_letters` tells the math reward to compare letters.
     """
-    found = dict(row)
+    record = dict(row)
     if all(isinstance(row.get(name), str) for name in _GPQA):
         options = [row[name].strip() for name in _GPQA[1:]]
         order = random.Random(row["Question"]).sample(range(4), 4)
-        return found | _choice(row["Question"], [options[i] for i in order], order.index(0))
+        return record | _choice(row["Question"], [options[i] for i in order], order.index(0))
     choices = row.get("choices")
     if isinstance(choices, Mapping) and "answerKey" in row:
-        labels, texts = list(choices.get("label", ())), list(choices.get("text", ()))
+        labels = list(choices.get("label", ()))
+        texts = list(choices.get("text", ()))
         if row["answerKey"] in labels and len(labels) == len(texts):
-            return found | _choice(str(row.get("question")), texts, labels.index(row["answerKey"]))
+            return record | _choice(str(row.get("question")), texts, labels.index(row["answerKey"]))
     right = row.get("answer")
     if (
         isinstance(choices, (list, tuple))
         and type(right) is int
         and 0 <= right < len(choices) <= len(LETTERS)
     ):
-        return found | _choice(str(row.get("question")), choices, right)
+        return record | _choice(str(row.get("question")), choices, right)
     if (
         "Problem" in row
         and "Answer" in row
         and not {"problem", "question", "prompt", "messages"} & set(row)
     ):
-        found |= {"problem": row["Problem"], "answer": row["Answer"]}
-    answer = found.get("answer")
+        record |= {"problem": row["Problem"], "answer": row["Answer"]}
+    answer = record.get("answer")
     if isinstance(answer, float) and answer.is_integer():
-        found["answer"] = int(answer)
-    return found
+        record["answer"] = int(answer)
+    return record
 
 
 def _choice(question: str, options: Sequence[Any], right: int) -> dict[str, Any]:

@@ -83,7 +83,8 @@ def _content(
         if row.get(name) is not None:
             return _conversation(location, row, name, row[name], weight, tools)
     for asked, answered in _PAIRS_OF_PROMPT:
-        before, text = row.get(asked), row.get(answered)
+        before = row.get(asked)
+        text = row.get(answered)
         if before is None or text is None:
             continue
         if answered == "completion" and isinstance(before, str) and isinstance(text, str):

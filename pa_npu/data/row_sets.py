@@ -14,10 +14,11 @@ conversations.py.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ from pa_npu.config.words import counted
 from pa_npu.data.conversations import Renderer, TrainedText, Written
 from pa_npu.data.prompts import dataset_options
 from pa_npu.data.row_layouts import read_conversations
+from pa_npu.data.stream import StreamItem
 from pa_npu.errors import HIGHLIGHT, DataError, printable
 
 _SHOWN_TOKENS = 400
@@ -63,37 +65,63 @@ class Row:
         return int(np.count_nonzero(self.weight))
 
 
-@dataclass(frozen=True, eq=False)
-class RowSet:
-    """The usable rows of one dataset, in its order. num_read = len(rows) + num_skipped.
+Item = TypeVar("Item", bound=StreamItem)
 
-    rule: how trained tokens were told from others.
+
+@dataclass(frozen=True, eq=False)
+class TrainedSet(ABC, Generic[Item]):
+    """What is usable of one dataset, in its order. num_read = len(items) + num_skipped.
+
+    items: what a stream gives of the set: rows, or pairs of them. rule: how trained tokens were
+    told from others.
     """
 
     path: str
-    rows: tuple[Row, ...]
+    items: tuple[Item, ...]
     num_read: int
     num_truncated: int
     num_skipped: int
     rule: str
 
     @property
-    def items(self) -> tuple[Row, ...]:
-        """What a stream gives of the set."""
-        return self.rows
+    @abstractmethod
+    def rows(self) -> tuple[Row, ...]:
+        """All sequences of the set."""
+
+    @property
+    @abstractmethod
+    def summary(self) -> str:
+        """One line for logs and the dry run."""
+
+    @abstractmethod
+    def first_lines(self, tokenizer: Any) -> list[str]:
+        """Shows which tokens of the first item are trained."""
+
+    @property
+    def origin(self) -> str:
+        """Where the items come from, and how many rows of the dataset became none."""
+        return (
+            f"from {self.path} (read {self.num_read}, truncated {self.num_truncated}, skipped "
+            f"{self.num_skipped})"
+        )
+
+
+class RowSet(TrainedSet[Row]):
+    """The usable rows of one dataset."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return self.items
 
     def first_lines(self, tokenizer: Any) -> list[str]:
-        """Shows which tokens of the first row are trained."""
-        return first_row_lines(self.rows[0], tokenizer)
+        return first_row_lines(self.items[0], tokenizer)
 
     @property
     def summary(self) -> str:
-        """One line for logs and the dry run."""
         lengths = [len(row.tokens) for row in self.rows]
         trained = sum(row.num_trained for row in self.rows)
         return (
-            f"{counted(len(lengths), 'row')} from {self.path} (read {self.num_read}, truncated "
-            f"{self.num_truncated}, skipped {self.num_skipped}), {min(lengths)} to "
+            f"{counted(len(lengths), 'row')} {self.origin}, {min(lengths)} to "
             f"{counted(max(lengths), 'token')}, mean {sum(lengths) / len(lengths):.0f}; "
             f"{trained / sum(lengths):.0%} of them are trained ({self.rule})"
         )
@@ -173,7 +201,8 @@ def first_row_lines(row: Row, tokenizer: Any) -> list[str]:
     terminals.
     """
     pieces: list[str] = []
-    begin, end_mark = HIGHLIGHT[0] + MARKS[0], MARKS[1] + HIGHLIGHT[1]
+    begin = HIGHLIGHT[0] + MARKS[0]
+    end_mark = MARKS[1] + HIGHLIGHT[1]
     shown = min(len(row.tokens), _SHOWN_TOKENS)
     for start, end in _stretches(row.weight[:shown] != 0):
         text = str(tokenizer.decode(row.tokens[start:end].tolist()))

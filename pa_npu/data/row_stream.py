@@ -65,9 +65,7 @@ class RowGroupStream:
         """The next groups, of the next num_groups x size items, in an order by which replicas that
         take turns get about as many tokens.
         """
-        groups = self._groups_of(self._rows.take(num_groups * self._size), self._size)
-        groups.sort(key=_num_tokens, reverse=True)
-        return groups
+        return _longest_first(self._groups_of(self._rows.take(num_groups * self._size), self._size))
 
     def observe(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         """Numbers for the record of an iteration: how many times the data has been gone through."""
@@ -87,6 +85,15 @@ def groups_of_rows(rows: Sequence[Row], size: int) -> list[RowGroup]:
     ordered = sorted(rows, key=lambda row: (row.tokens.tolist(), row.row_id))
     starts = range(0, len(ordered), size)
     return [RowGroup.of(ordered[start : start + size]) for start in starts]
+
+
+def in_order_of_work(rows: Sequence[Row], size: int) -> list[RowGroup]:
+    """The same, the groups with the most tokens first."""
+    return _longest_first(groups_of_rows(rows, size))
+
+
+def _longest_first(groups: list[RowGroup]) -> list[RowGroup]:
+    return sorted(groups, key=_num_tokens, reverse=True)
 
 
 def _num_tokens(group: RowGroup) -> tuple[int, int]:

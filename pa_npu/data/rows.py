@@ -117,7 +117,7 @@ def _file_rows(file: Path, key: str) -> Rows:
 def _parts(directory: Path, key: str, split: str | None, usual: Sequence[str]) -> list[Path]:
     """The files of one split of a directory, in order."""
     if (listing := directory / "dataset_dict.json").exists():
-        splits = _read_json(listing, key, lambda found: [str(name) for name in found["splits"]])
+        splits = _read_json(listing, key, lambda content: [str(name) for name in content["splits"]])
         chosen = _choose(splits, split, usual, directory, key)
         return _saved_files(directory / chosen, key)
     if (directory / "state.json").exists():
@@ -132,7 +132,7 @@ def _parts(directory: Path, key: str, split: str | None, usual: Sequence[str]) -
 def _saved_files(directory: Path, key: str) -> list[Path]:
     """List the files that Dataset.save_to_disk wrote, in the order of its rows."""
     names = _read_json(
-        directory / "state.json", key, lambda found: [f["filename"] for f in found["_data_files"]]
+        directory / "state.json", key, lambda state: [f["filename"] for f in state["_data_files"]]
     )
     if not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise DataError(
@@ -172,15 +172,15 @@ def _loose_files(directory: Path, key: str, split: str | None, usual: Sequence[s
     if set(by_split) == {""}:
         by_split = {split or usual[0]: files}  # nothing says what these are
     chosen = by_split[_choose([name for name in by_split if name], split, usual, directory, key)]
-    for what, places in (
+    for kind_of_part, places in (
         ("formats", {file.suffix.lower() for file in chosen}),
         ("directories", {file.parent for file in chosen}),
     ):
         if len(places) > 1:
             several = ", ".join(sorted(str(place) for place in places))
             raise DataError(
-                f"{key}: {directory} holds files of several {what} ({several}); name one file or "
-                "directory"
+                f"{key}: {directory} holds files of several {kind_of_part} ({several}); name one "
+                "file or directory"
             )
     return chosen
 
@@ -188,8 +188,8 @@ def _loose_files(directory: Path, key: str, split: str | None, usual: Sequence[s
 def _split_of(file: Path) -> str:
     """The split that a directory or the first word of the file's name says; "" where none does."""
     for part in reversed([*file.parts[:-1], file.stem]):
-        if (found := _SPLITS.get(re.split(r"[-_.]", part.lower(), maxsplit=1)[0])) is not None:
-            return found
+        if (split := _SPLITS.get(re.split(r"[-_.]", part.lower(), maxsplit=1)[0])) is not None:
+            return split
     return ""
 
 
@@ -291,11 +291,11 @@ def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
     Raises ValueError where a name occurs twice, of which the first would be lost.
     """
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    by_name = dict(pairs)
+    if len(by_name) < len(pairs):
         (repeated, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the name {as_json(repeated)} occurs twice in an object")
-    return found
+    return by_name
 
 
 def is_text(row: Any) -> bool:

@@ -79,7 +79,8 @@ class PromptStream(Generic[Item]):
     def _next(self) -> Item:
         epoch, place = divmod(self._position, len(self._prompts))
         if epoch != self._epoch:
-            self._order, self._epoch = self._epoch_order(epoch), epoch
+            self._order = self._epoch_order(epoch)
+            self._epoch = epoch
         self._position += 1
         return self._prompts[int(self._order[place])]
 
@@ -89,6 +90,10 @@ class PromptStream(Generic[Item]):
         # RandomState's streams are frozen (NEP 19), so a resumed run sees the same order under any
         # NumPy version.
         return np.random.RandomState([self._seed, epoch]).permutation(len(self._prompts))
+
+    def go_to(self, position: int) -> None:
+        """Goes on with the item that comes after so many since the start."""
+        self._position = position
 
     @property
     def epochs(self) -> float:
@@ -123,14 +128,24 @@ class TrainingStream(Generic[Item]):
     """The prompts of data.train, from which the coordinator takes; a position in it is part of
     every checkpoint (I6).
 
-    loaded: by dataset, as load_training.
+    loaded: by dataset, as load_training. demonstrations: the fingerprint of data.demonstrations,
+    whose rows an iteration has beside its prompts; None without these.
     """
 
-    def __init__(self, config: DataConfig, loaded: Sequence[ItemSet[Item]], seed: int) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        loaded: Sequence[ItemSet[Item]],
+        seed: int,
+        demonstrations: str | None = None,
+    ) -> None:
         self._names = [dataset.called for dataset in config.datasets]
         self._weights = [dataset.weight for dataset in config.datasets]
-        self._streams = [PromptStream(found.items, seed, config.shuffle) for found in loaded]
+        self._streams = [
+            PromptStream(loaded_set.items, seed, config.shuffle) for loaded_set in loaded
+        ]
         self._taken = [0] * len(self._streams)
+        self._demonstrations = demonstrations
 
     def take(self, num_prompts: int) -> list[Item]:
         """The next prompts."""
@@ -160,17 +175,23 @@ class TrainingStream(Generic[Item]):
         total = sum(self._weights)
         sources = {}
         for name, weight in zip(self._names, self._weights, strict=True):
-            own = [outcome for outcome in outcomes if outcome.source == name]
+            of_source = [outcome for outcome in outcomes if outcome.source == name]
             sources[name] = {
                 "share": weight / total,
-                "prompts": len(own),
-                "accuracy": _mean_of_known([outcome.right for outcome in own]),
-                "reward_mean": _mean_of_known([outcome.reward for outcome in own]),
+                "prompts": len(of_source),
+                "accuracy": _mean_of_known([outcome.right for outcome in of_source]),
+                "reward_mean": _mean_of_known([outcome.reward for outcome in of_source]),
             }
         return {"sources": sources}
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, JSON."""
+        state = self._state()
+        if self._demonstrations is not None:
+            state["demonstrations"] = self._demonstrations
+        return state
+
+    def _state(self) -> dict[str, Any]:
         if len(self._streams) == 1:
             return self._streams[0].state()
         return {
@@ -183,24 +204,29 @@ class TrainingStream(Generic[Item]):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state` was asked for; with other weights, as if nothing had been given by
-        these.
+        """Continues where `state` was asked for. Raises DataError if that is of other data.
 
-        Raises DataError where it is of other data.
+        If weights have changed, the new ones apply from here on, as if nothing had been taken.
         """
+        if state.get("demonstrations", self._demonstrations) != self._demonstrations:
+            raise DataError(
+                "data.demonstrations: its rows differ from those of the checkpoint, so that the "
+                "run would not go on as it was; restore them, or start a new run"
+            )
         if len(self._streams) == 1:
             self._streams[0].restore(state)
             return
         saved = state.get("sources")
-        if not isinstance(saved, list) or [one.get("name") for one in saved] != self._names:
+        if not isinstance(saved, list) or [source.get("name") for source in saved] != self._names:
             raise DataError(
                 f"data.train: the checkpoint is of other datasets than {', '.join(self._names)}, "
                 "so its position means other prompts; restore them, or start a new run"
             )
-        for stream, one in zip(self._streams, saved, strict=True):
-            stream.restore(one)
-        same = [one["weight"] for one in saved] == self._weights
-        self._taken = [int(one["taken"]) if same else 0 for one in saved]
+        for stream, source in zip(self._streams, saved, strict=True):
+            stream.restore(source)
+        self._taken = [0] * len(saved)
+        if [source["weight"] for source in saved] == self._weights:
+            self._taken = [int(source["taken"]) for source in saved]
 
 
 def _mean_of_known(values: Sequence[float | None]) -> float | None:

@@ -34,14 +34,14 @@ def chosen_template(tokenizer: Any, config: DataConfig) -> Any:
     """A text, or several by name where the tokenizer has several; None where prompts are plain
     text. Raises DataError.
     """
-    own = getattr(tokenizer, "chat_template", None) or None
-    if config.chat_template == "always" and own is None:
+    template = getattr(tokenizer, "chat_template", None) or None
+    if config.chat_template == "always" and template is None:
         raise DataError(
             "data.chat_template: always, but the model's tokenizer has no chat template; set it to "
             "auto or never, or name a file with one"
         )
     if config.chat_template in ("auto", "always"):
-        return own
+        return template
     return None if config.chat_template == "never" else read_template(config.chat_template)
 
 
@@ -146,7 +146,7 @@ def template_variables(template: Any) -> set[str] | None:
         return None
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
     try:
-        found = jinja2.meta.find_undeclared_variables(environment.parse(template))
+        variables = jinja2.meta.find_undeclared_variables(environment.parse(template))
     except (jinja2.TemplateError, RecursionError):
         return None  # rendering says what is wrong with it, if anything is
-    return {name for name in found - _GIVEN if not name.endswith(_SPECIAL)}
+    return {name for name in variables - _GIVEN if not name.endswith(_SPECIAL)}

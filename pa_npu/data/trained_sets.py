@@ -3,49 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.inputs import Dataset
 from pa_npu.data.pair_sets import PairSet, groups_of_pairs, load_pairs
-from pa_npu.data.row_sets import Row, load_rows, max_row_tokens
+from pa_npu.data.row_sets import RowSet, TrainedSet, load_rows, max_row_tokens
 from pa_npu.data.row_stream import RowGroup, RowGroupStream, groups_of_rows
-from pa_npu.data.stream import StreamItem, TrainingStream
+from pa_npu.data.stream import TrainingStream
 
 RowIs = Literal["sequence", "pair"]
+AnySet = TrainedSet[Any]
 
 
-class TrainedSet(Protocol):
-    """What a dataset becomes, RowSet or PairSet. items: its rows as a stream gives them, rows: the
-    sequences that are trained.
-    """
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def num_read(self) -> int: ...
-
-    @property
-    def items(self) -> Sequence[StreamItem]: ...
-
-    @property
-    def rows(self) -> Sequence[Row]: ...
-
-    @property
-    def summary(self) -> str: ...
-
-    def first_lines(self, tokenizer: Any) -> list[str]: ...
-
-
-def load_training_rows(
-    config: Config, tokenizer: Any, row_is: RowIs = "sequence"
-) -> list[TrainedSet]:
+def load_training_rows(config: Config, tokenizer: Any, row_is: RowIs = "sequence") -> list[AnySet]:
     """The training datasets, in the configuration's order, with row_ids of their own.
 
     Raises DataError.
     """
-    loaded: list[TrainedSet] = []
+    loaded: list[AnySet] = []
     for number, dataset in enumerate(config.data.datasets):
         first_id = sum(known.num_read for known in loaded)
         key = config.data.key_of(number)
@@ -55,7 +31,7 @@ def load_training_rows(
 
 def load_held_out_rows(
     config: Config, tokenizer: Any, row_is: RowIs = "sequence"
-) -> dict[str, TrainedSet]:
+) -> dict[str, AnySet]:
     """The held-out sets by name. Raises DataError."""
     return {
         name: _load(config, dataset, tokenizer, config.evaluate.key_of(name), row_is, 0)
@@ -63,8 +39,17 @@ def load_held_out_rows(
     }
 
 
+def load_demonstrations(config: Config, tokenizer: Any) -> RowSet | None:
+    """The rows of data.demonstrations; None without any. Raises DataError."""
+    dataset = config.data.demonstrated
+    if dataset is None:
+        return None
+    limit = max_row_tokens(config.data, config.rollout)
+    return load_rows(dataset, tokenizer, config.data, "data.demonstrations", max_tokens=limit)
+
+
 def stream_of(
-    config: Config, loaded: Sequence[TrainedSet], row_is: RowIs = "sequence"
+    config: Config, loaded: Sequence[AnySet], row_is: RowIs = "sequence"
 ) -> RowGroupStream:
     """The groups of all training datasets, from the beginning."""
     items: TrainingStream[Any] = TrainingStream(config.data, loaded, config.run.seed)
@@ -73,10 +58,10 @@ def stream_of(
     return RowGroupStream(items, config.rollout.responses_per_prompt)
 
 
-def groups_of_set(trained: TrainedSet, size: int) -> list[RowGroup]:
+def groups_of_set(trained: AnySet, size: int) -> list[RowGroup]:
     """All of a set in groups of `size` rows; a pair is a group."""
     if isinstance(trained, PairSet):
-        return groups_of_pairs(trained.pairs)
+        return groups_of_pairs(trained.items)
     return groups_of_rows(trained.rows, size)
 
 
@@ -88,7 +73,7 @@ def num_items(config: Config, row_is: RowIs) -> int:
 
 def _load(
     config: Config, dataset: Dataset, tokenizer: Any, key: str, row_is: RowIs, first_id: int
-) -> TrainedSet:
+) -> AnySet:
     if row_is == "pair":
         return load_pairs(dataset, tokenizer, config, key, first_id=first_id)
     limit = max_row_tokens(config.data, config.rollout)

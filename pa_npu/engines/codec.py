@@ -175,12 +175,18 @@ def _routes_array(data: bytes) -> npt.NDArray[Any]:
     """
     stream = io.BytesIO(data)
     version = np.lib.format.read_magic(stream)
-    if version == (1, 0):
-        shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(stream)
-    elif version == (2, 0):
-        shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(stream)
-    else:
+    readers = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    if version not in readers:
         raise ValueError(f"an array of format {version}")
+    try:
+        shape, is_fortran, dtype = readers[version](stream)
+    except Exception as error:  # numpy parses the header as Python, which raises much
+        raise ValueError(f"a header that cannot be read ({type(error).__name__})") from None
+    if not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError(f"an array of shape {shape!r:.60}")
     if len(shape) != 3 or dtype.kind not in "iu":
         raise ValueError(
             f"an array of {dtype} and shape {list(shape)!r:.60}, not [tokens, layers, experts per "

@@ -120,9 +120,9 @@ def _check_working_directory() -> None:
 
 def _met(error: OSError) -> str:
     """Says what the system refused, if no check has said it in its own words."""
-    what = f"{error.filename}: " if error.filename else ""
+    place = f"{error.filename}: " if error.filename else ""
     return printable(
-        f"{what}{reason(error)}; what stands there must be what the command needs, and within its "
+        f"{place}{reason(error)}; what stands there must be what the command needs, and within its "
         "rights"
     )
 

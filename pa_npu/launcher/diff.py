@@ -79,7 +79,8 @@ def _judge_weights(
         lines.append(_NO_CHECKPOINT)
     else:
         lines.append(compared.line)
-        share, rounding = compared.of_update, comparison.rounding
+        share = compared.of_update
+        rounding = comparison.rounding
         if share is not None and rounding is not None and share > rounding.weights:
             lines.append(
                 f"they differ in the weights, by more than {rounding.weights:g} of their way"

@@ -140,7 +140,8 @@ def _without_traces() -> Iterator[None]:
     in one line of ours.
     """
     sys.stderr.flush()
-    terminal, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    terminal = os.dup(2)
+    nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 2)
     os.close(nothing)
     try:
@@ -279,36 +280,35 @@ def find_key(claimed: Mapping[str, Any], run_name: str) -> tuple[str, str]:
 
 
 def with_environment(tree: dict[str, Any], run_name: str) -> dict[str, Any]:
-    """The tree with what the run's store does not hold: the environment of engines, and secret
-    arguments of theirs.
+    """Returns the tree with the engines' environment and secret arguments.
 
-    They come from the run directory where it is on this machine, else the variables from this
-    process's environment.
+    The run's store does not hold these. They come from the run directory if it is on this machine;
+    otherwise the variables come from this process's environment. Raises UserError without either.
     """
     rollout = tree["rollout"]
     if not any(HIDDEN in value for value in (*rollout["env"].values(), *rollout["extra_args"])):
         return tree
     file = Path(tree["run"]["dir"]) / "config.yaml"
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))["rollout"]
+        whole = yaml.safe_load(file.read_text(encoding="utf-8"))["rollout"]
         return {
             **tree,
             "rollout": {
                 **rollout,
-                "env": dict(found["env"]),
-                "extra_args": list(found["extra_args"]),
+                "env": dict(whole["env"]),
+                "extra_args": list(whole["extra_args"]),
             },
         }
     missing = [name for name in rollout["env"] if name not in os.environ]
     if missing or any(HIDDEN in argument for argument in rollout["extra_args"]):
-        what = (
-            f"{', '.join(missing)} of rollout.env"
-            if missing
-            else "what is secret in rollout.extra_args"
-        )
-        remedy = f"export {', '.join(missing)} here, or mount" if missing else "mount"
+        unknown = "what is secret in rollout.extra_args"
+        remedy = "mount"
+        if missing:
+            names = ", ".join(missing)
+            unknown = f"{names} of rollout.env"
+            remedy = f"export {names} here, or mount"
         raise UserError(
-            f"join: the store of {run_name} does not hold {what}, and {file} cannot be read here; "
+            f"join: the store of {run_name} does not hold {unknown}, and {file} cannot be read here; "
             f"{remedy} it"
         )
     return {
@@ -347,7 +347,8 @@ class JoinedEngine:
             return FAILED
 
     def _until_ready(self) -> None:
-        began, timeout_s = time.monotonic(), self.config.run.startup_timeout_s
+        began = time.monotonic()
+        timeout_s = self.config.run.startup_timeout_s
         self.console.say(
             f"starting an engine for {self.run_name} at {self.url}; log: {self.process.log}"
         )

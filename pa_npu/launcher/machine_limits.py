@@ -79,10 +79,11 @@ def _processes(num_processes: int) -> Iterator[str]:
     """By the user's limit, which does not bind root, and the control group's, which does."""
     needed = num_processes * _THREADS_OF_A_PROCESS
     group = Path("/sys/fs/cgroup")
-    most, now = _number(group / "pids.max"), _number(group / "pids.current")
-    if most is not None and now is not None and most - now < needed:
+    limit = _number(group / "pids.max")
+    now = _number(group / "pids.current")
+    if limit is not None and now is not None and limit - now < needed:
         yield (
-            f"processes: {most - now} more may start in this control group (pids.max {most}), and "
+            f"processes: {limit - now} more may start in this control group (pids.max {limit}), and "
             f"the run needs up to {needed}, threads included; raise it (--pids-limit of a "
             "container, TasksMax of systemd)"
         )
@@ -114,7 +115,8 @@ def _temporary_directory() -> Iterator[str]:
 def _room(directory: Path, needed: int, name: str, remedy: str) -> Iterator[str]:
     """Bytes, and files where the file system counts them."""
     try:
-        free, files = shutil.disk_usage(directory).free, os.statvfs(directory)
+        free = shutil.disk_usage(directory).free
+        files = os.statvfs(directory)
     except OSError as error:
         yield f"{name}: {directory} cannot be used ({error.strerror}); {remedy}"
         return

@@ -82,8 +82,8 @@ def place(config: Config, num_devices: int | None, cores: Sequence[int]) -> Plac
     Raises ConfigError when an index does not exist or is used twice.
     """
     available = len(cores) if num_devices is None else num_devices
-    given = config.placement.devices or range(config.devices.num_devices)
-    highest = max(given)
+    devices = config.placement.devices or range(config.devices.num_devices)
+    highest = max(devices)
     if highest >= available and (num_devices is not None or config.placement.devices is not None):
         kind = "cores" if num_devices is None else "devices"
         raise ConfigError(
@@ -91,10 +91,10 @@ def place(config: Config, num_devices: int | None, cores: Sequence[int]) -> Plac
             f"{highest}, but {available} {kind} are here; lower rollout.engines or "
             "trainer.devices, or correct placement.devices"
         )
-    if len(set(given)) < config.devices.num_devices and num_devices is not None:
+    if len(set(devices)) < config.devices.num_devices and num_devices is not None:
         dedicated = config.devices.num_devices - config.trainer.devices
         raise ConfigError(
-            f"placement: engines {list(given[:dedicated])} and trainers {list(given[dedicated:])} "
+            f"placement: engines {list(devices[:dedicated])} and trainers {list(devices[dedicated:])} "
             "share a device; give each its own"
         )
     (share,) = _shares(config, 1, highest + 1)
@@ -108,15 +108,16 @@ def place_nodes(config: Config) -> list[Placement]:
     An engine and a tensor-parallel group of trainers stay on one node. In placement.devices, device
     d of node n has the index n x devices per node + d. Raises ConfigError when that is impossible.
     """
-    per_node, given = config.devices.devices_per_node, config.placement
-    num_devices = given.nnodes * per_node
-    listed = given.devices or ()
+    per_node = config.devices.devices_per_node
+    placement = config.placement
+    num_devices = placement.nnodes * per_node
+    listed = placement.devices or ()
     if len(set(listed)) < len(listed) or any(not 0 <= index < num_devices for index in listed):
         raise ConfigError(
             f"placement.devices: {list(listed)} names a device twice or one beyond the "
-            f"{num_devices} of {given.nnodes} nodes of {per_node}; correct it"
+            f"{num_devices} of {placement.nnodes} nodes of {per_node}; correct it"
         )
-    return _shares(config, given.nnodes, per_node)
+    return _shares(config, placement.nnodes, per_node)
 
 
 def _shares(config: Config, num_nodes: int, per_node: int) -> list[Placement]:
@@ -177,13 +178,13 @@ def place_extra_engine(config: Config, index: int) -> Placement:
 
 
 def _units(
-    section: str, size: int, count: int, given: Sequence[int] | None, free: list[list[int]]
+    section: str, size: int, count: int, listed: Sequence[int] | None, free: list[list[int]]
 ) -> list[tuple[int, ...]]:
     """`count` units of `size` devices each: as given, else the first that are free together on a
     node.
     """
-    if given:
-        return [tuple(given[at : at + size]) for at in range(0, size * count, size)]
+    if listed:
+        return [tuple(listed[at : at + size]) for at in range(0, size * count, size)]
     units: list[tuple[int, ...]] = []
     for _ in range(count):
         node = next((devices for devices in free if len(devices) >= size), None)

@@ -152,7 +152,8 @@ class Progress:
     def __init__(self, run_dir: Path, begin: int, end: int) -> None:
         self._chain = run_dir / CHAIN
         self._size = 0
-        self._begin, self._end = begin, end
+        self._begin = begin
+        self._end = end
         self._next = begin
 
     def look(self) -> bool:

@@ -66,8 +66,8 @@ from pa_npu.platform.base import Platform
 from pa_npu.telemetry.chrome_trace import MERGED, merge
 from pa_npu.telemetry.progress import format_duration
 from pa_npu.telemetry.records import attempt
-from pa_npu.telemetry.report import summarise
 from pa_npu.telemetry.run_end import RunEnd, record_end, record_engines, recorded_begin
+from pa_npu.telemetry.run_summary import summarise
 from pa_npu.telemetry.secrets import HIDDEN, Secrets
 from pa_npu.telemetry.timeline import Timeline, now
 from pa_npu.weight_transfer.transport import Abandonment
@@ -120,7 +120,8 @@ def _run(
             console.say(line)
         for note in findings.notes:
             console.complain(f"note: {note}")
-        timeline, begun_s = Timeline.for_run(run_dir, "launcher"), now()
+        timeline = Timeline.for_run(run_dir, "launcher")
+        begun_s = now()
         with (
             timeline,
             recorded_begin(timeline),
@@ -153,7 +154,9 @@ def _run(
 
 def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
     """Start everything and see it through."""
-    config, console, cluster = plan.config, plan.console, plan.cluster
+    config = plan.config
+    console = plan.console
+    cluster = plan.cluster
     engines = cluster.engines()
     urls = [cluster.engine_url(engine) for engine in engines] or list(config.rollout.attach)
     record_engines(timeline, urls)
@@ -218,7 +221,8 @@ class Plan:
 
     def attempt(self, config: Config, number: int) -> Attempt:
         """The commands of an attempt that has `config` in the run directory."""
-        store, limit_s = replace(self.store, attempt=number), config.run.startup_timeout_s
+        store = replace(self.store, attempt=number)
+        limit_s = config.run.startup_timeout_s
         channel = StoreChannel(connect(store.host, store.port, limit_s), store.prefix)
         if self.early_end is not None:
             self.early_end.attempt_begins(channel)
@@ -304,7 +308,8 @@ def await_engines(config: Config, urls: Sequence[str]) -> list[Awaited]:
 
 
 def _host_store(config: Config) -> dist.TCPStore:
-    host, port = config.placement.address, config.placement.port
+    host = config.placement.address
+    port = config.placement.port
     try:
         return host_store(host, port)
     except OSError as error:

@@ -51,6 +51,7 @@ from pa_npu.launcher.run_directory import check_checkpoint, check_run_directory,
 from pa_npu.launcher.trainer_versions import trainer_problems
 from pa_npu.planning.automatic import with_places, with_share
 from pa_npu.planning.memory import without_adapters
+from pa_npu.planning.model_rules import settled_rule
 from pa_npu.platform.base import Platform
 
 
@@ -206,6 +207,7 @@ def settle_places(config: Config, findings: Findings) -> Config:
     spec = findings.spec
     if spec is None:
         return config
+    config = settled_rule(config, spec)
     config, lines = backend_module(config.trainer.backend).fit(config, spec)
     findings.counts += lines
     findings.counts += adapter_lines(config, spec)

@@ -292,7 +292,8 @@ def begin_attempt(config: Config, say: Callable[[str], None]) -> None:
     Half-written checkpoints are removed. Checkpoints newer than the one that is continued would be
     taken for this run's later on, so they move to earlier/<n>.
     """
-    directory, checkpoints = Path(config.run.dir), checkpoints_directory(config)
+    directory = Path(config.run.dir)
+    checkpoints = checkpoints_directory(config)
     for line in clean(checkpoints):
         say(line)
     if continues_own_run(config):

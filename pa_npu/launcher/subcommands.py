@@ -75,7 +75,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     if options.dry_run:
         return plan(options, rest)
-    given = read(options, rest)
+    asked = read(options, rest)
     for option, given_there in (
         ("--device-memory-gib", options.device_memory_gib is not None),
         ("--full", options.full),
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         if given_there:
             raise UserError(f"command line: {option} is for planning; add --dry-run, or remove it")
     lines: list[str] = []
-    config = resolve_resume(given, lines.append)
+    config = resolve_resume(asked, lines.append)
     check_run_directory(config)  # first: a run that is refused continues from nothing
     if done := done_line(config):
         print(done)
@@ -117,10 +117,10 @@ def plan(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from pa_npu.planning.comparison import compare, comparison_lines
     from pa_npu.planning.plan_text import derived_lines
 
-    given = read(options, rest)
+    asked = read(options, rest)
     memory_gib = checked_memory_gib(options.device_memory_gib)
     config, findings = prepare(
-        given, lambda line: print(line, file=sys.stderr), forgive=True, device_memory_gib=memory_gib
+        asked, lambda line: print(line, file=sys.stderr), forgive=True, device_memory_gib=memory_gib
     )
     placement = placement_lines(findings.placements) if findings.placements else []
     compared = compare(config, findings.spec) if findings.spec is not None else None
@@ -211,7 +211,7 @@ def evaluate(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _evaluated(options: argparse.Namespace, rest: Sequence[str]) -> Config:
-    given = _overrides(options, rest)
+    overrides = _overrides(options, rest)
     if not options.data:
         raise UserError(
             "command line: --data NAME=FILE is needed, as in --data gsm8k=data/gsm8k/test.jsonl"
@@ -235,7 +235,7 @@ def _evaluated(options: argparse.Namespace, rest: Sequence[str]) -> Config:
         ("model", "path"): options.model or f"{options.output}/model",
         **{("evaluate", "sets", name): file for name, file in sets},
     }
-    return load_config(options.config, given, values)
+    return load_config(options.config, overrides, values)
 
 
 def export_options(parser: argparse.ArgumentParser) -> None:
@@ -268,7 +268,8 @@ def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from pa_npu.checkpoints.directories import read_meta
     from pa_npu.launcher.quiet import quiet_libraries
 
-    checkpoint, output = Path(options.checkpoint), Path(options.output)
+    checkpoint = Path(options.checkpoint)
+    output = Path(options.output)
     with _called({"checkpoint.load": "--checkpoint", "model.path": "--model"}):
         read_meta(checkpoint)  # before anything is said: loading libraries takes seconds
         print(f"exporting {options.checkpoint}", file=sys.stderr, flush=True)
@@ -375,8 +376,8 @@ def _called(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except UserError as error:
         for key, option in names.items():
-            if found := re.match(rf"(command line: )?{re.escape(key)}", str(error)):
-                raise type(error)(f"{found[1] or ''}{option}{str(error)[found.end() :]}") from None
+            if match := re.match(rf"(command line: )?{re.escape(key)}", str(error)):
+                raise type(error)(f"{match[1] or ''}{option}{str(error)[match.end() :]}") from None
         raise
 
 

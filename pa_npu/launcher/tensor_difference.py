@@ -48,7 +48,7 @@ class CheckpointDifference:
             return (
                 f"checkpoints of version {self.version}: all {len(self.tensors)} tensors are equal"
             )
-        most = max(changed, key=lambda tensor: tensor.largest)
+        most_changed = max(changed, key=lambda tensor: tensor.largest)
         share = (
             ""
             if self.of_update is None
@@ -56,7 +56,8 @@ class CheckpointDifference:
         )
         return (
             f"checkpoints of version {self.version}: {len(changed)} of {len(self.tensors)} tensors "
-            f"differ, first {changed[0].name}, most {most.name}, by up to {most.largest:.2g}{share}"
+            f"differ, first {changed[0].name}, most {most_changed.name}, by up to "
+            f"{most_changed.largest:.2g}{share}"
         )
 
 
@@ -113,8 +114,8 @@ def _differences(checkpoints: Sequence[Path]) -> Iterator[TensorDifference]:
 
 
 def _versions(run: Path) -> set[int]:
-    found = (version_of(path) for path in directories.complete(run / CHECKPOINTS))
-    return {version for version in found if version is not None}
+    versions = (version_of(path) for path in directories.complete(run / CHECKPOINTS))
+    return {version for version in versions if version is not None}
 
 
 def _checkpoint(run: Path, version: int) -> Path:

@@ -137,12 +137,12 @@ def trainer_problems(kind: str, installed: Mapping[str, str] | None = None) -> l
 
 def installed_versions() -> dict[str, str]:
     """Returns the versions of this interpreter's packages and of CANN, by the names of the table."""
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
-    found |= distributions(None, ("torch", "torch_npu", "megatron-core", "mindspeed"))
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
+    versions |= distributions(None, ("torch", "torch_npu", "megatron-core", "mindspeed"))
     for name, version in (("megatron-core", _megatron_checkout()), ("cann", cann_version())):
         if version is not None:
-            found[name] = version
-    return found
+            versions[name] = version
+    return versions
 
 
 def _version(text: str) -> Version:

@@ -38,7 +38,8 @@ from pa_npu.telemetry.chain import (
 from pa_npu.telemetry.records import METRICS, iterations_of
 from pa_npu.telemetry.sample_store import read_samples, sample_iterations
 
-HOLDS, BROKEN = 0, 1
+HOLDS = 0
+BROKEN = 1
 _SAMPLES = "samples.jsonl"
 
 
@@ -138,7 +139,8 @@ class CheckedRun:
             raise DataError(
                 f"{self.run_dir / CHAIN}: has no whole line yet; wait for the first iteration's end"
             )
-        self.newest, self._last = before.digest, before.iteration
+        self.newest = before.digest
+        self._last = before.iteration
         count = counted(self._last - self._first + 1, "line")
         return (
             f"chain: {count}, iterations {self._first} to {self._last}, each naming the one before"
@@ -167,7 +169,8 @@ class CheckedRun:
         """Compares the lines of a file of records, by iteration, with the digests in this field of
         the chain."""
         links = self._links()
-        path, count = self.run_dir / name, 0
+        path = self.run_dir / name
+        count = 0
         records = _lines_by_iteration(path)
         following = next(records, None)
         for link in links:
@@ -182,8 +185,10 @@ class CheckedRun:
                 lines = following[1]
                 following = next(records, None)
             if lines_digest(lines) != expected:
-                what = "is not what was written" if lines else "is missing, or could not be written"
-                raise Violation(f"{name}: iteration {link.iteration} {what}")
+                fault = (
+                    "is not what was written" if lines else "is missing, or could not be written"
+                )
+                raise Violation(f"{name}: iteration {link.iteration} {fault}")
             count += len(lines)
         # a run may end between an iteration's record and its line in the chain
         if following is not None and (
@@ -195,7 +200,8 @@ class CheckedRun:
         return f"{name}: {counted(count, 'line')} as written"
 
     def _kept_samples(self) -> str:
-        kept, count = set(sample_iterations(self.run_dir)), 0
+        kept = set(sample_iterations(self.run_dir))
+        count = 0
         for link in self._links():
             if link.iteration in kept:
                 rows = read_samples(self.run_dir, link.iteration)
@@ -210,7 +216,8 @@ class CheckedRun:
         sealed: dict[int, str] = {}
         for link in self._links():
             sealed.update({int(version): digest for version, digest in link.checkpoints.items()})
-        parent, count = self.run_dir / CHECKPOINTS, 0
+        parent = self.run_dir / CHECKPOINTS
+        count = 0
         for path in sorted(parent.iterdir()) if parent.is_dir() else ():
             version = version_of(path)
             if version is None:

@@ -9,7 +9,9 @@ from pa_npu.config.schema import Config
 
 @dataclass(frozen=True)
 class Work:
-    """Sequences, microbatches and tokens that an iteration has at most."""
+    """Sequences, microbatches and tokens that an iteration has at most. sequences: without rows of
+    data.demonstrations, which are in all other numbers.
+    """
 
     sequences: int
     updates: int
@@ -29,11 +31,13 @@ def work(config: Config) -> Work:
     prompt = config.data.max_prompt_tokens
     response = config.rollout.max_response_tokens
     sequences = config.schedule.prompts_per_iteration * config.rollout.responses_per_prompt
+    rows = config.demonstration_groups * config.rollout.responses_per_prompt
     microbatches = config.groups_per_replica * config.microbatches_per_group
 
     responses = config.microbatch_responses
     # rows of data may begin alike, and need not
-    is_shared = config.attention.shared_prompt and config.rollout.has_engines
+    has_rows = not config.rollout.has_engines or bool(config.demonstration_groups)
+    is_shared = config.attention.shared_prompt and not has_rows
     num_prompts = 1 if is_shared else responses
     tokens = prompt * num_prompts + response * responses
     padded = -(-tokens // config.trainer.pad_multiple) * config.trainer.pad_multiple
@@ -46,7 +50,7 @@ def work(config: Config) -> Work:
         updates=config.schedule.updates_per_iteration,
         microbatches_per_replica=microbatches,
         microbatch_tokens=min(packed, padded * microbatches),
-        prompt_tokens=sequences * prompt,
-        response_tokens=sequences * response,
+        prompt_tokens=(sequences + rows) * prompt,
+        response_tokens=(sequences + rows) * response,
         computed_tokens=padded * microbatches * config.mesh.data,
     )

@@ -21,9 +21,9 @@ from typing import Any
 from pa_npu import platform as platforms
 from pa_npu.algorithm.rules import broken_rules
 from pa_npu.algorithm.trial import check_algorithm
-from pa_npu.config.load import merged, validated
+from pa_npu.config.load import Places, merged, validated
 from pa_npu.config.schema import Config
-from pa_npu.config.words import three_digits
+from pa_npu.config.words import counted, three_digits
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import work
@@ -61,7 +61,7 @@ def load(paths: Iterable[str], overrides: Sequence[str], report: Callable[[str],
     if not auto_keys:
         return validated(tree, places, broken_rules)
 
-    base = validated(_smallest(tree, auto_keys), places, broken_rules)
+    base = _base(tree, auto_keys, places)
     if not base.rollout.has_engines:
         raise ConfigError(
             f"{auto_keys[0]}: auto divides devices between engines and trainers, and this run has "
@@ -79,7 +79,7 @@ def load(paths: Iterable[str], overrides: Sequence[str], report: Callable[[str],
     tried = fastest(assumed_basis(base, spec, typical), sizes, _NUM_PREDICTED)
     if not tried:
         raise ConfigError(
-            f"{auto_keys[0]}: auto found nothing for {devices} devices: "
+            f"{auto_keys[0]}: auto found nothing for {counted(devices, 'device')}: "
             f"{spec.num_parameters / 1e9:.1f} billion parameters do not fit on {devices} x "
             f"{typical.name} in any sizes that may be chosen; give more devices, or leave more "
             "keys to auto"
@@ -152,6 +152,29 @@ def _value(tree: Mapping[str, Any], key: str) -> Any:
     section, name = _split(key)
     values = tree.get(section)
     return values.get(name) if isinstance(values, Mapping) else None
+
+
+_ENOUGH_DEVICES = 1_000_000  # of a node, for sizes that are not chosen yet
+
+
+def _base(tree: Mapping[str, Any], auto_keys: Sequence[str], places: Places) -> Config:
+    """Returns the configuration with the smallest sizes, to choose others from.
+
+    They are validated as if a node had any number of devices: engines beside trainers may be too
+    many where the same engines on the trainers' devices are not.
+    """
+    smallest = _smallest(tree, auto_keys)
+    given = smallest.get("placement")
+    if not isinstance(given, Mapping):
+        return validated(smallest, places, broken_rules)
+    placement = dict(given)
+    devices_per_node = placement.get("devices_per_node")
+    if isinstance(devices_per_node, int) and devices_per_node > 0:
+        placement["devices_per_node"] = _ENOUGH_DEVICES
+    indices = placement.pop("devices", None)
+    base = validated({**smallest, "placement": placement}, places, broken_rules)
+    update = {"devices_per_node": devices_per_node, "devices": indices}
+    return base.model_copy(update={"placement": base.placement.model_copy(update=update)})
 
 
 def _smallest(tree: Mapping[str, Any], auto_keys: Sequence[str]) -> dict[str, Any]:

@@ -20,12 +20,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
 from pa_npu.config.words import three_digits
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.prediction.divisions import with_changes
 from pa_npu.planning.prediction.search import Sizes, fastest, first_allowed, fitting
-from pa_npu.planning.prediction.virtual_run import Basis, Predicted, assumed_basis
+from pa_npu.planning.prediction.virtual_run import Basis, Predicted, planned_basis
 from pa_npu.planning.sizes import size_choices, size_words
 from pa_npu.platform.typical import TypicalSpeed, typical_speed
 
@@ -33,6 +34,7 @@ TOO_CLOSE = 0.05
 """Share of an iteration by which two ways must differ for a prediction to tell them apart."""
 IDLE = 0.3
 """Share of an iteration that a side must wait for a plan to warn of it."""
+_EXAMPLE_SHARE = 0.4  # of groups without a gradient: usual of rewards that can be verified
 _SAME = 0.001  # share by which two predictions of equal ways may differ
 _MIN_GAIN = 0.02  # smallest gain of one key's change that is named
 _BEHIND = "one version behind"
@@ -132,7 +134,7 @@ def compare(
         or config.placement.devices is not None
     ):
         return None
-    basis = assumed_basis(config, spec, typical or typical_speed(config.run.device))
+    basis = planned_basis(config, spec, typical or typical_speed(config.run.device))
     ways = [way for way in _ways(basis, config) if way is not None]
     change, gain = _best_change(basis, config)
     return Compared(
@@ -155,12 +157,36 @@ def _assumptions(basis: Basis, config: Config) -> Iterator[str]:
         f"assumed               {typical.name} ({typical.source}); responses of {mean:.0f} tokens "
         f"on average, of at most {config.rollout.max_response_tokens}; a run measures its own"
     )
+    if build_algorithm(config).trains_by_rule:
+        yield _share_line(basis, config)
     if config.run.device == "cpu":
         yield (
             "for cores alone       on cores changing between decoding and training costs nothing; "
             "on NPUs and GPUs it costs memory and time, so that another way may be the fastest: "
             "plan these with --device npu or cuda"
         )
+
+
+def _share_line(basis: Basis, config: Config) -> str:
+    """Returns the line that says how many groups have no gradient, and what training takes less."""
+
+    def train_s(share: float) -> str:
+        workload = replace(basis.workload, by_rule=share)
+        assumed = replace(basis, workload=workload)
+        return three_digits(assumed.predict(config, streams=False, iterations=1).train_s)
+
+    share = basis.workload.by_rule
+    if share:
+        return (
+            f"without gradient      {share:.0%} of the groups, as in the last iterations of "
+            f"{config.run.dir}: training takes {train_s(share)} s, with all groups computed "
+            f"{train_s(0.0)} s (schedule.skip_zero_advantage)"
+        )
+    return (
+        "without gradient      no group is assumed; with equal rewards in "
+        f"{_EXAMPLE_SHARE:.0%} of them training takes {train_s(_EXAMPLE_SHARE)} s in place of "
+        f"{train_s(0.0)} s (schedule.skip_zero_advantage)"
+    )
 
 
 def _work_s(basis: Basis, config: Config) -> float | None:

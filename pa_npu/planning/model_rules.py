@@ -3,6 +3,7 @@
 check_model(config, spec)            all of them, before a run
 check_engine(config, spec)           those that starting an engine needs
 check_division(config, spec)         those that building the trainer's model needs
+settled_rule(config, spec)           turns off what the model forbids and nobody asked for
 padded_vocab(spec, tensor_parallel)  rows of the embedding under tensor parallelism
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
@@ -42,6 +44,19 @@ def check_division(config: Config, spec: ModelSpec) -> None:
     """Raises ConfigError where the trainers' TP, PP or EP does not divide the model's sizes."""
     for message in _division_rules(config, spec):
         raise ConfigError(message)
+
+
+def settled_rule(config: Config, spec: ModelSpec) -> Config:
+    """Returns the configuration with schedule.skip_zero_advantage set to false, where it was not
+    given and sharded trainers have a mixture of experts (_expert_rules).
+    """
+    is_sharded_mixture = spec.experts is not None and config.trainer.backend == "fsdp"
+    if not is_sharded_mixture or config.schedule.skip_zero_advantage is not None:
+        return config
+    if not build_algorithm(config).trains_by_rule:
+        return config
+    schedule = config.schedule.model_copy(update={"skip_zero_advantage": False})
+    return config.model_copy(update={"schedule": schedule})
 
 
 def _division_rules(config: Config, spec: ModelSpec) -> list[str]:

@@ -19,7 +19,7 @@ from pa_npu.planning.memory import (
     wanted_sequences,
     wanted_tokens,
 )
-from pa_npu.planning.prediction.virtual_run import assumed_basis
+from pa_npu.planning.prediction.virtual_run import planned_basis
 from pa_npu.platform.typical import typical_speed
 from pa_npu.samples.routes import routes_of
 
@@ -70,12 +70,16 @@ def _work_lines(config: Config) -> list[str]:
     mode, sample = "periodic" if config.schedule.stream else "synchronous", "response"
     if not config.rollout.has_engines:
         mode, sample = "of rows of data", "row"
+    demonstrations = ""
+    if config.demonstration_groups:
+        demonstrations = f", and {config.demonstration_groups} of data.demonstrations"
     lines = [
         f"devices               {_devices(config)}{_nodes(config)}",
         f"trainer ranks         {_ranks(config)}",
         f"groups per iteration  {config.schedule.prompts_per_iteration} (x "
         f"{counted(config.rollout.responses_per_prompt, sample)} = "
-        f"{counted(amount.sequences, 'sequence')}), {config.groups_per_replica} per replica",
+        f"{counted(amount.sequences, 'sequence')}){demonstrations}, {config.groups_per_replica} "
+        "per replica",
         f"microbatches          {_microbatches(config, amount)}",
         f"tokens per iteration  at most {amount.prompt_tokens + amount.response_tokens} = "
         f"{amount.prompt_tokens} prompt + {amount.response_tokens} response; computed at most "
@@ -195,7 +199,7 @@ def predicted_line(config: Config, spec: ModelSpec) -> str:
     Figures are published ones and lengths assumed, so seconds are good to a factor of two. The line
     serves to compare: it shows which side waits, and whether an iteration has enough groups.
     """
-    basis = assumed_basis(config, spec, typical_speed(config.run.device))
+    basis = planned_basis(config, spec, typical_speed(config.run.device))
     synchronous = basis.predict(config, streams=False)
     generate_s = synchronous.generate_s
     train_s = synchronous.train_s

@@ -55,6 +55,12 @@ def check_teacher(config: Config, spec: ModelSpec, name: str, teacher: ModelSpec
             f"{spec.vocab_size} of {spec.path}, so that it has no log-prob of some that the policy "
             "may write; use a teacher with the policy's vocabulary"
         )
+    keys = config.algorithm
+    if keys.distill_divergence != "sampled" and keys.distill_top_k > spec.vocab_size:
+        raise ConfigError(
+            f"algorithm.distill_top_k: {keys.distill_top_k} is more than the {spec.vocab_size} "
+            f"tokens of {spec.path}; lower it"
+        )
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if longest > teacher.max_positions:
         raise ConfigError(

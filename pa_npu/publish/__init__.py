@@ -39,8 +39,10 @@
     inside an iteration, for an engine that was started again: LATE_REQUEST ... LATE_BROKEN
     (late_engines draws it).
 
-Where things are: messages and their keys in `messages`; which groups engines join, and whether they
-got what was sent, in `engines`; which versions are probed in `probes`. When a version is published is
+Where things are: messages and their keys in `messages`; which groups engines join in `engines`;
+requests to one engine in `engine_loads`; whether it got what was sent in `weight_checks`; the swap
+to a prepared version in `engine_swaps`; an engine inside an iteration in `late_delivery`; which
+versions are probed in `probes`. When a version is published is
 a policy of the coordinator and of the trainers (`publication` in both). The wire itself - groups,
 buckets, digests, and the engine's end, which runs inside engines, and adapters that engines merge -
 is the room below, pa_npu.weight_transfer.

@@ -23,17 +23,20 @@ from pa_npu.weight_transfer import collectives
 from pa_npu.weight_transfer.computation import Computation
 from pa_npu.weight_transfer.digest import first_difference
 from pa_npu.weight_transfer.manifest import Manifest
-from pa_npu.weight_transfer.transport import HOST_BACKEND, Way
+from pa_npu.weight_transfer.transport import HOST_BACKEND, Abandonment, Way, epoch_name
 
 
 @dataclass(frozen=True)
 class Connection:
-    """How engines reach the trainers' groups: the store's address, the backend, and each pipeline
-    stage's manifest, in order.
+    """How engines reach the trainers' groups.
 
-    stages: for publishes to all engines. late_stages: for deliveries to one engine inside an
-    iteration. device: the trainers' kind.
-    computation: what the trainers' modules compute with; None where they do not say it.
+    Args:
+        store: host and port of the run's store.
+        backend: of the groups.
+        stages: each pipeline stage's manifest, in order, for publishes to all engines.
+        late_stages: the same, for deliveries to one engine inside an iteration.
+        device: the trainers' kind.
+        computation: what the trainers' modules compute with; None if they do not say it.
     """
 
     store: tuple[str, int]
@@ -42,6 +45,15 @@ class Connection:
     late_stages: Sequence[StageManifest]
     device: str = ""
     computation: Computation | None = None
+
+    def abandon(self, stages: Sequence[StageManifest], epoch: int, reason: str) -> None:
+        """Declares the groups of an epoch abandoned, so that nobody waits in them any longer.
+
+        stages: either of the two sequences above. epoch: the number of the groups.
+        """
+        for stage in stages:
+            name = epoch_name(stage.name, epoch)
+            Abandonment(*self.store, name).declare(reason)
 
     @property
     def sends_late_alike(self) -> bool:
@@ -60,13 +72,16 @@ class EngineGroups:
     def __init__(self, rollout: RolloutConfig, connection: Connection, timeout_s: float) -> None:
         self._rollout = rollout
         self._connection = connection
-        self._workers = rollout.tensor_parallel
+        self._num_workers = rollout.tensor_parallel
         self._timeout_s = timeout_s
 
     def way(self, member: Member) -> Way:
-        """How weights reach an engine from the trainers. One on a trainer's device may not be able
-        to be in a group with that trainer. One on devices of another kind is reached through host
-        memory: no other backend connects them for sure."""
+        """Returns how weights reach an engine from the trainers.
+
+        An engine on a trainer's device may not be able to be in a group with that trainer. An
+        engine on devices of another kind is reached through host memory: no other backend is sure
+        to connect them.
+        """
         settings = self._rollout.settings_of(member.index)
         if settings.device_kind not in (None, self._connection.device):
             return "host"
@@ -74,37 +89,49 @@ class EngineGroups:
         return "host" if member.shared and not shares else "group"
 
     def receivers(self, members: Sequence[Member], epoch: int) -> PublishMembers:
-        """How many workers the trainers send to, by the way to them."""
+        """Returns how many workers the trainers send to, by the way to them."""
         ways = [self.way(member) for member in members]
         return PublishMembers(
-            epoch, self._workers * ways.count("group"), self._workers * ways.count("host")
+            epoch,
+            self._num_workers * ways.count("group"),
+            self._num_workers * ways.count("host"),
         )
 
     def of_members(self, members: Sequence[Member], epoch: int) -> list[WeightGroups]:
-        """The groups that each member joins, one per stage, in the order of the members.
+        """Returns the groups that each member joins, one per stage, in the order of the members.
 
         Workers are numbered through the engines of a group; rank 0 is the stage's leader.
         """
         ways = [self.way(member) for member in members]
-        found = []
+        joined = []
         for number, way in enumerate(ways):
-            before, count = (self._workers * some.count(way) for some in (ways[:number], ways))
-            named = [stage.group(epoch, way) for stage in self._connection.stages]
+            num_before = self._num_workers * ways[:number].count(way)
+            num_workers = self._num_workers * ways.count(way)
             backend = HOST_BACKEND if way == "host" else self._connection.backend
-            found.append(
+            joined.append(
                 WeightGroups(
-                    self._connection.store, 1 + before, 1 + count, named, backend, self._timeout_s
+                    self._connection.store,
+                    1 + num_before,
+                    1 + num_workers,
+                    [stage.group(epoch, way) for stage in self._connection.stages],
+                    backend,
+                    self._timeout_s,
                 )
             )
-        return found
+        return joined
 
     def of_late(self, number: int) -> WeightGroups:
-        """Those of late delivery `number`, in host memory, in which one engine is alone with the
-        stages' leaders.
+        """Returns the groups of late delivery `number`, which go through host memory.
+
+        One engine is alone in them with the stages' leaders.
         """
-        named = [stage.group(number) for stage in self._connection.late_stages]
         return WeightGroups(
-            self._connection.store, 1, 1 + self._workers, named, HOST_BACKEND, self._timeout_s
+            self._connection.store,
+            1,
+            1 + self._num_workers,
+            [stage.group(number) for stage in self._connection.late_stages],
+            HOST_BACKEND,
+            self._timeout_s,
         )
 
 
@@ -119,17 +146,18 @@ class ArrivalCheck:
 
     @property
     def applies(self) -> bool:
-        """Whether trainers have said what they will send; stand-ins for them say nothing, and send
-        nothing.
+        """Whether trainers have said what they will send.
+
+        Stand-ins for trainers say nothing, and send nothing.
         """
         return any(stage.manifest for stage in self._stages)
 
     def check(
         self, version: int, sent: Sequence[SentWeights], loaded: Mapping[str, LoadedWeights]
     ) -> None:
-        """After a publish. sent: per stage. loaded: by the engine's name.
+        """Compares after a publish. Raises InvariantViolation.
 
-        Raises InvariantViolation.
+        sent: per stage. loaded: by the engine's name.
         """
         self._compare(version, self._stages, sent, loaded)
         self._published = (version, tuple(stage.digests for stage in sent))
@@ -137,7 +165,7 @@ class ArrivalCheck:
     def check_late(
         self, version: int, sent: Sequence[SentWeights], loaded: Mapping[str, LoadedWeights]
     ) -> None:
-        """After a delivery to one engine inside the iteration of `version`."""
+        """Compares after a delivery to one engine inside the iteration of `version`."""
         self._compare(version, self._late_stages, sent, loaded)
         if self._published is None or self._published[0] != version:
             return

@@ -62,36 +62,37 @@ class VersionGate:
     # training
 
     def open(self, version: int) -> None:
-        """The weights are those of `version`, until `close`."""
+        """Says that the weights are those of `version`, until `close`."""
         with self._changed:
-            self._version, self._offered = version, None
+            self._version = version
+            self._offered = None
 
     def close(self) -> None:
-        """The weights are about to change: waits for a sender to let go, after which nobody can
-        hold them.
-        """
+        """Waits for a sender to let go, before the weights change; nobody can hold them then."""
         with self._changed:
             self._wait_released()
             self._version = None
 
     def close_policy(self) -> None:
-        """The policy is about to change: closes the gate if that is what it guards."""
+        """Closes the gate if it guards the policy, which is about to change."""
         self.close()
 
-    def offer(self, version: int, take: Callable[[], None]) -> None:
-        """Engines receive `version` and will swap to it; what is held is the version before. take:
-        makes it what is held.
+    def offer(self, version: int, hold_offered: Callable[[], None]) -> None:
+        """Announces that engines receive `version` and will swap to it.
+
+        Until they do, the version before is held. hold_offered: makes `version` what is held.
         """
         with self._changed:
-            self._offered = (version, take)
+            self._offered = (version, hold_offered)
 
     def take_offer(self) -> None:
-        """Engines have swapped: what was offered is held from now on, if that has not come about by
-        itself.
+        """Holds from now on what was offered, since engines have swapped.
+
+        Does nothing if a request for it has come before, as that holds it too.
         """
         with self._changed:
             self._wait_released()
-            self._take()
+            self._hold_offered()
 
     def _wait_released(self) -> None:
         if not self._changed.wait_for(lambda: not self._held, self._timeout_s):
@@ -100,23 +101,24 @@ class VersionGate:
                 f"{self._timeout_s:g} s; look at that engine's log, or raise publish.timeout_s"
             )
 
-    def _take(self) -> None:
+    def _hold_offered(self) -> None:
         if self._offered is not None:
-            (self._version, take), self._offered = self._offered, None
-            take()
+            self._version, hold_offered = self._offered
+            self._offered = None
+            hold_offered()
 
     # a thread that sends
 
     def hold(self, version: int) -> bool:
-        """Keep the weights as they are until `release`, if they are those of `version`."""
+        """Keeps the weights as they are until `release`, if they are those of `version`."""
         with self._changed:
             if self._offered is not None and self._offered[0] == version:
-                self._take()  # who asks for it knows that engines have swapped
+                self._hold_offered()  # who asks for it knows that engines have swapped
             self._held = self._version == version
             return self._held
 
     def release(self) -> None:
-        """Let the weights change."""
+        """Lets the weights change."""
         with self._changed:
             self._held = False
             self._changed.notify_all()
@@ -130,9 +132,7 @@ class CopyGate(VersionGate):
 
 
 class LateEngines:
-    """The thread. publisher: one of its own, over groups of its own, reading the weights that
-    `gate` guards. Use it with `with`.
-    """
+    """The thread that sends to late engines, while it is entered with `with`."""
 
     def __init__(
         self,
@@ -143,6 +143,9 @@ class LateEngines:
         place: Place,
         timeout_s: float,
     ) -> None:
+        """publisher: used by nobody else, over groups that nobody else uses; it reads the weights
+        that `gate` guards.
+        """
         self._publisher = publisher
         self._channel = channel
         self._gate = gate
@@ -166,9 +169,7 @@ class LateEngines:
         self._thread.join(_LONGEST_END_S)
 
     def _serve(self) -> None:
-        """Every request gets an answer or a reason, whatever goes wrong: an engine, and the
-        coordinator with it, waits for one.
-        """
+        """Answers every request, or says why not: an engine and the coordinator wait for that."""
         number = 0
         try:
             while not self._end.is_set():
@@ -177,9 +178,8 @@ class LateEngines:
                         self._answer(number)
                     except StoreError:
                         raise
-                    except (
-                        Exception
-                    ) as error:  # of torch, too; nobody but this thread would hear of it
+                    except Exception as error:
+                        # torch has errors of its own; nobody but this thread would hear of them
                         self._break(number, error)
                     number += 1
                 self._end.wait(_POLL_S)
@@ -193,32 +193,32 @@ class LateEngines:
         LATE_BROKEN.put(self._channel, PublishBroken(reason), number=number)
 
     def _answer(self, number: int) -> None:
-        wanted = LATE_REQUEST.get(self._channel, number=number)
-        held = self._gate.hold(wanted.version)
+        request = LATE_REQUEST.get(self._channel, number=number)
+        held = self._gate.hold(request.version)
         try:
             LATE_ANSWER.put(self._channel, LateAnswer(held), number=number, rank=self._place.rank)
             if LATE_DECISION.wait(self._channel, self._timeout_s, number=number).held:
-                self._deliver(number, wanted)
+                self._deliver(number, request)
         finally:
             self._gate.release()
 
-    def _deliver(self, number: int, wanted: LateRequest) -> None:
-        """Join and send.
+    def _deliver(self, number: int, request: LateRequest) -> None:
+        """Joins the engine and sends.
 
-        What one stage does, all its ranks do; where one fails, the others stop waiting for it.
+        All ranks of a stage do so; if one fails, the others stop waiting for it.
         """
         try:
             with self._platform.side_stream():
                 stats = self._publisher.publish(
-                    wanted.version, PublishMembers(number, wanted.workers)
+                    request.version, PublishMembers(number, request.workers)
                 )
             if self._place.publishes:
-                sent = SentWeights(wanted.version, stats.digests)
+                sent = SentWeights(request.version, stats.digests)
                 LATE_SENT.put(self._channel, sent, number=number, stage=self._place.stage)
             logger.info(
                 "late engine %d got weight version %d in %.2f s",
                 number,
-                wanted.version,
+                request.version,
                 stats.seconds,
             )
         finally:

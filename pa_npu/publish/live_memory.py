@@ -41,10 +41,9 @@ _EXACT = {
 
 
 class LiveMemoryCheck:
-    """Compares what engines say of their memory after each load; remembers the load before, of each
-    engine.
+    """Compares what engines say of their memory after each load with the load before.
 
-    trainers: what their modules compute with; None where they do not say it.
+    trainers: what their modules compute with; None if they do not say it.
     """
 
     def __init__(self, trainers: Computation | None = None) -> None:
@@ -54,8 +53,9 @@ class LiveMemoryCheck:
         self._notes: set[str] = set()
 
     def expect(self, version: int, trained: Mapping[str, str]) -> None:
-        """Remembers what the trainers hold of `version` in the model that they train. trained:
-        contents by tensor.
+        """Remembers what the trainers hold of `version` in the model that they train.
+
+        trained: contents by tensor.
         """
         self._trained[version] = trained
         for old in sorted(self._trained)[:-_REMEMBERED]:
@@ -64,10 +64,10 @@ class LiveMemoryCheck:
     def check(
         self, version: int, loaded: Mapping[str, LoadedWeights], *, as_published: bool = True
     ) -> None:
-        """Raises InvariantViolation.
+        """Compares after a load. Raises InvariantViolation.
 
-        loaded: by the engine's name. as_published: whether they were sent in the types of the
-        publish.
+        loaded: by the engine's name. as_published: whether the weights were sent in the types of
+        the publish.
         """
         for engine, weights in loaded.items():
             for report in weights.live:
@@ -104,8 +104,9 @@ class LiveMemoryCheck:
                 )
 
     def _check_sent(self, version: int, arrived: Mapping[str, str]) -> None:
-        """arrived: contents by tensor of what an engine got, whose digests are those of what was
-        sent.
+        """Compares what an engine got with what the trainers train.
+
+        arrived: contents by tensor. Their digests are those of what was sent.
         """
         trained = self._trained.get(version)
         if trained is None or not arrived:
@@ -118,11 +119,9 @@ class LiveMemoryCheck:
             return
         old = [name for name in wrong if name in arrived and arrived[name] == before.get(name)]
         more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-        reason = (
-            f", of which {len(old)} are still those of version {last}, first {old[0]}"
-            if old
-            else ""
-        )
+        reason = ""
+        if old:
+            reason = f", of which {len(old)} are still those of version {last}, first {old[0]}"
         raise InvariantViolation(
             f"I5: as weight version {version} the trainers sent other values than they train in "
             f"{len(wrong)} of {len(trained)} tensors ({', '.join(wrong[:_NAMED])}{more}){reason}; "
@@ -162,15 +161,13 @@ class LiveMemoryCheck:
 
 def _over_workers(reports: Sequence[LiveReport]) -> dict[str, HeldTensor]:
     """Returns the memory of all workers of an engine as one: contents added up."""
-    first = reports[0].memory
-    return {
-        name: HeldTensor(
-            contents=summed(
-                report.memory[name].contents for report in reports if name in report.memory
-            ),
+    memory = {}
+    for name, held in reports[0].memory.items():
+        parts = [report.memory[name] for report in reports if name in report.memory]
+        memory[name] = HeldTensor(
+            contents=summed(part.contents for part in parts),
             dtype=held.dtype,
             received=held.received,
             received_dtype=held.received_dtype,
         )
-        for name, held in first.items()
-    }
+    return memory

@@ -15,15 +15,17 @@ from pa_npu.weight_transfer.transport import Way, group_name
 
 @dataclass(frozen=True)
 class StageManifest:
-    """The message by which an engine joins a stage's groups and reads its buckets. name: begins
-    those of the groups; manifest: Manifest.to_json()."""
+    """Tells an engine how to join a stage's groups and to read its buckets.
+
+    name: beginning of the groups' names. manifest: Manifest.to_json().
+    """
 
     name: str
     manifest: dict[str, Any]
 
     def group(self, epoch: int, way: Way = "group") -> dict[str, Any]:
-        """As Receiver.join takes it, for the group that goes this way after the `epoch`-th change
-        of members.
+        """Returns the group of this way after the `epoch`-th change of members, as Receiver.join
+        takes it.
         """
         return {"name": group_name(self.name, epoch, way), "manifest": self.manifest}
 
@@ -38,11 +40,10 @@ LATE_MANIFEST = Topic("late/manifest/{stage}", StageManifest, MANIFEST.what)
 
 @dataclass(frozen=True)
 class TrainersReady:
-    """Rank 0 at a border: all trainers hold `version`, and the report of the iteration before is
-    there.
+    """Says that all trainers hold `version`, and that the iteration before has its report.
 
-    publishes: false where engines keep the version that they have (publish.divergence), and nothing
-    of a publish follows.
+    Rank 0 sends it at a border. publishes: False if engines keep the version that they have
+    (publish.divergence), so that nothing of a publish follows.
     """
 
     version: int
@@ -58,13 +59,15 @@ READY = Topic(
 
 @dataclass(frozen=True)
 class PublishMembers:
-    """Who takes part in an attempt: `workers` engine workers, in the groups of this epoch.
+    """Says which engine workers take part in an attempt.
 
-    host_workers: further ones, of engines that the backend of collectives cannot have in a group
-    with the trainers: they are in groups of their own, through host memory
-    (weight_transfer.transport.Way).
-    delayed: engines receive beside generation, and swap later (ENGINES_SWAPPED); until then engines
-    that come late get the version before.
+    Args:
+        epoch: of the groups that they are in.
+        workers: how many there are in groups of the trainers' backend.
+        host_workers: how many more there are in groups through host memory: those of engines that
+            the backend cannot have in a group with the trainers (weight_transfer.transport.Way).
+        delayed: whether engines receive while they generate, and swap later (ENGINES_SWAPPED).
+            Until then engines that come late get the version before.
     """
 
     epoch: int
@@ -82,8 +85,9 @@ MEMBERS = Topic(
 
 @dataclass(frozen=True)
 class SentWeights:
-    """The message of what a stage's leader has sent as `version`: the digest of every bucket, as
-    Digests.read gives it.
+    """Says what a stage's leader has sent as `version`.
+
+    digests: of every bucket, as Digests.read returns them.
     """
 
     version: int
@@ -99,8 +103,10 @@ SENT = Topic(
 
 @dataclass(frozen=True)
 class TrainedContents:
-    """What a sending rank holds of `version` in the model that trains: contents by tensor
-    (weight_transfer.contents). Those of all sending ranks, added up, are the tensor's."""
+    """Says what a sending rank holds of `version` in the model that trains.
+
+    contents: by tensor (weight_transfer.contents). The sum over all sending ranks is the tensor's.
+    """
 
     version: int
     contents: dict[str, str]
@@ -115,7 +121,7 @@ TRAINED = Topic(
 
 @dataclass(frozen=True)
 class PublishBroken:
-    """A trainer rank could not complete its part of an attempt."""
+    """Says that a trainer rank could not complete its part of an attempt."""
 
     reason: str
 
@@ -125,8 +131,9 @@ BROKEN = Topic("publish/{version}/{attempt}/broken", PublishBroken, "a failure t
 
 @dataclass(frozen=True)
 class ProbeResponse:
-    """One response of an engine. tokens and their log-probs under what they were sampled from, of
-    equal length.
+    """Holds one response of an engine.
+
+    logprobs: of each token, under the distribution that it was sampled from.
     """
 
     tokens: list[int]
@@ -143,8 +150,12 @@ class Probe:
 
 @dataclass(frozen=True)
 class PublishVerdict:
-    """The end of an attempt. done: engines hold the version, and answered `probe` unless probes are
-    off; else why not.
+    """Ends an attempt.
+
+    Args:
+        done: whether engines hold the version.
+        reason: why they do not.
+        probe: their answers; None if none was due.
     """
 
     done: bool
@@ -161,7 +172,7 @@ VERDICT = Topic(
 
 @dataclass(frozen=True)
 class EnginesSwapped:
-    """Engines have swapped to `version`, which they had received while they generated."""
+    """Says that engines have swapped to `version`, which they received while they generated."""
 
     version: int
 
@@ -173,7 +184,7 @@ ENGINES_SWAPPED = Topic(
 
 @dataclass(frozen=True)
 class LateRequest:
-    """One engine of `workers` workers wants `version` inside its iteration."""
+    """Asks for `version` for one engine of `workers` workers, inside its iteration."""
 
     version: int
     workers: int
@@ -186,8 +197,10 @@ LATE_REQUEST = Topic(
 
 @dataclass(frozen=True)
 class LateAnswer:
-    """Whether a rank holds the version, and will keep it until the delivery is over; as the
-    decision, whether all do, so that it is sent."""
+    """Says whether a rank holds the version, and keeps it until the delivery is over.
+
+    As the decision: whether all ranks do, so that it is sent.
+    """
 
     held: bool
 

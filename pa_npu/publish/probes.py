@@ -1,8 +1,9 @@
 """Probes of a publish: which responses show that the engines hold the weights that the trainers have (invariant I5).
 
 A probe is a few responses that engines sample right after a publish, for the trainers to compare
-log-probs with. In a strictly on-policy run the first groups of an iteration are the probe: they ride
-with the iteration, and only the first and the last version are probed by requests of their own.
+log-probs with. In a strictly on-policy run the first groups of an iteration are the probe: they
+ride with the iteration, and only the first and the last version are probed by requests of their
+own.
 """
 
 from __future__ import annotations

@@ -36,10 +36,16 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class PublishStats:
-    """One publish as this rank saw it. `bytes` and `digests` are of what a leader sent (0 and none
-    elsewhere; Digests.read); `wire_wait_s` is the part of `seconds` that a leader waited for the
-    engines. `policy`: digest of the weights that this rank trains, by which TrainerPublish, which
-    adds it, sees that what is sent follows them."""
+    """Reports one publish as this rank saw it.
+
+    Args:
+        seconds: that it took.
+        bytes: sent by a leader; 0 on other ranks.
+        wire_wait_s: the part of `seconds` for which a leader waited for the engines.
+        digests: of what a leader sent (Digests.read); empty on other ranks.
+        policy: digest of the weights that this rank trains. TrainerPublish adds it, to see that
+            what is sent follows them.
+    """
 
     seconds: float = 0.0
     bytes: int = 0
@@ -60,18 +66,20 @@ class WeightSource(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """Describe what will be sent, equally on all TP ranks."""
+        """What will be sent, equal on all TP ranks."""
 
     def contents(self) -> dict[str, str]:
-        """Sums up this rank's part of each of the manifest's tensors, as the model that trains has
-        it now, and not as it was sent (weight_transfer.contents). A tensor's contents are those of
-        all ranks together. Collective over TP."""
+        """Sums up this rank's part of each of the manifest's tensors (weight_transfer.contents).
+
+        It reads the model that trains, not what was sent. A tensor's contents are those of all
+        ranks together. Collective over TP.
+        """
 
     def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
-        """The manifest's buckets in order: a flat tensor on the leader, None on its TP peers.
-        Collective over TP.
+        """Yields the manifest's buckets in order: a flat tensor on the leader, None on its TP peers.
 
-        A yielded bucket is read only, and overwritten when the one after the next is asked for.
+        Collective over TP. A yielded bucket is read only, and overwritten when the one after the
+        next is asked for.
         """
 
 
@@ -109,9 +117,7 @@ class Publisher:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank sends its stage's weights: it is the one that must put manifest() into
-        the store.
-        """
+        """Whether this rank sends its stage's weights, and puts manifest() into the store."""
         return self._source is not None and self._source.is_leader
 
     @property
@@ -124,15 +130,15 @@ class Publisher:
         return self._source.manifest.num_bytes if self._source is not None else 0
 
     def manifest(self) -> StageManifest:
-        """Describe what an engine needs to join and read this stage."""
+        """Returns what an engine needs to join and read this stage."""
         assert self._source is not None, "only replica 0 publishes"
         return StageManifest(self._name, self._source.manifest.to_json())
 
     def connect(self, members: PublishMembers) -> None:
-        """Form the group of this epoch; ranks that do not send return at once, as does a leader
-        that is in it already.
+        """Forms the group of this epoch.
 
-        Raises DeadlineExceeded with the missing workers.
+        Ranks that do not send return at once, as does a leader that is in it already. Raises
+        DeadlineExceeded with the missing workers.
         """
         if not self.is_leader or members.epoch == self._epoch:
             return
@@ -145,14 +151,16 @@ class Publisher:
             if workers:
                 name = transport.group_name(self._name, members.epoch, way)
                 self._wires.append(self._join(way, name, workers))
-        self._epoch, self._begun = members.epoch, None
+        self._epoch = members.epoch
+        self._begun = None
 
     def _join(self, way: transport.Way, name: str, workers: int) -> _Wire:
-        """The group `name` as its rank 0."""
-        describe = f"stage {self._stage} publishes to {_workers(workers, name)}"
-        backend, device = (
-            (transport.HOST_BACKEND, _HOST) if way == "host" else (self._backend, self._device)
-        )
+        """Joins the group `name` as its rank 0."""
+        backend = self._backend
+        device = self._device
+        if way == "host":
+            backend = transport.HOST_BACKEND
+            device = _HOST
         group = transport.join_group(
             *self._store,
             name,
@@ -161,17 +169,17 @@ class Publisher:
             backend=backend,
             device=device,
             timeout_s=self._timeout_s,
-            describe=describe,
+            describe=f"stage {self._stage} publishes to {_workers(workers, name)}",
         )
         return _Wire(group, workers, device, name)
 
     def publish(self, version: int, members: PublishMembers) -> PublishStats:
-        """Send all weights as `version` to these members. Collective over the TP ranks of replica
-        0; other ranks return at once.
+        """Sends all weights as `version` to these members.
 
-        Raises WeightSyncError on a leader that lost an engine or was told to give up, and
-        DeadlineExceeded where that was not noticed in time; the group is dropped then, and the
-        engines that are left hold no version.
+        Collective over the TP ranks of replica 0; other ranks return at once. Raises
+        WeightSyncError on a leader that lost an engine or was told to give up, and DeadlineExceeded
+        if that was not noticed in time. The group is dropped then, and the engines that are left
+        hold no version.
         """
         if self._source is None:
             return PublishStats()
@@ -179,7 +187,8 @@ class Publisher:
         # peers that gather come after the leader's join and its wire, whose messages name the
         # engines
         deadline = transport.Deadline(2 * self._timeout_s + _GATHER_MARGIN_S)
-        wire_wait_s, digests = 0.0, Digests()
+        wire_wait_s = 0.0
+        digests = Digests()
         if self.is_leader:
             wire_wait_s = self._send(version, members, digests, deadline)
         else:
@@ -190,27 +199,31 @@ class Publisher:
 
     def contents(self) -> dict[str, str]:
         """Returns this rank's part of the contents of what is trained, by tensor; see WeightSource.
-        Call it after `publish`, also after one that raised WeightSyncError."""
+
+        It is called after `publish`, also after one that raised WeightSyncError.
+        """
         return {} if self._source is None else self._source.contents()
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leaves the group."""
         self._epoch = None
         for wire in self._wires:
             transport.leave_group(wire.group)
         self._wires = []
 
     def _drop(self) -> None:
-        """Forget groups of which one lost a member."""
+        """Forgets groups of which one lost a member."""
         for wire in self._wires:
             transport.drop_group(wire.group, wire.device)
-        self._wires, self._epoch = [], None
+        self._wires = []
+        self._epoch = None
 
     def _send(
         self, version: int, members: PublishMembers, digests: Digests, deadline: transport.Deadline
     ) -> float:
-        """Join where members have changed, then broadcast header and buckets; returns the seconds
-        of waiting for the wire.
+        """Joins if members have changed, then broadcasts header and buckets.
+
+        Returns the seconds of waiting for the wire.
         """
         assert self._source is not None
         buckets = self._source.buckets(deadline)
@@ -241,7 +254,8 @@ class Publisher:
         for wire in self._wires:
             transport.announce_begin(wire.group, version, self._begun)
         self._begun = version
-        on_the_wire, sending = self._start(header), "the header"
+        on_the_wire = self._start(header)
+        sending = "the header"
         waited = 0.0
         for index, buffer in enumerate(buckets):
             assert buffer is not None
@@ -250,27 +264,24 @@ class Publisher:
             # Bucket i-1 must have left before the next step of the loop packs bucket i+1 into its
             # buffer.
             waited += self._wait(on_the_wire, deadline, version, sending)
-            on_the_wire, sending = (
-                works,
-                f"bucket {index + 1} of {len(plan)} ({plan[index].summary})",
-            )
+            on_the_wire = works
+            sending = f"bucket {index + 1} of {len(plan)} ({plan[index].summary})"
         return waited + self._wait(on_the_wire, deadline, version, sending)
 
     def _start(self, tensor: torch.Tensor) -> list[dist.Work]:
-        """A broadcast on every wire; copies to host memory, which the works keep, are made
-        meanwhile.
+        """Starts a broadcast on every wire.
+
+        Those of the tensor's own memory begin first, so that the copy to host memory, which the
+        other works keep, is made meanwhile.
         """
         here = tensor.device.type
-        direct = [
-            transport.broadcast(wire.group, tensor)
-            for wire in self._wires
-            if wire.device.type == here
-        ]
+        direct = [wire for wire in self._wires if wire.device.type == here]
         copied = [wire for wire in self._wires if wire.device.type != here]
-        if not copied:
-            return direct
-        host = tensor.to(_HOST)
-        return [*direct, *(transport.broadcast(wire.group, host) for wire in copied)]
+        works = [transport.broadcast(wire.group, tensor) for wire in direct]
+        if copied:
+            host = tensor.to(_HOST)
+            works += [transport.broadcast(wire.group, host) for wire in copied]
+        return works
 
     def _wait(
         self, works: Sequence[dist.Work], deadline: transport.Deadline, version: int, sending: str
@@ -290,8 +301,9 @@ class Publisher:
 
 @dataclass(frozen=True)
 class _Wire:
-    """A group that this leader sends in, the memory that its tensors are in, and how many engine
-    workers receive.
+    """A group that this leader sends in.
+
+    workers: engine workers that receive. device: whose memory its tensors are in.
     """
 
     group: dist.ProcessGroup

@@ -63,9 +63,7 @@ class Published:
 
 
 class TrainerPublish:
-    """One rank's part in the protocol. stage: the pipeline stage that this rank sends; None where
-    it is no stage's leader.
-    """
+    """Takes one rank's part in the protocol."""
 
     def __init__(
         self,
@@ -78,14 +76,18 @@ class TrainerPublish:
         timeline: Timeline,
         contents: Callable[[], dict[str, str]] | None = None,
     ) -> None:
-        """contents: sums up what this rank trains of what is sent (Publisher.contents); None on a
-        rank that sends nothing.
-
-        trained: the digest of the weights that this rank trains, asked for after they were sent,
-        while the engines load them.
-
+        """Args:
+        channel: to the coordinator.
+        send: sends a version.
+        trained: returns the digest of the weights that this rank trains; called after they were
+            sent, while the engines load them.
+        rank: of this trainer.
+        stage: the pipeline stage that this rank sends; None if it is no stage's leader.
         timeout_s: of every wait for the coordinator, which in that time starts engines and makes
-        attempts that fail.
+            attempts that fail.
+        timeline: gets the spans of sending and of waiting.
+        contents: sums up what this rank trains of what is sent (Publisher.contents); None on a
+            rank that sends nothing.
         """
         self._channel = channel
         self._send = send
@@ -101,11 +103,12 @@ class TrainerPublish:
     def publish(self, version: int) -> Published:
         """Announces `version`, and returns when the engines hold it.
 
-        Raises DeadlineExceeded where the coordinator says nothing.
+        Raises DeadlineExceeded if the coordinator says nothing.
         """
         if self._rank == 0:
             READY.put(self._channel, TrainersReady(version), version=version)
-        start, send_s = time.perf_counter(), 0.0
+        start = time.perf_counter()
+        send_s = 0.0
         for attempt in count():
             place = {"version": version, "attempt": attempt}
             with self._timeline.span("wait for engines"):
@@ -123,8 +126,9 @@ class TrainerPublish:
         return Published(verdict.probe, send_s, wait_s, members.delayed, self._policy)
 
     def wait_swapped(self, version: int) -> None:
-        """Waits until engines have swapped to what was published with a delay. Raises
-        DeadlineExceeded.
+        """Waits until engines have swapped to what was published with a delay.
+
+        Raises DeadlineExceeded.
         """
         with self._timeline.span("wait for engines"):
             ENGINES_SWAPPED.wait(self._channel, self._timeout_s, version=version)
@@ -137,8 +141,9 @@ class TrainerPublish:
         return Published(None, 0.0, 0.0, policy=self._trained())
 
     def _attempt(self, members: PublishMembers, version: int, attempt: int) -> float:
-        """Makes one attempt and returns this rank's seconds. The coordinator judges whether it
-        failed.
+        """Makes one attempt and returns this rank's seconds.
+
+        The coordinator judges whether it failed.
         """
         start = time.perf_counter()
         try:
@@ -168,11 +173,10 @@ class TrainerPublish:
 def check_follows(
     version: int, stage: int, stats: PublishStats, before: PublishStats | None
 ) -> None:
-    """Check that what was sent follows the weights that train: it changed, if they did, since the
-    publish `before` (invariant I5).
+    """Checks that what was sent changed since the publish `before`, if what trains did (I5).
 
-    Raises InvariantViolation. Exact: an update too small to change any weight in its type changes
-    neither.
+    Raises InvariantViolation. The check is exact: an update too small to change any weight in its
+    type changes neither.
     """
     if before is None or not stats.policy:
         return

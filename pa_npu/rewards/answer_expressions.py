@@ -46,7 +46,8 @@ _OTHER_BEFORE = re.compile(
 )
 DENIED = re.compile(
     r"(?:(?:\bnot|n't|\bnever) (?:think|thought|believed?|sa(?:y|id)|claim(?:ed)?|mean|expect|true|certain|the case)"
-    r"|(?<!\bno )(?<!\bwithout )\bdoubt|\b(?:false|unlikely|impossible|(?:wrong|incorrect) to (?:say|claim|think)))"
+    r"|(?<!\bno )(?<!\bwithout )\bdoubt|\b(?:false|unlikely|impossible|(?:wrong|incorrect) to (?:say|claim|think)"
+    r"|(?:wrong|incorrect|mistaken)(?= (?:answer|result|value|total|sum|number)\b)))"
     r"(?: that| if| whether)?(?: (?:the|for|its?|this|that|my|our|final|correct|answer|result|value|total|sum|number|is|was|to"
     r"|would|could|be|equals?))*[\s*$]*$",
     re.IGNORECASE,

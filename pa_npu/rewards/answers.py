@@ -13,6 +13,7 @@ Only the text behind a thought counts (thoughts.py), and only the content of the
    "5th") is not an answer. Where there is no digit, a number in words counts: behind "answer is",
    or if the sentence is nothing else.
 4. If the reference is in words: the words behind "answer is", all of an <answer>, or the last line.
+   If these are a sentence: what it states, "Ottawa" of "The capital is Ottawa" (statements.py).
 5. If the reference is a formula: also what math-verify finds in the response.
 
 boxes.py finds the boxes, and answer_expressions.py the expressions. equal_answers.py compares the
@@ -55,8 +56,9 @@ from pa_npu.rewards.phrases import (
     is_heading,
     last_phrase,
 )
+from pa_npu.rewards.statements import states, without_contrast
 from pa_npu.rewards.thoughts import without_thought
-from pa_npu.rewards.words import is_text
+from pa_npu.rewards.words import equal_words, is_text
 
 _SEARCHED_CHARACTERS = 10_000  # at the end of a response, for an answer without a mark
 
@@ -329,10 +331,26 @@ def _is_correct(response: str, reference: str, prompt: str) -> bool:
     kind = _kind(reference)
     if kind == "number" or in_base(with_base(reference)):
         return False
+    if kind == "words":
+        return answer is not None and _is_stated(answer, response, reference, prompt)
     text = final_text(response, prompt)
     if CHOICE.fullmatch(reference):
         return chosen_letter(text, LETTERS) == reference.strip("() ")
-    if kind == "words" or last_boxed(response) is not None:
+    if last_boxed(response) is not None:
         return False
     # No mark and a formula: math-verify searches the response for expressions by itself.
     return equal_expressions(text[-_SEARCHED_CHARACTERS:], reference)
+
+
+def _is_stated(answer: str, response: str, reference: str, prompt: str) -> bool:
+    """Returns whether an answer in words states the reference in a sentence.
+
+    `answer`: what extract_answer found. What surrounds it decides only if it is no marked answer.
+    """
+    text = final_text(response, prompt)[-_SEARCHED_CHARACTERS:]
+    is_unmarked = _marked(text, "words", reference) is None and last_boxed(text) is None
+    if is_unmarked and last_phrase(text) is None:
+        answer = text
+    elif equal_words(without_contrast(answer), reference):
+        return True
+    return states(answer, prompt=prompt, reference=reference, means=equal_words)

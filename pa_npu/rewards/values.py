@@ -9,6 +9,7 @@ from typing import Any
 from pa_npu.config.sections.rollout import MAX_REWARD
 
 _SHOWN_CHARACTERS = 40
+_TEXTS = (str, bytes, bytearray, memoryview)
 
 
 class NotAReward(ValueError):
@@ -21,7 +22,7 @@ def as_reward(value: Any) -> float:
     Numbers of numpy and tensors with one element count; a text of digits does not. Raises
     NotAReward unless it is one finite number within MAX_REWARD.
     """
-    if isinstance(value, (str, bytes, bytearray)) or not hasattr(value, "__float__"):
+    if isinstance(value, _TEXTS) or _is_complex(value) or not hasattr(value, "__float__"):
         raise NotAReward(
             f"{value!r:.{_SHOWN_CHARACTERS}} is a {type(value).__name__}, not a number"
         )
@@ -38,15 +39,19 @@ def as_reward(value: Any) -> float:
     return reward
 
 
+def _is_complex(value: Any) -> bool:
+    """Returns whether a number of numpy or torch has an imaginary part."""
+    return "complex" in str(getattr(value, "dtype", ""))
+
+
 def as_rewards(values: Any, num_responses: int) -> list[float]:
     """Returns the rewards that a function returned for a group, in order.
 
     Raises NotAReward unless there is a reward for each response. A dictionary or a set has no order
     of responses, and a text is no list of numbers.
     """
-    if isinstance(values, (str, bytes, bytearray, Mapping, Set)) or not isinstance(
-        values, Iterable
-    ):
+    is_list = isinstance(values, Iterable) and getattr(values, "ndim", 1) > 0
+    if isinstance(values, (*_TEXTS, Mapping, Set)) or not is_list:
         raise NotAReward(
             f"returned a {type(values).__name__}, not a list with a number for each response"
         )

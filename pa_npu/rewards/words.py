@@ -27,13 +27,21 @@ _VARIABLES = frozenset("abcdkmnpqrxyz")
 _FULL_WIDTH = {0xFF01 + offset: 0x21 + offset for offset in range(94)} | {0x3000: " ", 0x3001: ","}
 _AROUND = (
     " \t\n\r.,;:!?*_`$\"'\u201c\u201d\u2018\u2019\u300c\u300d\u300e\u300f\u300a\u300b\u3002\uff61"
-    "\u00ab\u00bb#"
+    "\u00ab\u00bb#>\u2192\u21d2"
 )
+_TAG = re.compile(r"</?(?:b|i|em|strong|u|p|span|code)>")
+_BRACKETS = re.compile(r"\(([^()]*)\)|\[([^\[\]]*)\]")
 _ENDINGS = re.compile(r"(?:です|である|となります|になります|입니다|이다)$")
 _ARTICLE = re.compile(r"(?:the|an?)\s+(?=\w{2})")
 _REASON = re.compile(
     r"\s*(?:[,.;:!。，；]|\s[-\u2013\u2014])?\s+(?:because|since|as|for|which|so|due to|where|weil|da|car|parce que|porque|"
     r"perché|потому что|так как)\b|\s*[，,。]?\s*(?:因为|由于|なぜなら)"
+)
+_DENYING_REASON = re.compile(
+    r"\W*which (?:is|was|seems|would|can|could|does|did)(?:n't|not| not)\b"
+    r"|\W*which (?:is|was|seems|would be)(?: \w+ly)? "
+    r"(?:wrong|incorrect|false|untrue|mistaken|impossible|doubtful|unlikely|absurd|an? (?:error|mistake|myth|lie))\b"
+    r"|\W*as [\w ]{0,40}\b(?:wrongly|mistakenly|falsely|incorrectly|erroneously)\b"
 )
 _VERDICT = re.compile(r"(yes|no|true|false)\b(?=\s*[,.;:!\u2013\u2014-])")
 _VERDICTS = frozenset({"yes", "no", "true", "false"})
@@ -125,6 +133,8 @@ def equal_words(answer: str, reference: str) -> bool:
     if _squeezed(first) == _squeezed(second):
         return True
     reason = _REASON.search(first)
+    if reason and _DENYING_REASON.match(first, reason.start()):
+        return False
     if reason and _squeezed(first[: reason.start()]) == _squeezed(second):
         return True
     verdict = _VERDICT.match(first)
@@ -173,7 +183,10 @@ def normalised(text: str) -> str:
     """
     text = _WRITTEN_TEXT.sub(r" \1 ", text[:_MAX_CHARACTERS])
     text = plain_text(unicodedata.normalize("NFC", text.translate(_FULL_WIDTH)))
-    text = re.sub(r"\*\*|__|[`\u200b\ufeff]", "", text).strip(_AROUND)
+    text = _TAG.sub("", text)
+    text = re.sub(r"\*\*|__|[`\u200b\ufeff]|^=>", "", text).strip(_AROUND)
+    if (bracketed := _BRACKETS.fullmatch(text)) is not None:
+        text = (bracketed[1] or bracketed[2] or "").strip(_AROUND)
     text = " ".join(text.replace("\u2019", "'").casefold().split())
     return _ENDINGS.sub("", text).strip(_AROUND)
 

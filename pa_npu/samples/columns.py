@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 NO_VERSION = -1
 """Version of a token that no policy generated."""
 
-Filler = Literal["environment", "engine", "coordinator", "trainers"]
+Filler = Literal["environment", "engine", "row", "coordinator", "trainers"]
 _FILLERS: dict[Filler, str] = {
     "environment": "the environment (environment.name) must give it to SampleBuilder",
     "engine": "the engine (rollout.backend) must return it with every response",
+    "row": "the coordinator must take it from the row of data",
     "coordinator": "the coordinator must make it of the group",
     "trainers": "trainers must make it of the group",
 }
@@ -122,8 +123,8 @@ class Column:
             problem = f"its shape {self.shape} must have sizes of at least 1"
         elif (self.make is not None) != (self.filled_by in ("coordinator", "trainers")):
             problem = (
-                "filled_by must be coordinator or trainers with `make`, and environment or "
-                "engine without"
+                "filled_by must be coordinator or trainers with `make`, and environment, "
+                "engine or row without"
             )
         if problem is not None:
             raise ConfigError(

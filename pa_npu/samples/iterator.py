@@ -143,17 +143,23 @@ class MicrobatchIterator(Iterator[Microbatch]):
         """Dispatch indices of the groups taken so far, in slot order."""
         return tuple(self._indices)
 
-    def first(self, number: int) -> list[Microbatch]:
+    def first(self, number: int, *, only_written: bool = False) -> list[Microbatch]:
         """Returns the next `number` microbatches that are computed, or all that an update's share
         still has, and leaves them in their place.
+
+        only_written: of those in which the policy wrote any token.
         """
-        computed = [microbatch for microbatch in self._ready if not microbatch.is_filler]
+
+        def is_asked_for(microbatch: Microbatch) -> bool:
+            return not microbatch.is_filler and (not only_written or bool(microbatch.versions))
+
+        computed = [microbatch for microbatch in self._ready if is_asked_for(microbatch)]
         while len(computed) < number:
             microbatch = self._build()
             if microbatch is None:
                 break
             self._ready.append(microbatch)
-            if not microbatch.is_filler:
+            if is_asked_for(microbatch):
                 computed.append(microbatch)
         return computed
 
@@ -263,7 +269,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         reason = None
         if self.algorithm is not None:
             reason = self.algorithm.broken_rule(np.asarray(notice.rewards, np.float32))
-            if not self.algorithm.config.schedule.skip_zero_advantage:
+            if not self.algorithm.trains_by_rule:
                 reason = "schedule.skip_zero_advantage = false"
         if reason is not None:
             raise InvariantViolation(

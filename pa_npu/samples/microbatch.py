@@ -322,6 +322,29 @@ def _repeats(pieces: Sequence[Group]) -> float:
     return num_repetitions / num_tokens if num_tokens else 1.0
 
 
+def filled(sizes: Sequence[int], max_tokens: int | None, pad_multiple: int) -> list[int]:
+    """Returns how many pieces each microbatch has if all are there when packing begins.
+
+    Each takes the next pieces as long as they fit; a piece that is larger than `max_tokens` goes
+    alone, and so does every piece where that is None.
+
+    Args:
+        sizes: packed tokens of each piece, without padding.
+        max_tokens: of a microbatch, its padding to a multiple of pad_multiple included.
+    """
+    budget = (max_tokens or 0) // pad_multiple * pad_multiple
+    counts: list[int] = []
+    num_tokens = 0
+    for size in sizes:
+        if counts and num_tokens + size <= budget:
+            counts[-1] += 1
+            num_tokens += size
+        else:
+            counts.append(1)
+            num_tokens = size
+    return counts
+
+
 def build_microbatches(
     group: Group, responses_per_microbatch: int, shared_prompt: bool, pad_multiple: int
 ) -> list[Microbatch]:

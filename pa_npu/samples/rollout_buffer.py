@@ -50,6 +50,7 @@ from pa_npu.samples.columns import LOGPROBS, NONE, Column, RunColumns
 from pa_npu.samples.group import Group
 from pa_npu.samples.notice import notice_bytes
 from pa_npu.samples.routes import routes_of
+from pa_npu.samples.teachers import teacher_column
 from pa_npu.samples.wire import from_bytes, to_bytes
 
 T = TypeVar("T")
@@ -217,7 +218,7 @@ def run_columns(config: Config) -> RunColumns:
     """
     algorithm = build_algorithm(config)
     return RunColumns.from_columns(
-        [*algorithm.loss_columns, *algorithm.credit_columns, *_route_columns(config)]
+        [*algorithm.loss_columns, *algorithm.credit_columns, *_columns_of_models(config)]
     )
 
 
@@ -228,12 +229,15 @@ def trained_columns(config: Config) -> RunColumns:
     columns = run_columns(config)
     if any(column.filled_by == "trainers" for column in columns.declared):
         return columns
-    read = [*build_algorithm(config).loss_columns, *_route_columns(config)]
+    read = [*build_algorithm(config).loss_columns, *_columns_of_models(config)]
     return columns.reading([LOGPROBS.name, *(column.name for column in read)])
 
 
-def _route_columns(config: Config) -> Sequence[Column]:
-    return tuple(getattr(routes_of(config), "columns", ()))
+def _columns_of_models(config: Config) -> Sequence[Column]:
+    """What models read: the routes that routers replay, and which teacher is asked."""
+    columns = tuple(getattr(routes_of(config), "columns", ()))
+    teacher = teacher_column(config)
+    return columns if teacher is None else (*columns, teacher)
 
 
 def payloads(

@@ -173,7 +173,7 @@ def group_fields(groups: Sequence[GroupDigest]) -> dict[str, Any]:
     }
 
 
-def unpack(text: str, groups: int, what: str) -> Responses:
+def unpack(text: str, groups: int, link: str) -> Responses:
     """The responses in a ChainLink's field. Raises DataError."""
     try:
         data = base64.b64decode(text, validate=True)
@@ -182,11 +182,11 @@ def unpack(text: str, groups: int, what: str) -> Responses:
         numbers = np.frombuffer(data[end:], "<u4").reshape(len(NUMBERS), -1)
     except ValueError as error:
         raise DataError(
-            f"{CHAIN}: {what}: its responses cannot be read ({error}); the line is damaged"
+            f"{CHAIN}: {link}: its responses cannot be read ({error}); the line is damaged"
         ) from None
     if (sizes < 1).any() or int(sizes.sum()) != numbers.shape[1]:
         raise DataError(
-            f"{CHAIN}: {what}: {numbers.shape[1]} responses are not those of {groups} groups; the "
+            f"{CHAIN}: {link}: {numbers.shape[1]} responses are not those of {groups} groups; the "
             "line is damaged"
         )
     rows = {name: numbers[row].view(NUMBERS[name]) for name, row in _ROWS.items()}

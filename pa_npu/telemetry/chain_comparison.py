@@ -109,7 +109,8 @@ def compare_chains(
     Raises DataError where a line is damaged.
     """
     causes: dict[str, None] = {}
-    count, start = 0, begin
+    count = 0
+    start = begin
     rounding: Rounding | None = None
     differences: tuple[Difference, ...] = ()
     for link, peer in _pairs(first, second, begin, end):
@@ -130,8 +131,10 @@ def _pairs(
     first: Iterable[ChainLink], second: Iterable[ChainLink], begin: int, end: int | None
 ) -> Iterator[tuple[ChainLink, ChainLink]]:
     """Lines of equal iterations. Both chains are in order, and only a line of each is held."""
-    left, right = iter(first), iter(second)
-    link, peer = next(left, None), next(right, None)
+    left = iter(first)
+    right = iter(second)
+    link = next(left, None)
+    peer = next(right, None)
     while link is not None and peer is not None:
         if link.iteration < peer.iteration:
             link = next(left, None)
@@ -142,7 +145,8 @@ def _pairs(
                 return
             if link.iteration >= begin:
                 yield link, peer
-            link, peer = next(left, None), next(right, None)
+            link = next(left, None)
+            peer = next(right, None)
 
 
 def rounding_causes(link: ChainLink, peer: ChainLink) -> list[str]:
@@ -206,7 +210,8 @@ def compare_links(
     if link.prompts != peer.prompts:
         yield _prompts(link, peer)
         return
-    mine, theirs = link.table(), peer.table()
+    mine = link.table()
+    theirs = peer.table()
     yield from _responses(link, peer, mine, theirs)
     yield from _logprobs(link, peer, mine, theirs, rounding)
     for aspect in ("reward", "advantage"):
@@ -223,7 +228,8 @@ def compare_links(
 
 
 def _prompts(link: ChainLink, peer: ChainLink) -> Difference:
-    mine, theirs = link.table(), peer.table()
+    mine = link.table()
+    theirs = peer.table()
     text = f"it has {link.groups} and {peer.groups} groups"
     sizes = [np.diff(np.append(table.starts, table.size)) for table in (mine, theirs)]
     for place in range(min(link.groups, peer.groups)):
@@ -274,7 +280,8 @@ def _logprobs(
         theirs.rows["logprob_sum"].astype(np.float64),
     )
     apart = np.abs(sums[0] - sums[1]) / np.maximum(mine.rows["length"], 1)
-    responses, others = _named(mine.where(row)), int(np.count_nonzero(differs)) - 1
+    responses = _named(mine.where(row))
+    others = int(np.count_nonzero(differs)) - 1
     if others:
         responses += f" and of {counted(others, 'other')}"
     text = (
@@ -293,7 +300,8 @@ def _values(
     iteration: int, aspect: str, mine: Responses, theirs: Responses
 ) -> Iterator[Difference]:
     """Rewards or advantages, which have no rounding."""
-    values, others = mine.rows[aspect], theirs.rows[aspect]
+    values = mine.rows[aspect]
+    others = theirs.rows[aspect]
     differs = values.view("<u4") != others.view("<u4")
     if not differs.any():
         return

@@ -21,7 +21,9 @@ def sentences(comparison: Comparison) -> list[str]:
     only their checkpoints have.
     """
     lines = [f"bits may differ: {cause}" for cause in comparison.causes]
-    verdict, differences, last = comparison.verdict, comparison.differences, comparison.last
+    verdict = comparison.verdict
+    differences = comparison.differences
+    last = comparison.last
     if verdict == "equal":
         return [
             *lines,

@@ -71,7 +71,8 @@ def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float
 
 def _preferences(record: Mapping[str, Any]) -> list[str]:
     """How well the policy tells the answers of pairs apart; nothing of other rows."""
-    margin, accuracy = record.get("preference_margin"), record.get("preference_accuracy")
+    margin = record.get("preference_margin")
+    accuracy = record.get("preference_accuracy")
     if margin is None or accuracy is None:
         return []
     return [f"margin {margin:8.4f} acc {accuracy:5.3f}"]
@@ -112,7 +113,9 @@ def format_duration(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     whole = max(0, round(seconds))
-    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    minutes = whole // 60
+    hours = whole // 3600
+    days = whole // 86400
     if days:
         return f"{days}d{hours % 24:02d}h"
     if hours:

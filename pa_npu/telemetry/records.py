@@ -170,8 +170,8 @@ class JsonLines:
     def read(self) -> list[dict[str, Any]]:
         """All so far; each look reads only what came since the last one. Thread-safe."""
         with self._lock:
-            found = list(self.new())  # first: it may begin again
-            self._records += found
+            new = list(self.new())  # first: it may begin again
+            self._records += new
             return self._records
 
     def new(self) -> Iterator[dict[str, Any]]:
@@ -181,7 +181,8 @@ class JsonLines:
         """
         with contextlib.suppress(OSError), open_plain(self._path) as file:
             if file.seek(0, os.SEEK_END) < self._offset:
-                self._offset, self._records = 0, []
+                self._offset = 0
+                self._records = []
             file.seek(self._offset)
             while line := file.readline(_LONGEST_LINE_BYTES):
                 if not line.endswith(b"\n") and len(line) < _LONGEST_LINE_BYTES:
@@ -293,24 +294,26 @@ def lost_records() -> int:
     return _lost
 
 
-def note_lost(what: Path | str, error: BaseException) -> None:
+def note_lost(subject: Path | str, error: BaseException) -> None:
     """Counts one record; the first of each file is a line in the log."""
     global _lost
     with _lock:
         _lost += 1
-        first = str(what) not in _said
-        _said.add(str(what))
+        first = str(subject) not in _said
+        _said.add(str(subject))
     if first:
         why = reason(error) or type(error).__name__
-        log.warning("%s: cannot be written (%s); the run goes on without these records", what, why)
+        log.warning(
+            "%s: cannot be written (%s); the run goes on without these records", subject, why
+        )
 
 
-def attempt(what: Path | str, action: Callable[[], Any]) -> Any:
+def attempt(subject: Path | str, action: Callable[[], Any]) -> Any:
     """The action's value; None, and a count, where the system refuses it."""
     try:
         return action()
     except OSError as error:
-        note_lost(what, error)
+        note_lost(subject, error)
         return None
 
 
@@ -366,7 +369,8 @@ class RecordFile:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            descriptor, self._descriptor = self._descriptor, None
+            descriptor = self._descriptor
+            self._descriptor = None
             if descriptor is not None:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Throughput: TPSPD of an iteration and of runs side by side, as a table and as JSON; and the text that a run ends with.
+"""Throughput: TPSPD of an iteration and of runs side by side, as a table and as JSON.
 
     TPSPD = sum over trained samples of (prompt + response tokens), the prompt counted once per
     sample
@@ -16,13 +16,13 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from pa_npu.config.words import counted
 from pa_npu.config.yaml_source import read_yaml
 from pa_npu.errors import DataError
-from pa_npu.telemetry.records import EVALUATIONS, METRICS, read_evaluations, read_records
+from pa_npu.telemetry.records import read_records
 
 WARMUP_ITERATIONS = 1
 """Iterations at a run's start that summaries leave out: kernels are compiled and caches filled in
@@ -82,19 +82,6 @@ _FIGURES = {
 }
 """Rows of the table: title and layout, as of format(), of every number by name."""
 _OPTIONAL = frozenset({*PEAKS, "synchronous_s"})
-_LEAST_COMPARED = 2
-
-# What a run directory may hold, in the order of the listing.
-_WRITTEN = (
-    ("config.yaml", "resolved configuration"),
-    (METRICS, "one object per iteration"),
-    (EVALUATIONS, "one object per evaluation"),
-    ("samples.jsonl", "prompts, responses and rewards"),
-    ("tensorboard", "TensorBoard events"),
-    ("logs", "one log per process"),
-    ("checkpoints", "checkpoints"),
-    ("hf", "final weights, HF format"),
-)
 
 
 def throughput(tokens: Mapping[str, float], seconds: float, devices: int) -> dict[str, float]:
@@ -161,32 +148,34 @@ def run_throughput(
             "cannot be"
         )
     tokens = {name: sum(number(record, name) for record in kept) for name in _TOKENS}
-    found: dict[str, float | None] = {**throughput(tokens, seconds, min(devices))}
+    numbers: dict[str, float | None] = {**throughput(tokens, seconds, min(devices))}
     # rows of data are trained without engines, to which nothing is published
-    needed, means = _NEEDED, _MEANS
+    needed = _NEEDED
+    means = _MEANS
     if all("rows" in record for record in kept):
         needed = _NEEDED - {"engine_idle"}
         means = {name: default for name, default in _MEANS.items() if name != "publish_s"}
-        found["publish_s"] = None
+        numbers["publish_s"] = None
     for name, default in means.items():
-        found[name] = sum(number(record, name, default) for record in kept) / len(kept)
+        numbers[name] = sum(number(record, name, default) for record in kept) / len(kept)
     for name in ("trainer_idle", "engine_idle", "tail_waste", "replica_imbalance"):
         missing = name not in needed and any(record.get(name) is None for record in kept)
         weighted = (number(record, name) * number(record, "iteration_s") for record in kept)
-        found[name] = None if missing else sum(weighted) / seconds
-    return found | {
-        "synchronous_s": sum(number(record, "iteration_s") for record in apart) / len(apart)
-        if apart
-        else None,
-        "devices": min(devices),
-        "iterations": len(kept),
-        "dropped_iterations": len(records) - len(kept) - len(apart),
-    }
+        numbers[name] = None if missing else sum(weighted) / seconds
+    numbers["synchronous_s"] = None
+    if apart:
+        apart_s = sum(number(record, "iteration_s") for record in apart)
+        numbers["synchronous_s"] = apart_s / len(apart)
+    numbers["devices"] = min(devices)
+    numbers["iterations"] = len(kept)
+    numbers["dropped_iterations"] = len(records) - len(kept) - len(apart)
+    return numbers
 
 
 def number(record: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    """A number of a record; `default` stands for what an iteration did not do (no evaluation, no
-    checkpoint).
+    """Returns a number of a record. Raises DataError if it is none, or out of bounds.
+
+    default: stands for what an iteration did not do (no evaluation, no checkpoint).
     """
     value = record.get(key)
     if value is None and default is not None:
@@ -201,12 +190,15 @@ def number(record: Mapping[str, Any], key: str, default: float | None = None) ->
 
 @dataclass(frozen=True)
 class RunReport:
-    """Throughput of one run. `device` is the configured kind (npu, cuda, cpu), None if the run has
-    no config.yaml.
+    """Throughput of one run.
 
-    values: numbers of run_throughput, and those of LEARNED and PEAKS that the run has. engines: on
-    what those run of which the configuration says it (rollout.engine_settings), in words. records:
-    of all iterations.
+    Args:
+        name: of the run directory.
+        device: the configured kind (npu, cuda, cpu); None if the run has no config.yaml.
+        values: numbers of run_throughput, and those of LEARNED and PEAKS that the run has.
+        engines: devices of single engines in words (rollout.engine_settings); empty if none has
+        any.
+        records: of all iterations.
     """
 
     name: str
@@ -217,7 +209,7 @@ class RunReport:
 
 
 def load_report(run_dir: Path | str, warmup_iterations: int = WARMUP_ITERATIONS) -> RunReport:
-    """The report of a run directory. DataError names the directory."""
+    """Returns the report of a run directory. Raises DataError, which names the directory."""
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise DataError(
@@ -313,7 +305,7 @@ def render_text(reports: Sequence[RunReport]) -> str:
 
 
 def as_json(reports: Sequence[RunReport]) -> dict[str, Any]:
-    """One object per run with plain numbers, `ratio` to the first run."""
+    """Returns one object per run with plain numbers, and its `ratio` to the first run."""
     runs = [
         {
             "run": report.name,
@@ -355,20 +347,20 @@ def notes(reports: Sequence[RunReport]) -> list[str]:
 
 
 def table_rows(reports: Sequence[RunReport]) -> list[tuple[str, list[str]]]:
-    """(title, a cell per run) of every figure; those that no run has are left out, where they are
-    optional.
+    """Returns title and cells, one per run, of every figure that has a row.
+
+    An optional figure has none if no run has it, and the ratio has none if there is one run.
     """
-    found = [{**report.values, "ratio": _ratio(report, reports)} for report in reports]
-    rows = [
-        (name, title, [_cell(name, values.get(name), layout) for values in found])
-        for name, (title, layout) in _FIGURES.items()
-    ]
-    return [
-        (title, cells)
-        for name, title, cells in rows
-        if (name not in _OPTIONAL or any(cell != "-" for cell in cells))
-        and (name != "ratio" or len(reports) > 1)
-    ]
+    values_of_runs = [{**report.values, "ratio": _ratio(report, reports)} for report in reports]
+    rows = []
+    for name, (title, layout) in _FIGURES.items():
+        if name == "ratio" and len(reports) == 1:
+            continue
+        cells = [_cell(name, values.get(name), layout) for values in values_of_runs]
+        if name in _OPTIONAL and all(cell == "-" for cell in cells):
+            continue
+        rows.append((title, cells))
+    return rows
 
 
 def _cell(name: str, value: float | None, layout: str) -> str:
@@ -380,14 +372,19 @@ def _cell(name: str, value: float | None, layout: str) -> str:
 
 
 def _ratio(report: RunReport, reports: Sequence[RunReport]) -> float:
-    """The run's TPSPD over that of the first."""
-    own, first = report.values["tpspd"], reports[0].values["tpspd"]
-    return own / first if own and first else 0.0
+    """Returns the run's TPSPD over that of the first run; 0 if either has none."""
+    tpspd = report.values["tpspd"]
+    first = reports[0].values["tpspd"]
+    if not tpspd or not first:
+        return 0.0
+    return tpspd / first
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """The run's resolved configuration as plain values, not validated: a report must read runs of
-    older versions.
+    """Returns the run's resolved configuration as plain values; empty if it has none.
+
+    It is not validated, since a report must read runs of older versions. Raises DataError if the
+    file is no configuration.
     """
     path = run_dir / "config.yaml"
     if not path.exists():
@@ -396,112 +393,3 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     if not all(isinstance(config.get(key, {}), dict) for key in ("run", "telemetry")):
         raise DataError(f"{path}: is no run configuration; give a run directory")
     return config
-
-
-def summarise(run_dir: Path | str) -> str:
-    """The summary of a run directory. Raises DataError where it holds no iteration."""
-    run_dir = Path(run_dir)
-    records = read_records(run_dir)
-    parts = [_accuracy_line(read_evaluations(run_dir), len(records))]
-    try:
-        parts.append(render_text(each_run([load_report(run_dir)])))
-    except DataError as error:
-        parts.append(f"Throughput: none ({error})")
-    listing = [
-        f"  {run_dir / name!s:<40} {meaning}"
-        for name, meaning in _WRITTEN
-        if (run_dir / name).exists()
-    ]
-    parts.append("\n".join(["Written:", *listing]))
-    lines = (
-        nothing_learned_line(records, run_dir),
-        overlap_line(records),
-        saved_publishes_line(records),
-    )
-    parts += [line for line in lines if line]
-    return "\n\n".join(parts)
-
-
-def nothing_learned_line(records: Sequence[Mapping[str, Any]], run_dir: Path) -> str | None:
-    """Says that no iteration of the run had anything to learn from, and where to look; None where
-    one had.
-
-    A policy learns from the differences of rewards inside a group: where there are none, all
-    advantages are zero.
-    """
-    if not records or any(record.get("reward_std") != 0 for record in records):
-        return None
-    look = f"look at responses in {run_dir / 'samples.jsonl'}"
-    if all(record.get("reward_mean") == 0 for record in records):
-        return (
-            "Note: every reward of the run is 0, so that nothing was learned from rewards; "
-            f"{look}: whether they end within rollout.max_response_tokens and state their answer "
-            "as reward.functions reads it (docs/rewards.md)."
-        )
-    return (
-        "Note: all rewards inside each group were equal, so that nothing was learned from them; "
-        f"{look}: the questions are too easy or too hard for the model, or reward.functions tells "
-        "no response from another."
-    )
-
-
-def saved_publishes_line(records: list[dict[str, Any]]) -> str | None:
-    """How many publishes publish.divergence saved; None where every version is published."""
-    borders = [record for record in records if record.get("publish_skipped") is not None]
-    if not borders:
-        return None
-    kls = [
-        number(record, "publish_kl") for record in borders if record.get("publish_kl") is not None
-    ]
-    skipped = sum(bool(record["publish_skipped"]) for record in borders)
-    largest = f"; KL from the engines' policy up to {max(kls):.3g} nats a token" if kls else ""
-    return f"Publishes saved: {skipped} of {len(borders)}{largest}."
-
-
-def overlap_line(records: list[dict[str, Any]]) -> str | None:
-    """Compares synchronous with periodic iterations, if a run has two or more of each in turn;
-    otherwise None.
-
-    Only the last stretch in which they take turns is compared: before it the schedule was still
-    being learned.
-    """
-    start = len(records) - 1
-    while start > 0 and records[start].get("periodic") is not records[start - 1].get("periodic"):
-        start -= 1
-    turns = [record for record in records[start:] if record.get("periodic") is not None]
-    sync, periodic = ([r for r in turns if r["periodic"] is kind] for kind in (False, True))
-    if min(len(sync), len(periodic)) < _LEAST_COMPARED:
-        return None
-    seconds = [
-        median(number(r, "iteration_s") - number(r, "evaluation_s", 0.0) for r in some)
-        for some in (sync, periodic)
-    ]
-    generate_s, train_s = (
-        median(number(r, name) for r in sync) for name in ("generate_s", "train_s")
-    )
-    gain, bound = seconds[0] / seconds[1], (generate_s + train_s) / max(generate_s, train_s)
-    return (
-        f"Synchronous iterations take {seconds[0]:.2f} s (generation {generate_s:.2f} s, then "
-        f"training {train_s:.2f} s), periodic ones {seconds[1]:.2f} s (medians of {len(sync)} and "
-        f"{len(periodic)} in turn):\n"
-        f"{gain:.2f}x as fast, of a possible {bound:.2f}x if the two overlapped completely: "
-        f"{gain / bound:.0%} of it."
-    )
-
-
-def _accuracy_line(records: list[dict[str, Any]], iterations: int) -> str:
-    of_rows = bool(records) and "accuracy" not in records[0]
-    measured = "loss" if of_rows else "accuracy"
-    evaluations = [(record["version"], number(record, measured)) for record in records]
-    if not evaluations:
-        return f"{counted(iterations, 'iteration')}; no evaluation (data.test is not set)"
-    (first_version, first), (last_version, last) = evaluations[0], evaluations[-1]
-    label = "Greedy accuracy on the held-out questions:"
-    if of_rows:
-        label = "Loss of the held-out rows, in nats a token:"
-    if first_version == last_version:
-        return f"{label} {first:.3f} at version {first_version}; {counted(iterations, 'iteration')}"
-    return (
-        f"{label} {first:.3f} before (version {first_version}), {last:.3f} after (version "
-        f"{last_version})"
-    )

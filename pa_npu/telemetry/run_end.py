@@ -105,8 +105,8 @@ def read_end(events: Sequence[Mapping[str, Any]]) -> RunEnd | None:
 
 
 def _end_of(arguments: Mapping[str, Any]) -> RunEnd:
-    said = arguments.get("outcome")
-    outcome = cast(Outcome, said) if said in get_args(Outcome) else "finished"
+    stated = arguments.get("outcome")
+    outcome = cast(Outcome, stated) if stated in get_args(Outcome) else "finished"
     lines = arguments.get("lines")
     return RunEnd(
         outcome,
@@ -132,7 +132,8 @@ def owner_mark() -> dict[str, Any] | None:
     None where the system has no /proc.
     """
     number = os.getpid()
-    started, place = _start_of(number), _place()
+    started = _start_of(number)
+    place = _place()
     if started is None or place is None:
         return None
     return {"pid": number, "started": started, **place}
@@ -141,7 +142,8 @@ def owner_mark() -> dict[str, Any] | None:
 def _is_gone(mark: Any) -> bool:
     if not isinstance(mark, dict):
         return False
-    place, number = _place(), mark.get("pid")
+    place = _place()
+    number = mark.get("pid")
     is_here = place is not None and all(mark.get(key) == value for key, value in place.items())
     if (
         not is_here

@@ -154,10 +154,12 @@ class TrainerLogprobs(_Tables):
         float [sum of lengths].
         """
         if iteration != self._iteration:
-            self._iteration, self._rows = iteration, []
+            self._iteration = iteration
+            self._rows = []
         end = 0
         for (index, response), length in zip(sources, lengths, strict=True):
-            start, end = end, end + length
+            start = end
+            end = end + length
             if index < self._groups:
                 self._rows.append((index, response, logprobs[start:end].detach().clone()))
 
@@ -201,13 +203,14 @@ def read_samples(
                 for row in read_table(file, only=only):
                     trained[_place(row)] = row.get("logprobs")
         for row in rows:
-            found, logprobs = trained.get(_place(row)), row.get("logprobs")
+            trainer_logprobs = trained.get(_place(row))
+            logprobs = row.get("logprobs")
             equal = (
-                isinstance(found, list)
+                isinstance(trainer_logprobs, list)
                 and isinstance(logprobs, list)
-                and len(found) == len(logprobs)
+                and len(trainer_logprobs) == len(logprobs)
             )
-            row["trainer_logprobs"] = found if equal else None
+            row["trainer_logprobs"] = trainer_logprobs if equal else None
     for row in rows:
         # the table has every name that any of its groups was rewarded by
         if isinstance(row.get("rewards"), dict):
@@ -240,8 +243,8 @@ def _file(iteration: int, part: str = "") -> str:
 
 def _files(directory: Path) -> Iterator[tuple[int, Path]]:
     for path in sorted(directory.glob("*")):
-        if found := _FILE.fullmatch(path.name):
-            yield int(found[1]), path
+        if match := _FILE.fullmatch(path.name):
+            yield int(match[1]), path
 
 
 def _schema(rewards: Sequence[str]) -> Any:

@@ -96,7 +96,8 @@ def is_secret(name: str) -> bool:
         return False
     if any(map(_WORD.fullmatch, words)):
         return True
-    before, last = words[-2] if len(words) > 1 else "", words[-1]
+    before = words[-2] if len(words) > 1 else ""
+    last = words[-1]
     if before in ("api", "access"):
         last = last.removesuffix("s")
     if last in _LAST or (before and last in _LAST_OF_SEVERAL):
@@ -190,7 +191,8 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 
 def hide(text: str, mask: Mask = lambda value: HIDDEN) -> str:
     """The text without what looks like a secret by its form."""
-    shown, done = "", 0
+    shown = ""
+    done = 0
     for start, end in _secret_spans(text):
         shown += text[done:start] + mask(text[start:end])
         done = end
@@ -204,37 +206,37 @@ def _secret_spans(text: str) -> list[tuple[int, int]]:
         if text.startswith(HIDDEN[:-1], start) or text[start:end].strip().lower() in _NOTHING:
             continue
         if spans and start < spans[-1][1]:
-            start, end = spans[-1][0], max(end, spans.pop()[1])
+            start = spans[-1][0]
+            end = max(end, spans.pop()[1])
         spans.append((start, end))
     return spans
 
 
 def _by_form(text: str) -> Iterator[tuple[int, int]]:
     for pattern in _FORMS:
-        yield from (found.span(found.lastindex or 0) for found in pattern.finditer(text))
+        yield from (match.span(match.lastindex or 0) for match in pattern.finditer(text))
 
 
 def _by_name(text: str) -> Iterator[tuple[int, int]]:
     for pattern in (_NAMED, _OPTION):
         done = 0
-        for found in pattern.finditer(text):
-            name, is_plain = (
-                found["name"].strip("-.").lower(),
-                pattern is _NAMED and found["sign"][0] in ": \t",
-            )
+        for match in pattern.finditer(text):
+            name = match["name"].strip("-.").lower()
+            is_plain = pattern is _NAMED and match["sign"][0] in ": \t"
             # in prose "pass: 3" and "key: x" are no secrets, "Authorization: x" and "api_key: x"
             # are
             if (
-                found.start() < done
-                or not is_secret(found["name"])
+                match.start() < done
+                or not is_secret(match["name"])
                 or (is_plain and name in _NO_SECRETS)
             ):
                 continue
-            value = _LINE.match(text, found.end()) if name.endswith(_WHOLE_LINE) else None
-            value = value or _VALUE.match(text, found.end())
+            value = _LINE.match(text, match.end()) if name.endswith(_WHOLE_LINE) else None
+            value = value or _VALUE.match(text, match.end())
             if value is None:
                 continue
-            kind, done = str(value.lastgroup), value.end()
+            kind = str(value.lastgroup)
+            done = value.end()
             if kind in ("listed", "mapped"):
                 items = _ITEM.finditer(text, *value.span(kind))
                 yield from (

@@ -232,7 +232,8 @@ class MLflow(Tracker):
         import mlflow
 
         self._library = mlflow
-        directory, identity = run.directory.resolve(), run.identity
+        directory = run.directory.resolve()
+        identity = run.identity
         directory.mkdir(parents=True, exist_ok=True)
         local = not os.environ.get("MLFLOW_TRACKING_URI")
         if local:
@@ -243,15 +244,15 @@ class MLflow(Tracker):
             self._client.update_run(self.id, status="RUNNING")
             return
         place = {"artifact_location": (directory / "mlflow_artifacts").as_uri()} if local else {}
-        found = self._client.get_experiment_by_name(identity.project)
+        existing = self._client.get_experiment_by_name(identity.project)
         experiment = (
-            found.experiment_id
-            if found
+            existing.experiment_id
+            if existing
             else self._client.create_experiment(identity.project, **place)
         )
-        own = {"pa_npu.id": identity.id}
+        tags = {"pa_npu.id": identity.id}
         self.id = str(
-            self._client.create_run(experiment, run_name=identity.name, tags=own).info.run_id
+            self._client.create_run(experiment, run_name=identity.name, tags=tags).info.run_id
         )
         parameters = [
             mlflow.entities.Param(key, str(value)[: self._LONGEST_VALUE])

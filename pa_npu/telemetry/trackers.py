@@ -197,11 +197,11 @@ class _Feed:
         self._file = run_dir / DIRECTORY / f"{tracker}.json"
         self._identity = self._read(telemetry.project, run_dir.resolve().name)
         if tracker in _CAN_TAKE_BACK:
-            given = {
+            chosen = {
                 key: min(getattr(self._identity, key), first - 1)
                 for key in ("iteration", "version")
             }
-            self._identity = replace(self._identity, **given)
+            self._identity = replace(self._identity, **chosen)
         self._run = TrackedRun(self._identity, run_dir / DIRECTORY, first, config)
         self._ending = threading.Event()
         self._since_s: float | None = None  # the library was called, and has not returned
@@ -297,19 +297,19 @@ def tracked(record: Mapping[str, Any], names: str) -> dict[str, float]:
     """The numbers of an iteration record under their names of NAMES; what is not a finite number is
     left out.
     """
-    found = {
+    numbers = {
         _named(field, NAMES[names]): float(value)
         for field, value in flat(record).items()
         if _is_number(value) and field not in _NOT_NUMBERS_OF_A_CURVE
     }
-    return {_STEP[names]: float(record["iteration"])} | found
+    return {_STEP[names]: float(record["iteration"])} | numbers
 
 
 def tracked_evaluation(record: Mapping[str, Any], names: str) -> dict[str, float]:
     """The numbers of an evaluation record: of each set its metrics."""
     values = {_STEP[names]: float(record["version"])}
-    for name, found in record.get("sets", {}).items():
-        for metric, value in found["metrics"].items():
+    for name, numbers in record.get("sets", {}).items():
+        for metric, value in numbers["metrics"].items():
             if _is_number(value["value"]):
                 values[_EVALUATION[names].format(set=name, metric=metric)] = float(value["value"])
     return values

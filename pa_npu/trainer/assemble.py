@@ -151,7 +151,9 @@ def make_kept_logprobs(config: Config, backend: TrainBackend, rank: int) -> Trai
     has_them = backend.place.is_last_stage and backend.place.is_tensor_leader
     if not config.telemetry.samples or not has_them:
         return None
-    return TrainerLogprobs(config.run.dir, rank, kept_groups(config.telemetry.samples))
+    return TrainerLogprobs(
+        config.run.dir, rank, kept_groups(config.telemetry.samples) + config.demonstration_groups
+    )
 
 
 def publication_of(

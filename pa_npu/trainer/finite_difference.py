@@ -37,7 +37,11 @@ from pa_npu.config.schema import Config
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import Traffic
 from pa_npu.trainer.invariants import GradientSum
-from pa_npu.trainer.loss_checks import arrived_gradients, batch_with_credit
+from pa_npu.trainer.loss_checks import (
+    arrived_gradients,
+    batch_with_credit,
+    expected_choice_gradient,
+)
 
 # By model.dtype: the rounding of a token's log-prob, in nats; the smallest change to aim at, as the
 # root of the summed squares of tokens' changes; the share of its size by which an element moves,
@@ -116,11 +120,13 @@ class _Tokens:
     """The N tokens of this rank for which it computes the loss; none on other ranks.
 
     gradient, entropy_gradient: fp64 [N], of the objective at their log-probs and entropies.
+    choice_gradient: fp64 [N, k + 1], at those of a teacher's most likely tokens, or no rows.
     logprobs: fp64 [N], before any weight has moved.
     """
 
     gradient: Values
     entropy_gradient: Values
+    choice_gradient: Values
     logprobs: Values
 
     @classmethod
@@ -135,7 +141,7 @@ class _Tokens:
         """
         losses = objective.given
         if not losses:
-            return cls(np.zeros(0), np.zeros(0), np.zeros(0))
+            return cls(np.zeros(0), np.zeros(0), np.zeros((0, 1)), np.zeros(0))
         batch, _, _ = batch_with_credit(losses, advantages)
         expected = all_gradients(algorithm, batch)
         # close to a bound of a ratio the slopes of both sides are right
@@ -146,22 +152,34 @@ class _Tokens:
         if component is not None:
             weights = np.where(component.numpy() == 1, weights, 0.0)
         entropy_gradient = -algorithm.keys.entropy_coef * weights
-        return cls(gradient, entropy_gradient, batch.logprobs.double().numpy())
+        choices = [loss.choices for loss in losses if loss.choices is not None]
+        choice_gradient = np.zeros((0, 1))
+        if choices:
+            choice_gradient = expected_choice_gradient(algorithm, choices).values
+        logprobs = batch.logprobs.double().numpy()
+        return cls(gradient, entropy_gradient, choice_gradient, logprobs)
 
     def change(self, first: _Scores, second: _Scores) -> float:
         """Returns by how much the objective changes from the first scores to the second, along its
         gradient at the log-probs.
         """
         by_logprobs = np.sum(self.gradient * (second.logprobs - first.logprobs))
-        return float(by_logprobs + np.sum(self.entropy_gradient * (second.entropy - first.entropy)))
+        by_entropy = np.sum(self.entropy_gradient * (second.entropy - first.entropy))
+        by_choices = np.sum(self.choice_gradient * (second.choices - first.choices))
+        return float(by_logprobs + by_entropy + by_choices)
+
+    @property
+    def size_squared(self) -> float:
+        return float(np.sum(self.gradient**2) + np.sum(self.choice_gradient**2))
 
 
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """Log-probs and entropies of tokens, fp64 [N] each."""
+    """Log-probs and entropies of tokens, fp64 [N] each. choices: fp64 [N, k + 1], or no rows."""
 
     logprobs: Values
     entropy: Values
+    choices: Values
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,12 +327,12 @@ def finite_difference(
     keys = config.algorithm.model_copy(update={"router_aux_coef": 0.0})
     config = config.model_copy(update={"algorithm": keys})
     algorithm = build_algorithm(config)
-    objective = Objective(config, backend.device, algorithm=algorithm)
+    objective = Objective(config, backend.device, algorithm=algorithm, watch_all=True)
     with torch.enable_grad():
         backend.accumulate(_ListedMicrobatches(microbatches, 1), objective)
     tokens = _Tokens.from_objective(objective, algorithm, advantages)
     counts = float(place.is_last_stage and place.is_tensor_leader)
-    (squares,) = over_ranks(backend, [counts * float(np.sum(tokens.gradient**2))])
+    (squares,) = over_ranks(backend, [counts * tokens.size_squared])
     size = math.sqrt(squares)
     if not size:
         return None  # rewards that are all equal train nothing
@@ -366,10 +384,14 @@ def _evaluated(backend: TrainBackend, microbatches: Sequence[Microbatch]) -> _Sc
     """
     logprobs = [np.zeros(0)]
     entropies = [np.zeros(0)]
+    choices: list[Values] = []
 
     def keep(microbatch: Targets, outputs: Outputs) -> None:
         logprobs.append(outputs.policy.values.detach().cpu().double().numpy())
         entropies.append(outputs.entropy.detach().cpu().double().numpy())
+        if outputs.policy.choices is not None:
+            choices.append(outputs.policy.choices.detach().cpu().double().numpy())
 
     backend.evaluate(list(microbatches), keep)
-    return _Scores(np.concatenate(logprobs), np.concatenate(entropies))
+    of_choices = np.concatenate(choices) if choices else np.zeros((0, 1))
+    return _Scores(np.concatenate(logprobs), np.concatenate(entropies), of_choices)

@@ -1,7 +1,7 @@
 """The loss of held-out rows on a trainer rank: a forward pass over each set, at a border.
 
-Every replica computes a share of a set's groups. All shares are equally large; the last group of a
-share may repeat a group that another replica counts.
+Every replica computes its share of a set's microbatches, equally many, of which the last may repeat
+one that another replica counts. The coordinator cuts a set into them, by the keys that cut training.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pa_npu.algorithm.agreement import NUM_MAXIMA, NUM_SUMS
-from pa_npu.algorithm.objective import Outputs, Targets
-from pa_npu.algorithm.policy_losses import TokenBatch
+from pa_npu.algorithm.objective import Outputs, Targets, token_batch
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.algorithm.update_sums import MetricSums
 from pa_npu.config.schema import Config
@@ -26,7 +25,7 @@ from pa_npu.control.held_out import (
     get_group,
 )
 from pa_npu.control.milestones import Milestones
-from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from pa_npu.samples.microbatch import Microbatch, pack
 from pa_npu.samples.rollout_buffer import trained_columns
 from pa_npu.samples.wire import from_bytes
 from pa_npu.telemetry.timeline import Timeline
@@ -72,22 +71,23 @@ class HeldOutRows:
 
     def _share(self, held_out: HeldOutSet) -> _Share:
         mesh, replica = self.config.mesh, self.learner.backend.place.replica
-        numbers = list(mesh.numbers_of(replica, held_out.groups))
+        numbers = list(mesh.numbers_of(replica, len(held_out.microbatches)))
         counted = len(numbers)
         # All replicas compute equally many, since a pass is collective: the first one has the most.
-        max_groups = len(mesh.numbers_of(0, held_out.groups))
-        numbers += [0] * (max_groups - counted)
-        microbatches: list[Microbatch] = []
-        for number in numbers:
-            data = get_group(self.channel, held_out.name, number)
-            group = from_bytes(data, trained_columns(self.config))
-            microbatches += build_microbatches(
-                group,
-                self.config.microbatch_responses,
-                self.config.attention.shared_prompt,
-                self.config.trainer.pad_multiple,
-            )
+        most = len(mesh.numbers_of(0, len(held_out.microbatches)))
+        numbers += [0] * (most - counted)
+        microbatches = [self._microbatch(held_out, number) for number in numbers]
         return _Share(held_out, microbatches, counted)
+
+    def _microbatch(self, held_out: HeldOutSet, number: int) -> Microbatch:
+        """Returns microbatch `number` of the set, of the groups that the coordinator put into it."""
+        first = sum(held_out.microbatches[:number])
+        columns = trained_columns(self.config)
+        groups = [
+            from_bytes(get_group(self.channel, held_out.name, index), columns)
+            for index in range(first, first + held_out.microbatches[number])
+        ]
+        return pack(groups, self.config.attention.shared_prompt, self.config.trainer.pad_multiple)
 
     def _means(self, share: _Share) -> dict[str, float]:
         backend, held_out = self.learner.backend, share.held_out
@@ -100,7 +100,14 @@ class HeldOutRows:
             nonlocal num_done
             counts = float(num_done < share.counted)
             num_done += 1
-            named = algorithm.held_out_sums(_batch(microbatch, outputs, self.config))
+            batch = token_batch(
+                microbatch,
+                outputs,
+                old_logprobs=outputs.policy.values,
+                weights=torch.ones_like(outputs.policy.values),
+                group_size=self.config.rollout.responses_per_prompt,
+            )
+            named = algorithm.held_out_sums(batch)
             counted = {name: value * counts for name, value in named.items()}
             sums.add(counted, no_differences, microbatch.ages.max())
 
@@ -108,22 +115,3 @@ class HeldOutRows:
         totals = sums.over_ranks(backend.reductions).sums
         count = algorithm.held_out_count(rows=held_out.rows, tokens=held_out.tokens)
         return {name: total / count for name, total in totals.items()}
-
-
-def _batch(microbatch: Targets, outputs: Outputs, config: Config) -> TokenBatch:
-    """The tokens of held-out rows, all with the weight 1."""
-    reference = outputs.frozen.get("reference")
-    logprobs = outputs.policy.values
-    return TokenBatch(
-        logprobs=logprobs,
-        entropy=outputs.entropy,
-        old_logprobs=logprobs,
-        reference_logprobs=None if reference is None else reference.values,
-        engine_logprobs=microbatch.engine_logprobs,
-        advantages=microbatch.advantages,
-        weights=torch.ones_like(logprobs),
-        response_index=microbatch.response_index,
-        num_responses=len(microbatch.response_lengths),
-        group_size=config.rollout.responses_per_prompt,
-        columns=microbatch.columns,
-    )

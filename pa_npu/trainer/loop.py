@@ -137,7 +137,7 @@ def measure_first(
     """Measures rounding and finite differences on the microbatches that an iteration trains first,
     if they are due. Collective. Raises InvariantViolation.
     """
-    agreement.measure(version, share.first)
+    agreement.measure(version, partial(share.first, only_written=True))
     every = config.schedule.finite_difference_every
     if not every or version % every:
         return

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.algorithm.algorithm import Algorithm
+from pa_npu.algorithm.choices import Choices
 from pa_npu.algorithm.component_sums import all_gradients
 from pa_npu.algorithm.loss_gradient import (
     ExpectedGradient,
+    GivenChoices,
     GivenLoss,
     Values,
     joined,
@@ -71,6 +73,7 @@ class LossGradient:
         arrived = arrived_gradients(losses)
         batch, sources, lengths = batch_with_credit(losses, advantages)
         self._compare(sources, lengths, arrived, all_gradients(self._algorithm, batch))
+        self._compare_choices([loss.choices for loss in losses if loss.choices is not None])
         self._check_same(float((batch.logprobs - batch.old_logprobs).abs().sum()), len(arrived))
         self._check_head(losses, arrived, (batch.logprobs + batch.entropy).double().numpy(), group)
 
@@ -99,6 +102,25 @@ class LossGradient:
             "update differ"
         )
 
+    def _compare_choices(self, given: Sequence[GivenChoices]) -> None:
+        """Of a teacher's most likely tokens, in a sample of the targets."""
+        if not given:
+            return
+        arrived = np.concatenate([arrived_at(one) for one in given])
+        expected = expected_choice_gradient(self._algorithm, given)
+        wrong = expected.is_sure & ~(np.abs(arrived - expected.values) <= expected.limit)
+        if not wrong.any():
+            return
+        excess = np.abs(arrived - expected.values) / np.maximum(expected.limit, 1e-300)
+        target, choice = np.unravel_index(int(np.where(wrong, excess, 0.0).argmax()), wrong.shape)
+        raise self._update.broken(
+            f"the gradient of the policy's log-prob of choice {choice} of {wrong.shape[1]} of the "
+            f"teacher, of target {target} of those looked at, is {arrived[target, choice]:.6g}, "
+            f"where algorithm.distill_divergence = {self._config.algorithm.distill_divergence} "
+            f"makes {expected.values[target, choice]:.6g}; {int(wrong.any(axis=1).sum())} of "
+            f"{len(wrong)} targets differ"
+        )
+
     def _check_same(self, apart: float, tokens: int) -> None:
         """Checks that ratios are 1 in an iteration's first update, when the old policy is the
         policy. apart: summed difference of the log-probs of both, over `tokens` tokens.
@@ -125,29 +147,31 @@ class LossGradient:
         """Checks the gradient behind the log-probs, at the LM head. surprise: log p + H of every
         token.
         """
-        sums = []
-        rows = []
+        all_products: list[torch.Tensor] = []
+        all_sizes: list[torch.Tensor] = []
+        rows: list[np.ndarray] = []
         start = 0
         is_partial = False
         for microbatch in losses:
-            head, tokens = microbatch.head, len(microbatch.batch.logprobs)
+            head, logprobs = microbatch.head, microbatch.batch.logprobs
             if head is not None and head.is_watched:
                 is_partial = is_partial or head.is_partial
-                loss_rows = np.arange(start, start + tokens, head.every)
+                loss_rows = np.arange(start, start + len(logprobs), head.every)
                 rows.append(loss_rows)
                 if head.products is None or head.sizes is None:  # no gradient went on
-                    sums.append(
-                        torch.zeros(2, len(loss_rows), device=microbatch.batch.logprobs.device)
-                    )
+                    nothing = torch.zeros(len(loss_rows), device=logprobs.device)
+                    all_products.append(nothing)
+                    all_sizes.append(nothing)
                 else:
-                    sums.append(torch.stack([head.products, head.sizes]))
-            start += tokens
-        if not sums:
+                    all_products.append(head.products)
+                    all_sizes.append(head.sizes)
+            start += len(logprobs)
+        if not rows:
             return
-        all_sums = torch.cat(sums, dim=1)
+        all_sums = torch.cat([*all_products, *all_sizes])
         if group is not None and is_partial:
             dist.all_reduce(all_sums, group=group)
-        products, sizes = all_sums.cpu().double().numpy()
+        products, sizes = all_sums.cpu().double().numpy().reshape(2, -1)
         expected = (arrived * surprise)[np.concatenate(rows)]
         dtype = self._config.model.dtype
         slope = slope_of(
@@ -187,6 +211,24 @@ def batch_with_credit(
         lengths += loss.lengths
     lengths_array = np.array(lengths)
     return with_advantages(batch, sources, lengths_array, advantages), sources, lengths_array
+
+
+def arrived_at(given: GivenChoices) -> Values:
+    """Returns the gradient that came to the policy's log-probs of the choices, fp64 [M, k + 1]."""
+    if given.gradient is None:
+        return np.zeros(tuple(given.choices.policy.shape))
+    gradient: Values = given.gradient.cpu().double().numpy()
+    return gradient
+
+
+def expected_choice_gradient(
+    algorithm: Algorithm, given: Sequence[GivenChoices]
+) -> ExpectedGradient:
+    """Returns the same as the algorithm's formula makes it."""
+    policy = torch.cat([one.choices.policy for one in given]).cpu().double()
+    teacher = torch.cat([one.choices.teacher for one in given]).cpu().double()
+    weights = torch.cat([one.weights for one in given]).cpu().double()
+    return algorithm.expected_choice_gradient(Choices(policy, teacher), weights)
 
 
 def with_advantages(

@@ -137,7 +137,9 @@ class Client:
 
 async def client_of(agents: AgentEnvironment, policy: Generate, number: int = 0) -> Client:
     assert agents.sessions is not None
-    session = Session(agents.sessions.new_id(), number, {}, policy, agents._chat, agents._limits)
+    session = Session(
+        agents.sessions.new_id(), number, {}, policy, agents._chat, agents._limits, agents._rules
+    )
     agents.sessions.add(session)
     return Client(agents.sessions, session)
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.attention import PrefixLayout
-from pa_npu.backends.logprob import vocab_parallel_logprobs
+from pa_npu.backends.logprob import MostLikely, score_rows, vocab_parallel_logprobs
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from tests.helpers.megatron import (
@@ -246,7 +246,20 @@ def vocab_parallel_error(store: dist.Store, rank: int, world_size: int) -> dict[
     # its destruction
     dist.destroy_process_group()
     return dict(
-        zip(("logprob", "entropy", "hidden_grad", "weight_grad"), errors.tolist(), strict=True)
+        zip(
+            (
+                "logprob",
+                "entropy",
+                "hidden_grad",
+                "weight_grad",
+                "choices",
+                "choice_logprob",
+                "choice_hidden_grad",
+                "choice_weight_grad",
+            ),
+            errors.tolist(),
+            strict=True,
+        )
     )
 
 
@@ -283,8 +296,42 @@ def _vocab_parallel_errors(rank: int, world_size: int) -> torch.Tensor:
             (entropy - expected_entropy).abs().max(),
             (hidden.grad - whole_hidden.grad).abs().max(),
             (weight.grad - mine).abs().max(),
+            *_choice_errors(rank, hidden.detach(), full.detach(), local_rows),
         ]
     ).detach()
+
+
+def _choice_errors(
+    rank: int, hidden: torch.Tensor, full: torch.Tensor, local_rows: int
+) -> list[torch.Tensor]:
+    """Of the most likely tokens, and of another model's log-probs of them; more than a rank has."""
+    vocab, count = 49, 30
+    own = slice(rank * local_rows, (rank + 1) * local_rows)
+    settings: dict[str, Any] = {"vocab_size": vocab, "chunk": 4, "group": dist.group.WORLD}
+    targets = torch.zeros(len(hidden), dtype=torch.int64)
+    teacher = score_rows(
+        hidden, full[own], targets, most_likely=MostLikely(count, below=vocab - 2), **settings
+    )
+    chosen = (hidden @ full[:vocab].t()).log_softmax(-1)[:, : vocab - 2].topk(count)[1]
+
+    states = (hidden * 0.5).requires_grad_()
+    weight = full[own].clone().requires_grad_()
+    policy = score_rows(states, weight, targets, choices=chosen, **settings)
+    generator = torch.Generator().manual_seed(2)
+    down = torch.randn(len(hidden), count + 1, generator=generator, dtype=torch.float64)
+    (policy.choice_logprobs * down).sum().backward()
+
+    whole, whole_states = full.clone().requires_grad_(), (hidden * 0.5).requires_grad_()
+    log_softmax = (whole_states @ whole[:vocab].t()).log_softmax(-1)
+    rest = log_softmax.scatter(-1, chosen, float("-inf")).logsumexp(-1, keepdim=True)
+    expected = torch.cat([log_softmax.gather(-1, chosen), rest], dim=-1)
+    (expected * down).sum().backward()
+    return [
+        (teacher.choices - chosen).abs().max().double(),
+        (policy.choice_logprobs - expected).abs().max(),
+        (states.grad - whole_states.grad).abs().max(),
+        (weight.grad - whole.grad[own]).abs().max(),
+    ]
 
 
 def launch(

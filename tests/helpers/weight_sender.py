@@ -40,7 +40,7 @@ class WeightSender:
         **sizes: int,
     ) -> LoadedWeights:
         """One engine of one worker joins, receives and loads. sent_version: what the header says
-        instead of `version`. joined: it receives beside generation, and keeps what it has until it
+        instead of `version`. joined: it receives while engines generate, and keeps what it has until it
         swaps; set when that may begin. base: what the tensors of `model` are adapters of.
 
         sizes: of the model, which engines compare with their own.

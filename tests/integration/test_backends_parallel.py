@@ -87,7 +87,7 @@ def test_two_ranks_equal_one_for_qwen3_tied(tmp_path: Path) -> None:
     assert_equal_updates(results, TWO_RANKS, world.single)
 
     errors = results["vocab_parallel"]
-    assert max(errors.values()) < 1e-13, (
+    assert max(errors.values()) < 2e-13, (
         f"vocabulary-parallel log-prob against the full softmax in fp64: {errors}"
     )
     first, second = results["PP2"]["ranks"]

@@ -83,6 +83,7 @@ def synchronous(
     )
 
 
+@pytest.mark.nightly  # models with code of their own: unit/attention/test_any_model.py
 def test_sharded_trainers_of_a_model_with_code_of_its_own_end_with_the_synchronous_runs_weights_too(
     run: Callable[..., Any], launched: list[Launched], tiny: Path, tmp_path: Path
 ) -> None:

@@ -137,8 +137,8 @@ def test_the_command_works_where_the_wheel_is_installed(elsewhere: Path, tmp_pat
     assert "trainer memory" in planned
 
 
-# in CI other tests have these parts: test_exact_schedules.py, test_recovery.py
-LONG = ("equal", "recovers", "speed")
+# in CI other tests have these parts: test_coordinator_run.py, test_exact_schedules.py, test_recovery.py
+LONG = ("learns", "equal", "recovers", "speed")
 SELFTEST = f"""
 import sys
 from pa_npu.launcher import cli

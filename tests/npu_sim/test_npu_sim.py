@@ -83,6 +83,7 @@ def test_everything_inside(tmp_path: Path) -> None:
     run_inside(tmp_path, [INSIDE], [])
 
 
+@pytest.mark.nightly  # the older core on a CPU: integration/test_older_core.py
 @pytest.mark.timeout(TIME_LIMIT_S + 60)
 @pytest.mark.skipif(_missing() is not None, reason=str(_missing()))
 @pytest.mark.skipif(

@@ -43,33 +43,33 @@ class Calibration(Costs):
         """Cost of an engine of another configuration, model and device: changed as published
         figures are.
         """
-        own = self.engine
-        over, other = (
-            typical_engine(self.config, self.spec, self.typical),
-            typical_engine(config, spec, typical),
-        )
+        measured = self.engine
+        over = typical_engine(self.config, self.spec, self.typical)
+        wanted = typical_engine(config, spec, typical)
         return EngineCost(
-            own.step_s * other.step_s / over.step_s,
-            own.sequence_s * other.sequence_s / over.sequence_s,
-            own.context_s * other.context_s / over.context_s,
-            own.prompt_token_s * other.prompt_token_s / over.prompt_token_s,
-            other.prefix_block,
+            measured.step_s * wanted.step_s / over.step_s,
+            measured.sequence_s * wanted.sequence_s / over.sequence_s,
+            measured.context_s * wanted.context_s / over.context_s,
+            measured.prompt_token_s * wanted.prompt_token_s / over.prompt_token_s,
+            wanted.prefix_block,
         )
 
     def trainer_for(self, config: Config, spec: ModelSpec, typical: TypicalSpeed) -> TrainerCost:
         """Cost of the trainers of another configuration, model and device: changed as published
         figures are.
         """
-        own = self.trainer
+        measured = self.trainer
         over = typical_trainer(self.config, self.spec, self.typical)
-        other = typical_trainer(config, spec, typical)
-        border_s = own.border_s * other.border_s / over.border_s
-        if own.border_s > over.border_s:  # what it takes beyond bytes and messages goes by neither
-            border_s = own.border_s + other.border_s - over.border_s
+        wanted = typical_trainer(config, spec, typical)
+        border_s = measured.border_s * wanted.border_s / over.border_s
+        if (
+            measured.border_s > over.border_s
+        ):  # what it takes beyond bytes and messages goes by neither
+            border_s = measured.border_s + wanted.border_s - over.border_s
         return TrainerCost(
-            own.microbatch_s * other.microbatch_s / over.microbatch_s,
-            own.operation_s * other.operation_s / over.operation_s,
-            own.step_s * other.step_s / over.step_s,
+            measured.microbatch_s * wanted.microbatch_s / over.microbatch_s,
+            measured.operation_s * wanted.operation_s / over.operation_s,
+            measured.step_s * wanted.step_s / over.step_s,
             max(border_s, 0.0),
         )
 

@@ -98,10 +98,12 @@ def _fit_engine(run: SeenRun, spec: ModelSpec, typical: TypicalSpeed) -> tuple[E
         rows, seconds = rows[rows[:, 0] > 0], seconds[rows[:, 0] > 0]
         if not len(rows):
             return _learned_engine(run, prior)
-        found = _engine_coefficients(rows, seconds, usual)
-        step_s, sequence_s, context_s, prompt_s = (max(float(value), 1e-12) for value in found)
+        coefficients = _engine_coefficients(rows, seconds, usual)
+        step_s, sequence_s, context_s, prompt_s = (
+            max(float(value), 1e-12) for value in coefficients
+        )
         cost = EngineCost(step_s, sequence_s, context_s, prompt_s, prior.prefix_block)
-    return cost, _error(rows @ found, seconds)
+    return cost, _error(rows @ coefficients, seconds)
 
 
 def _engine(timing: GroupTiming) -> str:
@@ -158,11 +160,13 @@ def _rows(
     order = np.argsort(starts, kind="stable")
     stalls = _stalls(starts[order], cost.prompt_token_s * prompts[order])
 
-    times, clock = np.array([starts.min(), ends.max()]), np.array([0.0, 1.0])
+    times = np.array([starts.min(), ends.max()])
+    clock = np.array([0.0, 1.0])
     living = weight = np.zeros(1)
     steps = np.zeros(1)
     for _ in range(2):
-        first, last = np.interp(starts, times, clock), np.interp(ends, times, clock)
+        first = np.interp(starts, times, clock)
+        last = np.interp(ends, times, clock)
         leaves = np.interp(
             first[owner] + (last - first)[owner] * lengths / longest[owner], clock, times
         )
@@ -173,7 +177,8 @@ def _rows(
             [np.ones(len(leaves)), -np.ones(len(leaves)), np.zeros(len(stalls))]
         )[by_time]
         carried = np.concatenate([contexts, contexts, np.zeros(len(stalls))])[by_time]
-        living, weight = np.cumsum(signs)[:-1], np.cumsum(signs * carried)[:-1]
+        living = np.cumsum(signs)[:-1]
+        weight = np.cumsum(signs * carried)[:-1]
         seconds = cost.step_s + cost.sequence_s * np.maximum(living, 1.0) + cost.context_s * weight
         number = np.searchsorted(stalls[:, 0], times[:-1], "right") - 1
         decodes = (number < 0) | (times[:-1] >= stalls[np.maximum(number, 0), 1])
@@ -203,18 +208,19 @@ def _rows(
 
 def _stalls(starts: Array, seconds: Array) -> Array:
     """[n, 2] from when to when an engine computes prompts, and decodes nothing; starts rise."""
-    found: list[list[float]] = []
+    stalls: list[list[float]] = []
     for start_s, took_s in zip(starts.tolist(), seconds.tolist(), strict=True):
-        if found and start_s <= found[-1][1]:
-            found[-1][1] += took_s
+        if stalls and start_s <= stalls[-1][1]:
+            stalls[-1][1] += took_s
         else:
-            found.append([start_s, start_s + took_s])
-    return np.array(found)
+            stalls.append([start_s, start_s + took_s])
+    return np.array(stalls)
 
 
 def _engine_coefficients(rows: Array, seconds: Array, usual: Array) -> Array:
     """a, b, c and p, which is a multiple of b: the usual one, unless another fits much better."""
-    best, least = usual, float("inf")
+    best = usual
+    least = float("inf")
     for power in _PROMPT_POWERS:
         ratio = 2.0**power * usual[3] / usual[1]
         a, b, c = _least_squares(
@@ -222,12 +228,13 @@ def _engine_coefficients(rows: Array, seconds: Array, usual: Array) -> Array:
             seconds,
             usual[:3],
         )
-        found = np.array([a, b, c, ratio * b])
-        residual = np.abs(rows @ found / seconds - 1.0)
+        coefficients = np.array([a, b, c, ratio * b])
+        residual = np.abs(rows @ coefficients / seconds - 1.0)
         held = np.minimum(residual, _OUTLIER * float(np.median(residual)))
         value = math.log(float(np.mean(held**2)) + 1e-12) + _PROMPT_PULL * power**2
         if value < least:
-            best, least = found, value
+            best = coefficients
+            least = value
     return best
 
 
@@ -239,23 +246,24 @@ def _least_squares(rows: Array, seconds: Array, usual: Array) -> Array:
     scale = float(np.median(1.0 / np.maximum(relative @ usual, 1e-12)))
     unit = relative * (usual * scale)  # a coefficient of 1 is the usual one
     weights = np.ones(len(rows))
-    found = np.ones(len(usual))
+    coefficients = np.ones(len(usual))
     for _ in range(_ROUNDS):
         pull = _PRIOR * weights.sum()
         gram = (unit * weights[:, None]).T @ unit + pull * np.eye(len(usual))
         moment = unit.T @ weights + pull
-        found = _non_negative(gram, moment)
-        residual = np.abs(unit @ found - 1.0)
+        coefficients = _non_negative(gram, moment)
+        residual = np.abs(unit @ coefficients - 1.0)
         weights = np.minimum(
             1.0, _OUTLIER * max(float(np.median(residual)), 0.01) / np.maximum(residual, 1e-9)
         )
-    return found * usual * scale
+    return coefficients * usual * scale
 
 
 def _non_negative(gram: Array, moment: Array) -> Array:
     """argmin of q'Gq - 2m'q over q >= 0, by trying which are not 0."""
     size = len(moment)
-    best, least = np.zeros(size), 0.0
+    best = np.zeros(size)
+    least = 0.0
     for count in range(1, size + 1):
         for kept in map(list, itertools.combinations(range(size), count)):
             part = np.linalg.solve(gram[np.ix_(kept, kept)], moment[kept])
@@ -263,7 +271,8 @@ def _non_negative(gram: Array, moment: Array) -> Array:
                 continue
             value = float(part @ gram[np.ix_(kept, kept)] @ part - 2 * moment[kept] @ part)
             if value < least:
-                best, least = np.zeros(size), value
+                best = np.zeros(size)
+                least = value
                 best[kept] = part
     return best
 
@@ -299,30 +308,40 @@ def _fit_trainer(run: SeenRun, spec: ModelSpec, typical: TypicalSpeed) -> tuple[
     ]
     usual = np.array([prior.microbatch_s * passes(config), prior.operation_s * per_replica])
     if len(pieces) > 1:
-        rows, seconds = (
-            np.array([row for row, _ in pieces], float),
-            np.array([value for _, value in pieces]),
-        )
-        found = _least_squares(rows, seconds, usual)
+        rows = np.array([row for row, _ in pieces], float)
+        seconds = np.array([value for _, value in pieces])
+        coefficients = _least_squares(rows, seconds, usual)
     else:
-        found = usual
+        coefficients = usual
     factors = []
     for seen in run.iterations:
         total = _iteration_operations(run, seen, operations.get(id(seen)), work)
         groups = float(seen.record.get("groups") or config.schedule.prompts_per_iteration)
-        predicted = found[0] * groups * config.microbatches_per_group + found[1] * total
+        computed = _computed_share(seen)
+        total *= computed
+        groups *= computed
+        per_microbatch, per_operation = coefficients
+        predicted = per_microbatch * groups * config.microbatches_per_group + per_operation * total
         measured = (
             float(seen.record["train_s"]) - float(seen.record.get("step_s", 0.0))
         ) * config.mesh.data
         factors.append(measured / predicted)
     factor = float(statistics.median(factors))
     cost = TrainerCost(
-        max(factor * float(found[0]) / passes(config), 1e-12),
-        max(factor * float(found[1]) / per_replica, 1e-30),
+        max(factor * float(coefficients[0]) / passes(config), 1e-12),
+        max(factor * float(coefficients[1]) / per_replica, 1e-30),
         max(run.median("step_s") / config.schedule.updates_per_iteration, 1e-9),
         max(run.median("publish_s"), 1e-9),
     )
     return cost, max(_LEAST_ERROR, float(np.std(np.array(factors) / factor)) / len(factors) ** 0.5)
+
+
+def _computed_share(seen: SeenIteration) -> float:
+    """Returns the share of the responses' tokens that trainers computed; the rest was trained by
+    rule (schedule.skip_zero_advantage).
+    """
+    tokens = seen.record.get("tokens_response") or 1
+    return max(1e-3, 1.0 - seen.record.get("tokens_skipped", 0) / tokens)
 
 
 def _operations(seen: SeenIteration, work: GroupWork) -> dict[int, float]:
@@ -337,8 +356,10 @@ def _iteration_operations(
     """
     if known:
         return sum(known.values())
-    record, responses = seen.record, run.config.rollout.responses_per_prompt
-    prompt, mean = float(record["prompt_length_mean"]), float(record["response_length_mean"])
+    record = seen.record
+    responses = run.config.rollout.responses_per_prompt
+    prompt = float(record["prompt_length_mean"])
+    mean = float(record["response_length_mean"])
     groups = float(record.get("groups") or run.config.schedule.prompts_per_iteration)
     return groups * work(max(1, round(prompt)), [max(1, round(mean))] * responses)
 
@@ -375,7 +396,8 @@ def _corrected(calibration: Calibration, factor: float) -> Calibration:
     """The same with engines and trainers slower by a factor: what the model of an iteration left
     out of the run itself.
     """
-    engine, trainer = calibration.engine, calibration.trainer
+    engine = calibration.engine
+    trainer = calibration.trainer
     return replace(
         calibration,
         engine=EngineCost(

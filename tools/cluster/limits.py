@@ -17,13 +17,11 @@ from pa_npu.platform.typical import TypicalSpeed
 # The coordinator's processor time: per group, per response and per response token; per group and
 # engine when a group is dispatched; per engine at a border (a request to load, its answer,
 # digests).
-_GROUP_S, _RESPONSE_S, _TOKEN_S, _ENGINE_CHOICE_S, _ENGINE_BORDER_S = (
-    4e-4,
-    3e-5,
-    2.35e-7,
-    2.5e-7,
-    1.5e-3,
-)
+_GROUP_S = 4e-4
+_RESPONSE_S = 3e-5
+_TOKEN_S = 2.35e-7
+_ENGINE_CHOICE_S = 2.5e-7
+_ENGINE_BORDER_S = 1.5e-3
 # Choosing the schedule of an iteration, beside training, and learning from the one before, per
 # group; measured with 16,384 groups on 512 engines.
 _SCHEDULE_GROUP_S = 2e-4
@@ -31,7 +29,8 @@ _SCHEDULE_GROUP_S = 2e-4
 _TOKEN_BYTES = 17
 # Of the store's host: bytes per second through one thread, and connections that a process may have
 # open by default.
-_STORE_BYTES_PER_S, _CONNECTIONS = 1e9, 65536
+_STORE_BYTES_PER_S = 1e9
+_CONNECTIONS = 65536
 _CONNECTIONS_PER_RANK = 4
 
 
@@ -54,8 +53,10 @@ def limits(
     config: Config, predicted: Predicted, response_tokens: float, typical: TypicalSpeed
 ) -> list[Limit]:
     """List the limits of an iteration of this size; response_tokens: mean of a response."""
-    groups, responses = config.schedule.prompts_per_iteration, config.rollout.responses_per_prompt
-    engines, replicas = config.rollout.engines, config.mesh.data
+    groups = config.schedule.prompts_per_iteration
+    responses = config.rollout.responses_per_prompt
+    engines = config.rollout.engines
+    replicas = config.mesh.data
     tokens = groups * responses * response_tokens
     group_s = _GROUP_S + responses * _RESPONSE_S + engines * _ENGINE_CHOICE_S
     ranks = config.trainer.devices
@@ -86,7 +87,7 @@ def limits(
     ]
 
 
-def limited_s(predicted_s: float, found: list[Limit]) -> float:
+def limited_s(predicted_s: float, limits: list[Limit]) -> float:
     """An iteration with what is added in its border, and no shorter than the busiest resource."""
-    border_s = sum(limit.seconds for limit in found if limit.in_border)
-    return max(predicted_s + border_s, *(limit.seconds for limit in found if not limit.in_border))
+    border_s = sum(limit.seconds for limit in limits if limit.in_border)
+    return max(predicted_s + border_s, *(limit.seconds for limit in limits if not limit.in_border))

@@ -104,8 +104,8 @@ class ClusterPlan:
 def plan_cluster(basis: KnownBasis, devices: int) -> ClusterPlan:
     """Raises UserError where the model fits on no division of them."""
 
-    def around(config: Config, found: Predicted) -> list[Limit]:
-        return limits(config, found, mean_response(basis, config), basis.typical)
+    def around(config: Config, predicted: Predicted) -> list[Limit]:
+        return limits(config, predicted, mean_response(basis, config), basis.typical)
 
     tried = best_divisions(
         basis,
@@ -115,7 +115,8 @@ def plan_cluster(basis: KnownBasis, devices: int) -> ClusterPlan:
         lambda config, found: limited_s(found.iteration_s, around(config, found)),
     )
     seconds, config, best = tried[0]
-    error, origin = basis.relative_error, basis.origin
+    error = basis.relative_error
+    origin = basis.origin
     others = [(c.rollout.engines, c.trainer.devices, s) for s, c, _ in tried[1:]]
     return ClusterPlan(
         config,
@@ -169,8 +170,8 @@ def _colocated_s(basis: KnownBasis, config: Config, devices: int) -> float:
     together = with_changes(config, {**changes, "schedule": {"prompts_per_iteration": whole}})
     if together is None:
         return math.inf
-    found = basis.predict(together, streams=False)
-    return found.iteration_s * groups / whole
+    predicted = basis.predict(together, streams=False)
+    return predicted.iteration_s * groups / whole
 
 
 def _separate_bound_s(basis: KnownBasis, config: Config, best: Predicted) -> float:
@@ -185,8 +186,8 @@ def _perfect_s(basis: KnownBasis, config: Config, devices: int) -> float:
     return (of_engines + train_s * config.trainer.devices) / devices
 
 
-def first_to_break(found: list[Limit], iteration_s: float) -> Limit:
+def first_to_break(limits: list[Limit], iteration_s: float) -> Limit:
     """The one that takes the largest share: of an iteration, or, in the border, of a tenth of it."""
     return max(
-        found, key=lambda limit: limit.share(iteration_s) * (10.0 if limit.in_border else 1.0)
+        limits, key=lambda limit: limit.share(iteration_s) * (10.0 if limit.in_border else 1.0)
     )

@@ -111,10 +111,15 @@ def seen_workload(run: SeenRun) -> Workload:
         for seen in run.complete
         for timing in sorted(seen.groups, key=lambda timing: timing.index)
     ]
+    by_rule = [
+        seen.record.get("groups_skipped", 0) / seen.record["groups"] for seen in run.iterations
+    ]
+    share = statistics.fmean(by_rule)
     if shapes:
-        return Workload(tuple(shapes), "measured")
-    mean, prompt = run.median("response_length_mean"), run.median("prompt_length_mean")
-    return Workload(drawn_shapes(run.config, prompt, mean), "calibrated")
+        return Workload(tuple(shapes), "measured", by_rule=share)
+    mean = run.median("response_length_mean")
+    prompt = run.median("prompt_length_mean")
+    return Workload(drawn_shapes(run.config, prompt, mean), "calibrated", by_rule=share)
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
@@ -129,17 +134,21 @@ def _generated(directory: Path) -> dict[int, list[GroupTiming]]:
 
     The last attempt's where the run was restarted.
     """
-    found: dict[int, dict[int, GroupTiming]] = {}
+    timings: dict[int, dict[int, GroupTiming]] = {}
     events = _events(directory / DIRECTORY / _COORDINATOR)
     rewarded: dict[tuple[int, int], dict[str, Any]] = {}
     for event in events:
-        number, args = _number(event, "reward"), event["args"]
+        number = _number(event, "reward")
+        args = event["args"]
         if number is not None and isinstance(args.get("iteration"), int):
             rewarded[args["iteration"], number] = event
     for event in events:
-        number, args = _number(event, "group"), event["args"]
-        lane, lengths = event["lane"], args.get("lengths")
-        prompt, iteration = args.get("prompt"), args.get("iteration")
+        number = _number(event, "group")
+        args = event["args"]
+        lane = event["lane"]
+        lengths = args.get("lengths")
+        prompt = args.get("prompt")
+        iteration = args.get("iteration")
         if number is None or not lane.startswith("engine ") or not _lengths(lengths):
             continue
         if not isinstance(prompt, int) or not isinstance(iteration, int):
@@ -159,8 +168,8 @@ def _generated(directory: Path) -> dict[int, list[GroupTiming]]:
             delivered_s,
             computed=computed,
         )
-        found.setdefault(iteration, {})[number] = timing
-    return {iteration: list(groups.values()) for iteration, groups in found.items()}
+        timings.setdefault(iteration, {})[number] = timing
+    return {iteration: list(groups.values()) for iteration, groups in timings.items()}
 
 
 def _computed(value: Any) -> tuple[int, tuple[int, ...]] | None:
@@ -184,14 +193,14 @@ def _lengths(value: Any) -> bool:
     )
 
 
-def _number(event: Mapping[str, Any], what: str) -> int | None:
+def _number(event: Mapping[str, Any], kind_wanted: str) -> int | None:
     kind, _, number = str(event.get("name", "")).partition(" ")
-    return int(number) if kind == what and number.isdigit() else None
+    return int(number) if kind == kind_wanted and number.isdigit() else None
 
 
 def _trained(directory: Path) -> dict[int, list[Trained]]:
     """Microbatches by iteration, of the first rank that has them."""
-    found: dict[int, list[Trained]] = {}
+    trained: dict[int, list[Trained]] = {}
     for path in sorted((directory / DIRECTORY).glob("trainer-*.jsonl")):
         events = _events(path)
         spans = [
@@ -207,12 +216,12 @@ def _trained(directory: Path) -> dict[int, list[Trained]]:
             ]
             numbers = [str(event["name"]).removeprefix("group ").split(", ") for event in inside]
             if (
-                iteration not in found
+                iteration not in trained
                 and inside
                 and all(text.isdigit() for texts in numbers for text in texts)
             ):
-                found[iteration] = [
+                trained[iteration] = [
                     Trained(tuple(map(int, texts)), event["end"] - event["start"])
                     for texts, event in zip(numbers, inside, strict=True)
                 ]
-    return found
+    return trained

@@ -33,7 +33,8 @@ def plan_lines(basis: KnownBasis, plans: Sequence[ClusterPlan]) -> list[str]:
 
 def basis_lines(basis: KnownBasis) -> list[str]:
     """Say what is planned from, and where that is from."""
-    calibration, workload = basis.costs, basis.workload
+    calibration = basis.costs
+    workload = basis.workload
     known = f"every time within a factor of {1.0 + basis.relative_error:.2f}"
     engine = calibration.engine_for(basis.base, basis.spec, basis.typical)
     lines = [
@@ -59,8 +60,10 @@ def basis_lines(basis: KnownBasis) -> list[str]:
 
 def one_plan_lines(plan: ClusterPlan) -> list[str]:
     """A plan with its parallel sizes, schedule, times, bounds and memory."""
-    config, found = plan.config, plan.predicted
-    trainer, rollout = config.trainer, config.rollout
+    config = plan.config
+    predicted = plan.predicted
+    trainer = config.trainer
+    rollout = config.rollout
     lines = [
         f"{counted(plan.devices, 'device')}",
         _line(
@@ -78,13 +81,19 @@ def one_plan_lines(plan: ClusterPlan) -> list[str]:
             f"{config.schedule.prompts_per_iteration} of "
             f"{counted(rollout.responses_per_prompt, 'response')}",
         ),
-        _line("window", f"{counted(found.window, 'sequence')} an engine, {found.waves:.1f} waves"),
+        _line(
+            "window",
+            f"{counted(predicted.window, 'sequence')} an engine, {predicted.waves:.1f} waves",
+        ),
         _line("iteration", _seconds(plan.iteration_s)),
         _line(
             "  generation, training",
-            f"{found.generate_s:.3g} s, {found.train_s:.3g} s; border {found.border_s:.2g} s",
+            f"{predicted.generate_s:.3g} s, {predicted.train_s:.3g} s; border {predicted.border_s:.2g} s",
         ),
-        _line("  idle", f"engines {found.engines_idle:.0%}, trainers {found.trainers_idle:.0%}"),
+        _line(
+            "  idle",
+            f"engines {predicted.engines_idle:.0%}, trainers {predicted.trainers_idle:.0%}",
+        ),
         _line("TPSPD", _range(plan.tpspd, "tokens/s per device")),
         _line("1000 updates", _range(plan.device_hours, "device-hours")),
         _line("bounds", ""),
@@ -146,7 +155,8 @@ def flatness(plans: Sequence[ClusterPlan]) -> str:
         f"{flat[0].devices} to {counted(flat[-1].devices, 'device')}: any two within "
         f"{_spread(flat):.1%}"
     )
-    low, high = min(map(_per_group, flat)), max(map(_per_group, flat))
+    low = min(map(_per_group, flat))
+    high = max(map(_per_group, flat))
     for plan in plans:
         if plan not in flat:
             nearest = high if _per_group(plan) > high else low

@@ -24,10 +24,10 @@ _MOST_DEVICES = 131072
 
 def set_template_options(work: Translation, name: str) -> None:
     """A mapping, which is one key per entry here, or an empty one."""
-    found = work.take_all(f"{name}.")
+    options = work.take_all(f"{name}.")
     work.take(name)
-    if found:
-        work.set("data.template_options", found, name)
+    if options:
+        work.set("data.template_options", options, name)
 
 
 def set_training_data(work: Translation, name: str) -> None:
@@ -123,10 +123,10 @@ def set_trackers(work: Translation, name: str) -> None:
     if value is None:
         return
     several = [value] if isinstance(value, str) else value
-    given = [tracker for tracker in several if tracker not in ("none", "console")]
-    chosen = [tracker for tracker in given if tracker in TRACKERS]
+    named = [tracker for tracker in several if tracker not in ("none", "console")]
+    chosen = [tracker for tracker in named if tracker in TRACKERS]
     work.set("telemetry.trackers", chosen, name)
-    if len(chosen) < len(given):
+    if len(chosen) < len(named):
         work.lose(
             name,
             value,
@@ -151,12 +151,12 @@ def set_reward_function(work: Translation, name: str, path: Any, function: str) 
     """Returns `module:function` of a function in a file that is here; lists one that is not."""
     file = Path(str(path)).expanduser()
     if not file.is_file():
-        own = f"{file.stem}:{function}"
+        reference = f"{file.stem}:{function}"
         work.lose(
             name,
             str(path),
             f"is not here; put its directory on PYTHONPATH and set reward.functions=[{{name: "
-            f"'{own}'}}]",
+            f"'{reference}'}}]",
         )
         return None
     relative = Path(os.path.relpath(file))
@@ -194,11 +194,11 @@ def _fitting_size(work: Translation, size: int, devices: int, per_node: int) -> 
     """Returns the size of an engine, made smaller where so many devices hold none, or a node holds
     none.
     """
-    most = min(devices, per_node)
-    fitting = next(n for n in range(min(max(1, size), most), 0, -1) if devices % n == 0)
+    max_size = min(devices, per_node)
+    fitting = next(n for n in range(min(max(1, size), max_size), 0, -1) if devices % n == 0)
     if fitting != size:
         work.done.adapted["rollout.tensor_parallel"] = (
-            f"{fitting}: an engine of {size} does not go into {most} devices of a node"
+            f"{fitting}: an engine of {size} does not go into {max_size} devices of a node"
         )
     return fitting
 
@@ -295,6 +295,7 @@ def make_whole(work: Translation) -> None:
     ):
         del values["algorithm.dual_clip"]
     if "data.test" not in values:
+        values.pop("schedule.evaluate_every", None)
         for key in [
             key for key in values if key.startswith("evaluate.") and key != "evaluate.sets"
         ]:
@@ -305,14 +306,16 @@ def _hold_sequences(work: Translation) -> None:
     """A step of an engine holds the longest prompt and response at once, since none is computed in
     parts.
     """
-    values, default = work.values, 32768
+    values = work.values
+    default = 32768
     lengths = [
         values.get(key, usual)
         for key, usual in (("data.max_prompt_tokens", 512), ("rollout.max_response_tokens", 256))
     ]
     if not all(isinstance(length, int) for length in lengths):
         return
-    longest, held = sum(lengths), values.get("rollout.max_num_batched_tokens", default)
+    longest = sum(lengths)
+    held = values.get("rollout.max_num_batched_tokens", default)
     if isinstance(held, int) and held < longest:
         work.adapt(
             "rollout.max_num_batched_tokens",
@@ -329,10 +332,8 @@ def _divide_groups(work: Translation) -> None:
     """An iteration has as many whole groups for each replica and update."""
     values = work.values
     sizes = [values.get(key, 1) for key in ("trainer.tensor_parallel", "trainer.pipeline_parallel")]
-    devices, groups = (
-        values.get("trainer.devices", 1),
-        values.get("schedule.prompts_per_iteration", 16),
-    )
+    devices = values.get("trainer.devices", 1)
+    groups = values.get("schedule.prompts_per_iteration", 16)
     updates = values.get("schedule.updates_per_iteration", 1)
     if not all(
         isinstance(n, int) and 0 < n <= _MOST_DEVICES for n in (devices, groups, updates, *sizes)

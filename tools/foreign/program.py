@@ -1,9 +1,9 @@
 """Reads the keyword arguments of GRPOConfig(...), GRPOTrainer(...) and LoraConfig(...) from a program of TRL, without running it.
 
 Literals, arithmetic on them and names that are assigned one literal are followed; so are the
-model's and the dataset's path in from_pretrained(...) and load_dataset(...). RLOO and online DPO
-are read in the same way, and adapters of Unsloth's get_peft_model(...). Whatever else an argument
-is, is named.
+model's and the dataset's path in from_pretrained(...) and load_dataset(...). RLOO, online DPO,
+SFTTrainer, DPOTrainer and GKDTrainer are read in the same way, and adapters of Unsloth's
+get_peft_model(...). Whatever else an argument is, is named.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _POSITIONAL = {
     "Trainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
 }
 # whose configuration and trainer are translated
-_ALGORITHMS = ("AsyncGRPO", "GRPO", "RLOO", "OnlineDPO")
+_ALGORITHMS = ("AsyncGRPO", "GRPO", "RLOO", "OnlineDPO", "GKD", "SFT", "DPO")
 _ADAPTERS = ("LoraConfig", "get_peft_model")  # peft's, and Unsloth's function of keyword arguments
 _RANK = "r"
 _HOLDERS = ("args", "config")  # arguments of the trainer that hold the configuration
@@ -131,7 +131,7 @@ class _Program:
             if f"{algorithm}Config" in names or f"{algorithm}Trainer" in names:
                 return algorithm
         derived = [name for name in names if name.endswith(("GRPOConfig", "GRPOTrainer"))]
-        other = next(
+        unknown_trainer = next(
             (
                 name
                 for name in names
@@ -139,9 +139,9 @@ class _Program:
             ),
             None,
         )
-        if other is not None and not derived:
+        if unknown_trainer is not None and not derived:
             raise ConfigError(
-                f"{where}: {other} does not train as this project does; programs of "
+                f"{where}: {unknown_trainer} does not train as this project does; programs of "
                 f"{', '.join(f'{name}Trainer' for name in _ALGORITHMS)} are translated"
             )
         return "GRPO"
@@ -276,12 +276,12 @@ class _Program:
         if isinstance(node, ast.Subscript):  # dataset["train"]
             return self._loading(node.value, depth - 1)
         if isinstance(node, ast.Name):
-            found = [
+            loads = [
                 self._loading(value, depth - 1)
                 for value in self.assigned.get(node.id, ())
                 if not self._is_of(value, node.id)
             ]
-            return found[0] if len(found) == 1 else None
+            return loads[0] if len(loads) == 1 else None
         if not isinstance(node, ast.Call):
             return None
         name = ast.unparse(node.func).rpartition(".")[2]

@@ -17,12 +17,12 @@ def count_rows(datasets: Any) -> list[int] | None:
     entries = [datasets] if isinstance(datasets, str) else datasets
     counts: list[int] = []
     for entry in entries or ():
-        path, most = (
+        path, max_rows = (
             (entry, None) if isinstance(entry, str) else (entry["path"], entry.get("max_rows"))
         )
         if (rows := _rows_of(Path(path).expanduser())) is None:
             return None
-        counts.append(rows if most is None else min(rows, most))
+        counts.append(rows if max_rows is None else min(rows, max_rows))
     return counts or None
 
 

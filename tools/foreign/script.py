@@ -25,7 +25,8 @@ from tools.foreign.names import Origin
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-_OPENING, _CLOSING = ("if", "for", "while", "until", "case", "select"), ("fi", "done", "esac")
+_OPENING = ("if", "for", "while", "until", "case", "select")
+_CLOSING = ("fi", "done", "esac")
 _BEFORE_ASSIGNMENTS = (
     "export",
     "declare",
@@ -43,13 +44,16 @@ _COMMAND: dict[Origin, re.Pattern[str]] = {
 }
 # Programs of these systems that train otherwise, or do not train.
 _OTHER_PROGRAMS = re.compile(
-    r"(^|[./])(main_(?:generation\w*|eval\w*)|\w*sft_trainer\w*|sft\w*|dpo\w*|kto\w*|reward\w*|ppo\w*|bco|cpo|orpo|gkd|prm)(\.py)?$"
+    r"(^|[./])(main_(?:generation\w*|eval\w*)|kto\w*|reward\w*|ppo\w*|bco|cpo|orpo|prm)(\.py)?$"
 )
 _TRAINERS = {
     "rloo": "RLOO",
     "async_grpo": "AsyncGRPO",
     "online_dpo": "OnlineDPO",
     "dpo_online": "OnlineDPO",
+    "sft": "SFT",
+    "dpo": "DPO",
+    "gkd": "GKD",
 }
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 # Options of accelerate, torchrun and deepspeed that say how many processes a node, and how many
@@ -106,8 +110,8 @@ def read_script(text: str, origin: Origin, where: str) -> Arguments:
         _, line, begin = found[0]
         program = commands[found[0][0]][1][begin]
         raise ConfigError(
-            f"{where}: line {line} starts {program}, which does not train by rewards; only "
-            "reinforcement learning is translated"
+            f"{where}: line {line} starts {program}, which is not translated; see "
+            "docs/names.md for what is"
         )
     if len(ours) > 1:
         lines = ", ".join(str(line) for _, line, _ in ours)
@@ -188,12 +192,14 @@ def _read_launcher(
         )
         for what, names in (("processes", _PROCESSES), ("nodes", _NODES))
     }
-    processes, nodes = counts["processes"], counts["nodes"] or 1
+    processes = counts["processes"]
+    nodes = counts["nodes"] or 1
     if processes is not None and not any(
         name in options for name in ("nproc_per_node", "nproc-per-node", "num_gpus")
     ):
         # accelerate counts those of all nodes
-        nodes_of_all, processes = nodes, max(1, processes // nodes)
+        nodes_of_all = nodes
+        processes = max(1, processes // nodes)
         nodes = nodes_of_all
     if processes is None and (visible := script.visible[number]):
         processes = len([name for name in visible.split(",") if name.strip()])
@@ -260,12 +266,12 @@ def _configured(words: list[str], where: str) -> dict[str, Any]:
 
 def _hydra_options(words: list[str]) -> list[tuple[str, str]]:
     """Returns the options of Hydra itself, `--name=value` and `--name value`."""
-    found = []
+    options = []
     for number, word in enumerate(words):
         name, sign, value = word.removeprefix("--").partition("=")
         if word.startswith("--") and name in ("config-name", "config-path"):
-            found.append((name, value if sign else "".join(words[number + 1 : number + 2])))
-    return found
+            options.append((name, value if sign else "".join(words[number + 1 : number + 2])))
+    return options
 
 
 def _overrides(words: list[str]) -> list[tuple[str, str | list[str]]]:
@@ -326,7 +332,9 @@ class _Script:
     """A script on its way: its variables so far, and what of it nobody can know without running it."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.at, self.depth = text.replace("\r\n", "\n"), 0, 0
+        self.text = text.replace("\r\n", "\n")
+        self.at = 0
+        self.depth = 0
         self.variables: dict[str, list[str]] = {}
         self.unknown: list[str] = []
         self.visible: list[
@@ -349,7 +357,8 @@ class _Script:
                 if words:
                     found.append((line, words))
                     self._end_command(before)
-                words, before = [], {}
+                words = []
+                before = {}
             elif here in "<>":
                 self._redirection()
                 words = words[:-1] if words and words[-1].isdigit() else words
@@ -397,9 +406,11 @@ class _Script:
         return f"\0{len(self.unknown) - 1}\0"
 
     def _assign(self, name: str, further: bool, begin: int) -> None:
-        line, self.at = self._line(), begin
+        line = self._line()
+        self.at = begin
         if is_array := self.text.startswith("(", begin):
-            self.at, value = begin + 1, []
+            self.at = begin + 1
+            value = []
             while self.at < len(self.text) and self.text[self.at] != ")":
                 before = self.at
                 self._comment()
@@ -409,8 +420,10 @@ class _Script:
         else:
             value = [" ".join(self._word(split=False))]
         if further:
-            own = self.variables.get(name, [])
-            value = [*own, *value] if is_array else ["".join([*own, *value])]
+            earlier = self.variables.get(name, [])
+            value = [*earlier, *value]
+            if not is_array:
+                value = ["".join(value)]
         if self.depth:
             value = [
                 self._unknown(f"line {line}: `{name}` is set where a condition or a loop decides")
@@ -431,7 +444,8 @@ class _Script:
         """The words that one word of the text becomes: none or several where it expands without
         quotes.
         """
-        words, quoted = [""], False
+        words = [""]
+        quoted = False
         while self.at < len(self.text):
             here = self.text[self.at]
             if self.text.startswith("\\\n", self.at):
@@ -445,7 +459,8 @@ class _Script:
                 end = self.text.find("'", self.at + 1)
                 end = len(self.text) if end < 0 else end
                 words[-1] += self.text[self.at + 1 : end]
-                self.at, quoted = end + 1, True
+                self.at = end + 1
+                quoted = True
             elif here == '"':
                 self.at += 1
                 parts = self._quoted()
@@ -466,7 +481,8 @@ class _Script:
         """A text in double quotes, from behind the first: several words where an array is in it,
         none for an empty array.
         """
-        words, empty = [""], False
+        words = [""]
+        empty = False
         while self.at < len(self.text) and self.text[self.at] != '"':
             here = self.text[self.at]
             if here == "\\" and self.text[self.at + 1 : self.at + 2] in ('"', "\\", "$", "`", "\n"):
@@ -485,7 +501,8 @@ class _Script:
 
     def _expansion(self) -> list[str]:
         """Expands `$...`, from the dollar or the backtick on."""
-        begin, line = self.at, self._line()
+        begin = self.at
+        line = self._line()
         if self.text.startswith("$((", begin):
             return [self._arithmetic(self._until("(", ")", begin + 1), line)]
         if self.text[begin] == "`" or self.text.startswith("$(", begin):
@@ -507,7 +524,8 @@ class _Script:
 
     def _until(self, opening: str, closing: str, begin: int) -> str:
         """The text between a bracket at `begin` and its partner, behind which reading goes on."""
-        depth, end = 1, begin
+        depth = 1
+        end = begin
         while depth and end + 1 < len(self.text):
             end += 1
             depth += (self.text[end] == opening and opening != closing) - (
@@ -541,7 +559,7 @@ class _Script:
         form = re.fullmatch(r"(\w+|[@*])(\[[@*]\])?(?:(:?[-=+?])(.*)|(:\d+))?", inner, re.DOTALL)
         if form is None:
             return [self._unknown(f"line {line}: ${{{inner[:60]}}} changes a text")]
-        name, _, sign, other, _ = form.groups()
+        name, _, sign, replacement, _ = form.groups()
         if name in "@*":
             return []
         value: list[str] | None = self.variables.get(
@@ -559,10 +577,13 @@ class _Script:
             )
         if sign[-1] == "+" and value is None:
             return []
-        inside = _Script(f'"{other}"' if not other.startswith(('"', "'")) else other)
-        inside.variables, inside.unknown = self.variables, self.unknown
+        inside = _Script(
+            f'"{replacement}"' if not replacement.startswith(('"', "'")) else replacement
+        )
+        inside.variables = self.variables
+        inside.unknown = self.unknown
         value = inside._word(split=False) or [""]
-        if other.startswith(('"', "'")):
+        if replacement.startswith(('"', "'")):
             value = [part.replace(" ", _WHOLE) for part in value]
         if sign[-1] == "=":
             self.variables[name] = value

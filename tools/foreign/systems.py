@@ -19,8 +19,8 @@ _MARKS: dict[str, str] = {
     "LLaMA-Factory": r"\bllamafactory\b|^finetuning_type:",
     "accelerate": r"^compute_environment:",
     "Axolotl": r"\baxolotl\b|^base_model:",
-    "verl": r"\bactor_rollout_ref\b|\bverl\.(?:trainer|recipe|experimental)\b",
-    "TRL": r"\bGRPOConfig\b|\btrl (?:grpo|rloo|dpo|sft|kto|reward)\b|^\s*from trl\b|"
+    "verl": r"\bactor_rollout_ref\b|^\s*partial_pretrain:|\bverl\.(?:trainer|recipe|experimental)\b",
+    "TRL": r"\b(?:GRPO|SFT|DPO|GKD)Config\b|\btrl (?:grpo|rloo|dpo|sft|kto|reward)\b|^\s*from trl\b|"
     r"^(?:num_generations|per_device_train_batch_size|max_completion_length):",
 }
 _NAMES = {"trl": "TRL", "verl": "verl"}

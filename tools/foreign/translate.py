@@ -6,14 +6,15 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tools.foreign import trl, verl
+from tools.foreign import trl, verl, verl_sft
 from tools.foreign.common import make_whole
 from tools.foreign.names import Origin
 from tools.foreign.translation import NO_EXTENT, Extent, Imported, Translation
 
-_TRANSLATORS: dict[Origin, tuple[Callable[[Translation], None], re.Pattern[str]]] = {
+_TRANSLATORS: dict[str, tuple[Callable[[Translation], None], re.Pattern[str]]] = {
     "trl": (trl.from_trl, trl.NOT_NEEDED),
     "verl": (verl.from_verl, verl.NOT_NEEDED),
+    "verl sft": (verl_sft.from_verl_sft, verl_sft.NOT_NEEDED),
 }
 
 
@@ -35,7 +36,8 @@ def import_config(
         ConfigError: where a value is not what its name takes.
     """
     work = Translation(origin, given, unread, extent)
-    translate, not_needed = _TRANSLATORS[origin]
+    kind = "verl sft" if origin == "verl" and verl_sft.is_sft(work) else origin
+    translate, not_needed = _TRANSLATORS[kind]
     translate(work)
     work.list_left(not_needed)
     make_whole(work)

@@ -1,10 +1,11 @@
-"""TRL's GRPOConfig, RLOOConfig and OnlineDPOConfig, its ModelConfig and its trainers' arguments, as ours."""
+"""TRL's GRPOConfig, RLOOConfig, OnlineDPOConfig and those of trl_rows.py, its ModelConfig and its trainers' arguments, as ours."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+from tools.foreign import trl_rows
 from tools.foreign.common import (
     DECAYS,
     DTYPES,
@@ -34,7 +35,9 @@ NOT_NEEDED = re.compile(
     r"model_init_kwargs\.(attn_implementation|use_cache|revision|device_map)|disable_tqdm|save_only_model|save_safetensors|"
     r"restore_callback_states_from_checkpoint|average_tokens_across_devices|torch_compile|torch_empty_cache_steps"
 )
-_USUAL_GROUP, _USUAL_BATCH = 8, 8  # of TRL's own configuration
+# of TRL's own configuration
+_USUAL_GROUP = 8
+_USUAL_BATCH = 8
 _PAIR = 2  # responses of a prompt that OnlineDPOTrainer compares
 _THOUGHTS = r"^<think>(?!.*<think>)(.*?)</think>.*$"
 
@@ -43,10 +46,14 @@ def from_trl(work: Translation) -> None:
     """Translates all that has a counterpart here."""
     trainer = work.take("trainer") or "GRPO"
     work.set("trainer.backend", "fsdp")  # the model of transformers, as TRL trains it
+    if trainer in trl_rows.NAMES:
+        trl_rows.set_usual(work, trainer)
     _model(work)
     _adapters(work)
     _data(work)
     _optimizer(work)
+    if trainer in trl_rows.NAMES:
+        return _rows_or_teacher(work, trainer)
     whole_distribution(work, "top_p", "top_k")
     {"GRPO": _grpo, "AsyncGRPO": _grpo, "RLOO": _rloo, "OnlineDPO": _online_dpo}[trainer](work)
     _correction(work)
@@ -66,6 +73,21 @@ def from_trl(work: Translation) -> None:
     work.copy_same()
     _devices(work, trainer)
     _iterations(work)
+
+
+def _rows_or_teacher(work: Translation, trainer: str) -> None:
+    """The rest of a trainer that learns from rows of data or from a teacher."""
+    translators = {"SFT": trl_rows.from_sft, "DPO": trl_rows.from_dpo, "GKD": trl_rows.from_gkd}
+    translators[trainer](work)
+    _operation(work)
+    work.ignore("formatting_func", "data_collator", "compute_loss_func", "eos_token", "pad_token")
+    work.ignore("dataset_num_proc", "activation_offloading", "label_pad_token_id")
+    trl_rows.set_batch(work, trainer)
+    work.copy_same()
+    if trainer == "GKD":
+        _iterations(work)
+    else:
+        trl_rows.set_epochs(work)
 
 
 def _model(work: Translation) -> None:
@@ -240,8 +262,8 @@ def _online_dpo(work: Translation) -> None:
     work.set("algorithm.name", "online-dpo")
     work.set("rollout.responses_per_prompt", _PAIR)
     work.choose("loss_type", "algorithm.loss", {"sigmoid": None})
-    if (most := work.take("max_new_tokens")) is not None:
-        work.set("rollout.max_response_tokens", most, "max_new_tokens")
+    if (max_tokens := work.take("max_new_tokens")) is not None:
+        work.set("rollout.max_response_tokens", max_tokens, "max_new_tokens")
     work.ignore("max_length")
     if (penalty := work.take("missing_eos_penalty")) is not None:
         work.lose(
@@ -259,10 +281,8 @@ def _online_dpo(work: Translation) -> None:
 
 
 def _correction(work: Translation) -> None:
-    correction, mode = (
-        work.take("vllm_importance_sampling_correction"),
-        work.take("vllm_importance_sampling_mode"),
-    )
+    correction = work.take("vllm_importance_sampling_correction")
+    mode = work.take("vllm_importance_sampling_mode")
     caps = [work.take_number(f"vllm_importance_sampling_{name}") for name in ("cap", "clip_max")]
     floor = work.take_number("vllm_importance_sampling_clip_min")
     cap = next((value for value in caps if value is not None), None)
@@ -286,7 +306,8 @@ def _correction(work: Translation) -> None:
 
 def _rewards(work: Translation) -> None:
     """TRL's own functions; others are a program's, and listed with what makes them ours."""
-    functions, weights = work.take("reward_funcs"), work.take("reward_weights")
+    functions = work.take("reward_funcs")
+    weights = work.take("reward_weights")
     work.ignore("reward_processing_classes")
     if functions is None:
         if weights is not None:
@@ -294,18 +315,18 @@ def _rewards(work: Translation) -> None:
         return
     several = functions if isinstance(functions, list) else [functions]
     ours: list[dict[str, Any]] = []
-    own = []
+    names = []
     for number, function in enumerate(several):
         name = str(function).rpartition(".")[2]
         entry = _reward(name)
         if entry is None:
-            own.append(str(function))
+            names.append(str(function))
             continue
         if isinstance(weights, list) and len(weights) == len(several):
             entry["weight"] = weights[number]
         ours.append(entry)
-    if own:
-        named = ", ".join(f"{{name: 'MODULE:{name.rpartition('.')[2]}'}}" for name in own)
+    if names:
+        named = ", ".join(f"{{name: 'MODULE:{name.rpartition('.')[2]}'}}" for name in names)
         work.lose(
             "reward_funcs",
             functions,
@@ -360,21 +381,21 @@ def _devices(work: Translation, trainer: str) -> None:
     mode = work.take("vllm_mode")
     uses_server = serves or mode == "server" or trainer == "AsyncGRPO"
     size = work.values.pop("rollout.tensor_parallel", None) or 1
-    given = work.extent.devices
+    devices = work.extent.devices
     if trainer == "AsyncGRPO":
         work.set("schedule.max_staleness", work.take_count("max_staleness") or 1, "max_staleness")
     if uses_server:
         size = served["tensor_parallel_size"] or 1
         engines = served["data_parallel_size"] or 1
         if processes is None:
-            processes = 1 if given is None else max(1, given - size * engines)
+            processes = 1 if devices is None else max(1, devices - size * engines)
         if not serves:
             work.done.adapted["rollout.engines"] = (
                 f"{engines}: the server's devices are not in this file; set what it has"
             )
         set_separate(work, processes, size * engines, size, per_node or processes + size * engines)
     else:
-        processes = given or processes or 1
+        processes = devices or processes or 1
         set_colocated(work, processes, size, per_node or processes)
     if unknown:
         work.done.adapted["trainer.devices"] = (
@@ -385,38 +406,40 @@ def _devices(work: Translation, trainer: str) -> None:
 
 def _batch(work: Translation, processes: int, knows_processes: bool) -> None:
     """Prompts of an iteration, from the responses that are generated at once; and its updates."""
-    values, group = work.values, work.values.get("rollout.responses_per_prompt", _USUAL_GROUP)
-    own, steps = (
-        work.take_count("per_device_train_batch_size"),
-        work.take_count("gradient_accumulation_steps"),
-    )
-    per_generation, size = (
-        work.take_count("steps_per_generation"),
-        work.take_count("generation_batch_size"),
-    )
+    values = work.values
+    group = work.values.get("rollout.responses_per_prompt", _USUAL_GROUP)
+    batch_size = work.take_count("per_device_train_batch_size")
+    steps = work.take_count("gradient_accumulation_steps")
+    per_generation = work.take_count("steps_per_generation")
+    size = work.take_count("generation_batch_size")
     if not isinstance(group, int) or group < 1:
         return
     if values.get("algorithm.name") == "online-dpo":
-        values["schedule.prompts_per_iteration"] = (own or _USUAL_BATCH) * (steps or 1) * processes
+        values["schedule.prompts_per_iteration"] = (
+            (batch_size or _USUAL_BATCH) * (steps or 1) * processes
+        )
         return
-    step = (own or _USUAL_BATCH) * processes  # responses of a forward on all devices
+    step = (batch_size or _USUAL_BATCH) * processes  # responses of a forward on all devices
     generated = size or step * (per_generation or steps or 1)
     if generated % group:
         named = "generation_batch_size" if size else "per_device_train_batch_size"
         return work.lose(
-            named, size or own or _USUAL_BATCH, f"is no multiple of num_generations = {group}"
+            named,
+            size or batch_size or _USUAL_BATCH,
+            f"is no multiple of num_generations = {group}",
         )
     work.set("schedule.prompts_per_iteration", generated // group)
     updates = max(1, generated // (step * (steps or 1)))
     if knows_processes and updates > 1:
         work.set("schedule.updates_per_iteration", updates)
-    if own is not None and own < group and values.get("algorithm.name") != "rloo":
-        work.set("microbatch.responses", max(n for n in range(1, own + 1) if group % n == 0))
+    if batch_size is not None and batch_size < group and values.get("algorithm.name") != "rloo":
+        work.set("microbatch.responses", max(n for n in range(1, batch_size + 1) if group % n == 0))
 
 
 def _iterations(work: Translation) -> None:
     updates = work.values.get("schedule.updates_per_iteration", 1)
-    steps, epochs = work.take_number("max_steps"), work.take_number("num_train_epochs")
+    steps = work.take_number("max_steps")
+    epochs = work.take_number("num_train_epochs")
     if steps is not None and steps > 0:
         work.set("schedule.iterations", max(1, round(steps / updates)), "max_steps")
     elif "max_steps" not in work.unread and epochs:
@@ -424,7 +447,8 @@ def _iterations(work: Translation) -> None:
     share = work.take_number("warmup_ratio")
     warmup = work.take_number("warmup_steps")
     if warmup is not None and warmup != 0 and warmup < 1:
-        share, warmup = warmup, None
+        share = warmup
+        warmup = None
     if warmup is not None:
         work.set("optimizer.warmup_iterations", round(warmup / updates), "warmup_steps")
     elif share:

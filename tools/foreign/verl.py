@@ -54,7 +54,10 @@ NOT_NEEDED = re.compile(
     r"val_generations_to_log_to_wandb|remote_)|"
     r"(?:global_)?profiler\b|npu_profile|ray_(?:init|kwargs)\b|transfer_queue\b|hydra\b"
 )
-_USUAL_DEVICES, _USUAL_ENGINE, _USUAL_ALPHA = 8, 2, 16  # of verl's own files
+# of verl's own files
+_USUAL_DEVICES = 8
+_USUAL_ENGINE = 2
+_USUAL_ALPHA = 16
 _TARGETS_OF_MEGATRON = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_q": ("q_proj",),
@@ -67,7 +70,9 @@ _TARGETS_OF_MEGATRON = {
     "linear_fc2": ("down_proj",),
 }
 _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
-_OPTIM, _MEGATRON, _FSDP = f"{_ACTOR}.optim", f"{_ACTOR}.megatron", f"{_ACTOR}.fsdp_config"
+_OPTIM = f"{_ACTOR}.optim"
+_MEGATRON = f"{_ACTOR}.megatron"
+_FSDP = f"{_ACTOR}.fsdp_config"
 
 
 def from_verl(work: Translation) -> None:
@@ -98,14 +103,14 @@ def _data(work: Translation) -> None:
         ("data.train_max_samples", "data.train"),
         ("data.val_max_samples", "data.test"),
     ):
-        if (most := work.take_number(name)) is None or most <= 0:  # -1 is all
+        if (max_rows := work.take_number(name)) is None or max_rows <= 0:  # -1 is all
             continue
         path = work.values.get(ours)
         if isinstance(path, str):
-            limited = {"path": path, "max_rows": most}
+            limited = {"path": path, "max_rows": max_rows}
             work.set(ours, [limited] if ours == "data.train" else limited, name)
         else:
-            work.lose(name, most, f"is max_rows of a dataset; see {ours}")
+            work.lose(name, max_rows, f"is max_rows of a dataset; see {ours}")
     # prompt is found without being named
     if (column := work.take("data.prompt_key")) not in (None, "prompt"):
         work.set("data.question_column", column, "data.prompt_key")
@@ -122,7 +127,7 @@ def _model(work: Translation) -> None:
     work.choose(f"{_MODEL}.trust_remote_code", "model.trust_remote_code", {True: True, False: None})
     rank = work.take_number(f"{_MODEL}.lora_rank") or work.take_number(f"{_MODEL}.lora.rank")
     work.ignore(f"{_MODEL}.lora.rank")
-    given = {
+    lora = {
         key: first
         for key, names in {
             "alpha": (f"{_MODEL}.lora_alpha", f"{_MODEL}.lora.alpha"),
@@ -134,15 +139,15 @@ def _model(work: Translation) -> None:
         )
         is not None
     }
-    if adapter := given.get("adapter"):
+    if adapter := lora.get("adapter"):
         return work.set("model.adapter", adapter, f"{_MODEL}.lora_adapter_path")
     if rank:
-        targets = given.get("targets", "all-linear")
+        targets = lora.get("targets", "all-linear")
         if isinstance(targets, list):
             targets = [
                 name for target in targets for name in _TARGETS_OF_MEGATRON.get(target, (target,))
             ]
-        set_adapters(work, rank, given.get("alpha", _USUAL_ALPHA), targets)
+        set_adapters(work, rank, lora.get("alpha", _USUAL_ALPHA), targets)
     if (dropout := work.take(f"{_MODEL}.lora.dropout")) and rank:
         work.lose(
             f"{_MODEL}.lora.dropout", dropout, "adapters have no dropout here; see docs/lora.md"
@@ -189,10 +194,8 @@ def _algorithm(work: Translation) -> None:
 
 
 def _advantage(work: Translation) -> None:
-    estimator, by_std = (
-        work.take("algorithm.adv_estimator"),
-        work.take("algorithm.norm_adv_by_std_in_grpo"),
-    )
+    estimator = work.take("algorithm.adv_estimator")
+    by_std = work.take("algorithm.norm_adv_by_std_in_grpo")
     known = {
         "grpo": "group-std",
         "rloo": "leave-one-out",
@@ -221,7 +224,8 @@ def _kl(work: Translation) -> None:
     coefficients wait for these.
     """
     estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-    in_loss, in_reward = work.take(f"{_ACTOR}.use_kl_loss"), work.take("algorithm.use_kl_in_reward")
+    in_loss = work.take(f"{_ACTOR}.use_kl_loss")
+    in_reward = work.take("algorithm.use_kl_in_reward")
     loss = (work.take_number(f"{_ACTOR}.kl_loss_coef"), f"{_ACTOR}.kl_loss_type")
     reward = (work.take_number("algorithm.kl_ctrl.kl_coef"), "algorithm.kl_penalty")
     if in_loss and in_reward:
@@ -267,7 +271,8 @@ def _correction(work: Translation) -> None:
     )
     older = work.take_number(f"{_ACTOR}.tis_imp_ratio_cap")
     if older is not None and older > 0:
-        level, cap = level or "token", older
+        level = level or "token"
+        cap = older
     if level in ("token", "sequence"):
         work.set("algorithm.importance_sampling", level)
         if cap is not None:
@@ -282,12 +287,13 @@ def _rewards(work: Translation) -> None:
     """A reward function of the user's, and DAPO's punishment of long responses."""
     functions: list[dict[str, Any]] = [{"name": "math"}]
     for section in ("custom_reward_function", "reward.custom_reward_function"):
-        path, name = work.take(f"{section}.path"), work.take(f"{section}.name") or "compute_score"
+        path = work.take(f"{section}.path")
+        name = work.take(f"{section}.name") or "compute_score"
         if (
             path is not None
-            and (own := set_reward_function(work, f"{section}.path", path, name)) is not None
+            and (reference := set_reward_function(work, f"{section}.path", path, name)) is not None
         ):
-            functions = [{"name": own}]
+            functions = [{"name": reference}]
     for prefix in (
         "reward_model.reward_kwargs.overlong_buffer_cfg.",
         "reward.reward_kwargs.overlong_buffer_cfg.",
@@ -318,7 +324,7 @@ def _turns(work: Translation) -> None:
     """Responses of several turns: verl's tools and interactions are written as an agent here."""
     multi = work.take_all(f"{_ROLLOUT}.multi_turn.")
     loop = work.take(f"{_ROLLOUT}.agent.default_agent_loop")
-    own = {
+    options = {
         f"{_ROLLOUT}.multi_turn.tool_config_path": multi.get("tool_config_path"),
         f"{_ROLLOUT}.multi_turn.interaction_config_path": multi.get("interaction_config_path"),
         f"{_ROLLOUT}.agent.agent_loop_config_path": work.take(
@@ -328,26 +334,26 @@ def _turns(work: Translation) -> None:
         "data.custom_cls.path": work.take("data.custom_cls.path"),
     }
     work.ignore("data.custom_cls.name")
-    own = {name: value for name, value in own.items() if value is not None}
+    options = {name: value for name, value in options.items() if value is not None}
     unread = any(name.startswith(f"{_ROLLOUT}.multi_turn.") for name in work.unread)
     turns = multi.get("enable") or loop not in (None, "single_turn_agent") or unread
-    if not turns and not any(name.startswith(_ROLLOUT) for name in own):
-        for name, value in own.items():
+    if not turns and not any(name.startswith(_ROLLOUT) for name in options):
+        for name, value in options.items():
             work.lose(
                 name, value, "classes of verl are not read; write rows that data.train can hold"
             )
         return
     work.set("environment.name", "agents")
-    if (most := multi.get("max_assistant_turns") or multi.get("max_user_turns")) is not None:
-        work.set("environment.max_turns", most, f"{_ROLLOUT}.multi_turn.max_assistant_turns")
-    for name, value in own.items():
+    if (max_turns := multi.get("max_assistant_turns") or multi.get("max_user_turns")) is not None:
+        work.set("environment.max_turns", max_turns, f"{_ROLLOUT}.multi_turn.max_assistant_turns")
+    for name, value in options.items():
         work.lose(
             name,
             value,
             "classes of verl are not called; write them as an agent and set agent.command "
             "(docs/agents.md)",
         )
-    if not own:
+    if not options:
         work.lose(
             f"{_ROLLOUT}.multi_turn.enable",
             True,
@@ -365,7 +371,8 @@ def _optimizer(work: Translation) -> None:
     if (betas := work.take(f"{_OPTIM}.betas")) is not None:
         work.set("optimizer.betas", list(betas), f"{_OPTIM}.betas")
     decays = work.values.get("optimizer.decay", "constant") != "constant"
-    ratio, rate = work.take_number(f"{_OPTIM}.min_lr_ratio"), work.left.get(f"{_OPTIM}.lr")
+    ratio = work.take_number(f"{_OPTIM}.min_lr_ratio")
+    rate = work.left.get(f"{_OPTIM}.lr")
     if decays and ratio and isinstance(rate, (int, float)):
         work.set("optimizer.min_learning_rate", ratio * rate)
     if not decays:
@@ -491,7 +498,8 @@ def _engines(work: Translation) -> None:
 
 def _devices(work: Translation) -> None:
     """Which devices decode and which train: all both, or, where verl is told so, each its own."""
-    values, nodes = work.values, work.values.get("placement.nnodes", 1)
+    values = work.values
+    nodes = work.values.get("placement.nnodes", 1)
     per_node = work.take_count("trainer.n_gpus_per_node")
     open_name = next(
         (name for name in ("trainer.n_gpus_per_node", "trainer.nnodes") if name in work.unread),
@@ -527,10 +535,8 @@ def _ahead(work: Translation) -> None:
     if settings or work.values.get("placement.colocate") is False:
         behind = settings.get("staleness_threshold", 1)
         work.set("schedule.max_staleness", 1 if behind else 0)
-    mini, steps = (
-        work.left.get(f"{_ACTOR}.ppo_mini_batch_size"),
-        work.take("rollout.total_rollout_steps"),
-    )
+    mini = work.left.get(f"{_ACTOR}.ppo_mini_batch_size")
+    steps = work.take("rollout.total_rollout_steps")
     if not settings or not isinstance(mini, int):
         return
     work.ignore("data.gen_batch_size")
@@ -543,10 +549,8 @@ def _ahead(work: Translation) -> None:
 
 def _batch(work: Translation) -> None:
     """Updates of an iteration, and how its responses are packed."""
-    mini, batch = (
-        work.take_count(f"{_ACTOR}.ppo_mini_batch_size"),
-        work.values.get("schedule.prompts_per_iteration"),
-    )
+    mini = work.take_count(f"{_ACTOR}.ppo_mini_batch_size")
+    batch = work.values.get("schedule.prompts_per_iteration")
     further = work.take_count("data.gen_batch_size")
     if (
         further is not None
@@ -578,10 +582,8 @@ def _batch(work: Translation) -> None:
         work.lose(
             f"{_ACTOR}.ppo_epochs", epochs, "here every response is trained once per iteration"
         )
-    dynamic, tokens = (
-        work.take(f"{_ACTOR}.use_dynamic_bsz"),
-        work.take(f"{_ACTOR}.ppo_max_token_len_per_gpu"),
-    )
+    dynamic = work.take(f"{_ACTOR}.use_dynamic_bsz")
+    tokens = work.take(f"{_ACTOR}.ppo_max_token_len_per_gpu")
     responses = work.take_number(f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
     stages = work.values.get("trainer.pipeline_parallel", 1)
     if dynamic and tokens is not None and stages == 1:

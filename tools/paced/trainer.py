@@ -32,10 +32,12 @@ class PacedMicrobatches:
     """
 
     def __init__(self, source: MicrobatchSource, token_s: float) -> None:
-        self._source, self._token_s = source, token_s
+        self._source = source
+        self._token_s = token_s
         self._device = Device()
         # of the microbatch handed out last, if there is one
-        self._begin_s, self._seconds = 0.0, 0.0
+        self._begin_s = 0.0
+        self._seconds = 0.0
 
     @property
     def waited_s(self) -> float:

@@ -130,11 +130,13 @@ def attend(
     Segments of equal lengths are computed together, which is what makes it as fast as a batch.
     """
     alike: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    starts_q = cu_seqlens_q.tolist()
+    starts_k = cu_seqlens_k.tolist()
     for i in range(len(starts_q) - 1):
         lengths = (starts_q[i + 1] - starts_q[i], starts_k[i + 1] - starts_k[i])
         alike.setdefault(lengths, []).append((starts_q[i], starts_k[i]))
-    parts, places = [], []
+    parts = []
+    places = []
     for (rows, columns), starts in alike.items():
         q_index = torch.tensor([start for start, _ in starts])[:, None] + torch.arange(rows)
         k_index = torch.tensor([start for _, start in starts])[:, None] + torch.arange(columns)

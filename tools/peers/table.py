@@ -97,13 +97,13 @@ def rows_of(
     prompt_tokens: Mapping[str, int],
 ) -> list[Row]:
     """In the order of `shapes` and `systems`; pairs that nobody ran are left out."""
-    found = []
+    rows = []
     for shape in shapes:
         for system in systems:
-            own = [run for run in runs if (run.shape, run.system) == (shape, system)]
-            if own:
-                found.append(row_of(own, prompt_tokens[shape]))
-    return found
+            of_cell = [run for run in runs if (run.shape, run.system) == (shape, system)]
+            if of_cell:
+                rows.append(row_of(of_cell, prompt_tokens[shape]))
+    return rows
 
 
 def render(
@@ -114,8 +114,8 @@ def render(
     """
     lines: list[str] = []
     for shape in dict.fromkeys(row.shape for row in rows):
-        own = [row for row in rows if row.shape == shape]
-        base = next((row.tokens_per_s for row in own if row.system == reference), None)
+        of_shape = [row for row in rows if row.shape == shape]
+        base = next((row.tokens_per_s for row in of_shape if row.system == reference), None)
         lines += [
             f"### {titles[shape]}",
             "",
@@ -124,7 +124,7 @@ def render(
             "difference |",
             "|---|---:|---:|---:|---:|---:|---:|---:|",
         ]
-        for row in own:
+        for row in of_shape:
             name = systems[row.system].name
             if row.iteration_s is None or row.range_s is None or row.tokens_per_s is None:
                 lines.append(f"| {name} | did not run | | | | | | |")
@@ -140,7 +140,7 @@ def render(
             cells.append("" if row.logprob_difference is None else f"{row.logprob_difference:.1e}")
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
-        for row in own:
+        for row in of_shape:
             if row.problem:
                 runs = (
                     "no run"

@@ -8,7 +8,7 @@ counts nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pa_npu.algorithm.choices import asked_models, by_target
 from pa_npu.algorithm.loss_gradient import HeadGradient
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, Weights
 from pa_npu.algorithm.trainer_models import trainer_models
@@ -30,6 +31,7 @@ from pa_npu.backends.fsdp.optimizer import ShardedAdamW, counted, local
 from pa_npu.backends.fsdp.weights import ShardedWeights
 from pa_npu.backends.hf_directory import BUCKET_BYTES, write_hf
 from pa_npu.backends.in_step import InStep
+from pa_npu.backends.logprob import MostLikely
 from pa_npu.backends.optimizer import OffloadedState
 from pa_npu.backends.protocol import (
     DTYPES,
@@ -73,7 +75,8 @@ class FsdpBackend:
         self._policy = models["policy"]
         self._module = self._policy.model if isinstance(self._policy, Adapted) else self._policy
         self._config = config
-        self._frozen = trainer_models(config).computed
+        self._trainer_models = trainer_models(config)
+        self._frozen = self._trainer_models.computed
         self._spec = spec
         self._platform = platform
         self.device = device
@@ -146,21 +149,19 @@ class FsdpBackend:
                 start_s = now()
                 has_computed = True
                 objective.begin()
-                head = None if objective.entropy_gradient else HeadGradient()
-                logprobs, entropy, frozen = self._pass(
-                    self._inputs(microbatch), objective.entropy_gradient, head
+                is_watched = not (objective.entropy_gradient or self._trainer_models.num_choices)
+                outputs = self._pass(
+                    microbatch, objective.entropy_gradient, HeadGradient() if is_watched else None
                 )
                 if microbatch.is_filler:
-                    _backward_of_nothing(logprobs, entropy)
+                    _backward_of_nothing(outputs)
                     continue
-                policy = Logprobs(logprobs, self._weights.get("policy"))
-                objective.loss(microbatch, Outputs(policy, entropy, frozen, head)).backward()
+                objective.loss(microbatch, outputs).backward()
                 groups = ", ".join(map(str, microbatch.group_indices))
                 self._timeline.complete(f"group {groups}", start_s, now(), lane="microbatches")
         if not has_computed:
             # all is trained by rule, on every rank: the step is that of a gradient of 0
-            logprobs, entropy, _ = self._pass(self._inputs(filler(1, self.device)), False)
-            _backward_of_nothing(logprobs, entropy)
+            _backward_of_nothing(self._pass(filler(1, self.device), False))
         self._platform.synchronize()
         return counted(self._reductions, self.device) if self._reductions else None
 
@@ -188,12 +189,9 @@ class FsdpBackend:
         with torch.no_grad():
             for microbatch in self._in_step(iter(microbatches)):
                 on_device = microbatch.to(self.device)
-                logprobs, entropy, frozen = self._pass(self._inputs(on_device), False)
+                outputs = self._pass(on_device, False)
                 if not microbatch.is_filler:
-                    take(
-                        on_device,
-                        Outputs(Logprobs(logprobs, self._weights.get("policy")), entropy, frozen),
-                    )
+                    take(on_device, outputs)
 
     @torch.no_grad()
     def rounding(
@@ -275,11 +273,11 @@ class FsdpBackend:
         temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
         found = []
         for microbatch in self._in_step(iter(microbatches)):
-            logprobs, _ = self._models[name](
+            scores = self._models[name](
                 *self._inputs(microbatch), temperature, chunk, entropy=False
             )
             if not microbatch.is_filler:
-                found.append(logprobs)
+                found.append(scores.logprobs)
         return found
 
     def _state(self, with_reference: bool) -> dict[str, torch.Tensor]:
@@ -296,23 +294,67 @@ class FsdpBackend:
 
     def _pass(
         self,
-        inputs: tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor],
+        microbatch: Microbatch,
         entropy_gradient: bool,
         head: HeadGradient | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Logprobs]]:
-        """All models over a microbatch: the policy's log-probs and entropy, and the frozen ones'
-        log-probs.
-        """
+    ) -> Outputs:
+        """All models over a microbatch, the frozen ones first."""
+        inputs = self._inputs(microbatch)
         temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
-        frozen = {}
+        frozen: dict[str, Logprobs] = {}
+        choices: dict[str, torch.Tensor] = {}
+        asked, computed = self._asked(microbatch)
         with torch.no_grad():
-            for name in self._frozen:
-                values, _ = self._models[name](*inputs, temperature, chunk, entropy=False)
-                frozen[name] = Logprobs(values, self._weights.get(name))
-        logprobs, entropy = self._policy(
-            *inputs, temperature, chunk, entropy_grad=entropy_gradient, head_gradient=head
+            for name in computed:
+                most_likely = None
+                if (count := self._trainer_models.num_choices.get(name)) is not None:
+                    most_likely = MostLikely(count, self._spec.vocab_size)
+                is_asked = name in asked
+                scores = self._models[name](
+                    *(inputs if is_asked else self._inputs(filler(1, self.device))),
+                    temperature,
+                    chunk,
+                    entropy=False,
+                    most_likely=most_likely,
+                )
+                if not is_asked:
+                    continue
+                frozen[name] = Logprobs(
+                    scores.logprobs, self._weights.get(name), scores.choice_logprobs
+                )
+                if scores.choices is not None:
+                    choices[name] = scores.choices
+        scores = self._policy(
+            *inputs,
+            temperature,
+            chunk,
+            entropy_grad=entropy_gradient,
+            head_gradient=head,
+            choices=by_target(self._trainer_models.teachers, microbatch.columns, choices),
         )
-        return logprobs, entropy, frozen
+        policy = Logprobs(scores.logprobs, self._weights.get("policy"), scores.choice_logprobs)
+        return Outputs(policy, scores.entropy, frozen, head)
+
+    def _asked(self, microbatch: Microbatch) -> tuple[Sequence[str], Sequence[str]]:
+        """Returns the frozen models that a microbatch asks for, and those that this rank computes,
+        beside others whose microbatches ask for them: gathering their layers is a collective.
+        """
+        teachers = self._trainer_models.teachers
+        if all(model.targets is None for model in teachers):
+            return self._frozen, self._frozen
+        names = asked_models(teachers, microbatch.columns)
+        others = [name for name in self._frozen if name not in self._trainer_models.directories]
+        wanted = torch.tensor(
+            [model.name in names for model in teachers], dtype=torch.int32, device=self.device
+        )
+        if self._shard_group is not None:
+            dist.all_reduce(wanted, op=dist.ReduceOp.MAX)
+        of_any = [
+            model.name
+            for model, is_wanted in zip(teachers, wanted.tolist(), strict=True)
+            if is_wanted
+        ]
+        return (*others, *names), (*others, *of_any)
 
     def _inputs(
         self, microbatch: Microbatch
@@ -322,6 +364,9 @@ class FsdpBackend:
         return microbatch.tokens, microbatch.layout, microbatch.rows, microbatch.targets
 
 
-def _backward_of_nothing(logprobs: torch.Tensor, entropy: torch.Tensor) -> None:
+def _backward_of_nothing(outputs: Outputs) -> None:
     """Runs the backward of a filler, whose gradient is 0 and comes to every weight."""
-    ((logprobs.sum() + entropy.sum()) * 0.0).backward()
+    nothing = outputs.policy.values.sum() + outputs.entropy.sum()
+    if outputs.policy.choices is not None:
+        nothing = nothing + outputs.policy.choices.sum()
+    (nothing * 0.0).backward()

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.backends.fsdp.model import ScoredModel, load_model
 from pa_npu.backends.fsdp.weights import Weights, rows_of
+from pa_npu.backends.logprob import RowScores
 from pa_npu.backends.protocol import DTYPES
 from pa_npu.config.plain_file import open_plain, reason
 from pa_npu.config.schema import Config
@@ -138,12 +139,12 @@ class Adapted(Weights):
         self.adapters = adapters
         self.layers = _layers(model.causal)
 
-    def __call__(self, *inputs: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, *inputs: Any, **options: Any) -> RowScores:
         """See ScoredModel.forward."""
         for layer in self.layers.values():
             # set_adapter would also say what is trained, which the shards know already
             layer._active_adapter = [] if self.adapters is None else [self.adapters]
-        scored: tuple[torch.Tensor, torch.Tensor] = self.model(*inputs, **options)
+        scored: RowScores = self.model(*inputs, **options)
         return scored
 
     def named_weights(self) -> dict[str, torch.Tensor]:

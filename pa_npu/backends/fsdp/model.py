@@ -3,7 +3,8 @@
     model = load_model(path, dtype=torch.float32)          on the host, as the files have it,
                                                            without dropout
     sharded = shard(ScoredModel(model, "auto"), mesh, ...) each layer a group of its own, the rest
-    the root's logprobs, entropy = sharded(tokens, layout, rows, targets, temperature, chunk)
+    the root's
+    scores = sharded(tokens, layout, rows, targets, temperature, chunk)
 
 Parameters are held sharded, the policy's in fp32; a layer's are gathered, in the type that is
 computed with, while it computes. The LM head is applied inside the root's forward, where its weight
@@ -23,7 +24,7 @@ from pa_npu.attention import PrefixLayout
 from pa_npu.attention.huggingface import use_shared_prompt_attention
 from pa_npu.backends.fsdp.optimizer import CountedReduceScatter
 from pa_npu.backends.fsdp.weights import Weights
-from pa_npu.backends.logprob import vocab_parallel_logprobs
+from pa_npu.backends.logprob import MostLikely, RowScores, score_rows
 from pa_npu.errors import DataError
 from pa_npu.families.any_model import config_of, decoder_layers
 from pa_npu.families.wire_names import WireWeight, stored_tensors, use_dtype, wire_weights
@@ -65,9 +66,11 @@ class ScoredModel(torch.nn.Module, Weights):
         entropy: bool = True,
         entropy_grad: bool = False,
         head_gradient: HeadGradient | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs [N], entropy [N]) fp32. tokens: int64 [T], packed by layout; rows, targets:
-        int64 [N], see Microbatch.
+        choices: torch.Tensor | None = None,
+        most_likely: MostLikely | None = None,
+    ) -> RowScores:
+        """Scores of N targets, and of further tokens. tokens: int64 [T], packed by layout; rows,
+        targets: int64 [N], see Microbatch; choices, most_likely: see score_rows.
 
         head_gradient: watches the gradient of what meets the LM head.
         """
@@ -86,7 +89,7 @@ class ScoredModel(torch.nn.Module, Weights):
             hidden, temperature = hidden * self._scale, temperature * self._scale
         if head_gradient is not None and self._cap is None:
             head_gradient.watch(hidden)
-        return vocab_parallel_logprobs(
+        return score_rows(
             hidden,
             weight,
             targets,
@@ -96,6 +99,8 @@ class ScoredModel(torch.nn.Module, Weights):
             chunk=chunk,
             entropy=entropy,
             entropy_grad=entropy_grad,
+            choices=choices,
+            most_likely=most_likely,
         )
 
     def named_weights(self) -> dict[str, torch.Tensor]:

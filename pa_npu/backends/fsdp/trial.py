@@ -366,8 +366,8 @@ def _scored(model: ScoredModel, sequences: list[_Sequence], packing: Packing) ->
         for leaf, sequence in zip(leaves, microbatch, strict=True):
             rows.append(layout.path_rows(leaf)[sequence.prompt - 1 : -1])
         targets = torch.cat([sequence.tokens[sequence.prompt :] for sequence in microbatch])
-        logprobs, _ = model(tokens, layout, torch.cat(rows), targets, 1.0, 16)
-        responses = logprobs.split([len(response_rows) for response_rows in rows])
+        row_scores = model(tokens, layout, torch.cat(rows), targets, 1.0, 16)
+        responses = row_scores.logprobs.split([len(response_rows) for response_rows in rows])
         losses = [(response * _weights(len(response))).sum() for response in responses]
         torch.stack(losses).sum().backward()
         scores += [response.detach() for response in responses]

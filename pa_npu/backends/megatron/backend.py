@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,10 +17,14 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from pa_npu.algorithm.choices import asked_models, by_target
 from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, Weights
+from pa_npu.algorithm.registry import build_algorithm
+from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.in_step import InStep, largest, zero_for_fillers
+from pa_npu.backends.logprob import MostLikely, RowScores
 from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.checkpoint import CheckpointContents, PlannedShards
 from pa_npu.backends.megatron.frozen_passes import HeldMicrobatches
@@ -72,15 +76,24 @@ class MegatronBackend:
     ) -> None:
         self._stage = stage
         self._config = config
+        self._trainer_models = trainer_models(config)
+        self._most_likely = {
+            name: MostLikely(count, spec.vocab_size)
+            for name, count in self._trainer_models.num_choices.items()
+        }
         self._spec = spec
         self._platform = platform
         self.device = device
         self.place = parallel.place()
         self._timeline = timeline
+        # the last slots of an iteration may hold groups that are trained by rule
+        knows_last = (
+            config.devices.reduces_in_buckets and not build_algorithm(config).trains_by_rule
+        )
         self._ddp = data_parallel(
             stage,
             distributed_optimizer=config.trainer.distributed_optimizer,
-            bucket_mib=_GRADIENT_BUCKET_MIB if config.devices.reduces_in_buckets else 0.0,
+            bucket_mib=_GRADIENT_BUCKET_MIB if knows_last else 0.0,
         )
         mesh = self.place.mesh
         has_experts = spec.experts is not None
@@ -162,13 +175,14 @@ class MegatronBackend:
         def forward(microbatch: Microbatch) -> Any:
             objective.begin()
             balance = None if microbatch.is_filler else objective.balance(microbatch)
-            output = self._forward(microbatch, objective.entropy_gradient, balance)
+            beside = {} if held is None else held.scores(microbatch)
+            output = self._forward(microbatch, objective.entropy_gradient, balance, beside)
             is_own = not isinstance(output, ModelOutput) and not microbatch.is_filler
             return objective.sent(microbatch, output) if is_own else output
 
         def loss(microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
             if held is not None:
-                output = replace(output, frozen=held.logprobs(microbatch))
+                output = replace(output, frozen_scores=held.scores(microbatch))
             return objective.loss(microbatch, self._outputs(output))
 
         self._run(source, num_microbatches, forward, loss, lambda: source.is_last)
@@ -224,13 +238,13 @@ class MegatronBackend:
         on_device = [one.to(self.device) for one in microbatches]
         narrow: list[torch.Tensor] = []
 
-        def keep(microbatch: Microbatch, logprobs: torch.Tensor) -> torch.Tensor:
-            narrow.append(logprobs)
-            return logprobs.new_zeros(())
+        def keep(microbatch: Microbatch, scores: RowScores) -> torch.Tensor:
+            narrow.append(scores.logprobs)
+            return scores.logprobs.new_zeros(())
 
-        def compare(microbatch: Microbatch, logprobs: torch.Tensor) -> torch.Tensor:
-            take(microbatch, narrow.pop(0), logprobs)
-            return logprobs.new_zeros(())
+        def compare(microbatch: Microbatch, scores: RowScores) -> torch.Tensor:
+            take(microbatch, narrow.pop(0), scores.logprobs)
+            return scores.logprobs.new_zeros(())
 
         self._pass_alone(
             len(on_device), "old" if "old" in self._stage.frozen else "policy", on_device, keep
@@ -303,8 +317,21 @@ class MegatronBackend:
         return filler(self._config.trainer.pad_multiple, self.device)
 
     def _forward(
-        self, microbatch: Microbatch, entropy_gradient: bool, balance: float | None = None
+        self,
+        microbatch: Microbatch,
+        entropy_gradient: bool,
+        balance: float | None = None,
+        scored: Mapping[str, RowScores] | None = None,
     ) -> Any:
+        """scored: scores of the frozen models that have had passes of their own."""
+
+        def choose(frozen: Mapping[str, RowScores]) -> torch.Tensor | None:
+            choices: dict[str, torch.Tensor] = {}
+            for name, scores in {**(scored or {}), **frozen}.items():
+                if scores.choices is not None:
+                    choices[name] = scores.choices
+            return by_target(self._trainer_models.teachers, microbatch.columns, choices)
+
         return self._ddp(
             *self._inputs(microbatch),
             temperature=self._config.rollout.temperature,
@@ -312,7 +339,21 @@ class MegatronBackend:
             entropy_grad=entropy_gradient,
             balance=balance,
             replay=_replay(microbatch),
+            most_likely=self._most_likely,
+            choose=choose,
+            asked=self._asked(microbatch),
         )
+
+    def _asked(self, microbatch: Microbatch) -> Sequence[str] | None:
+        """The frozen models that a microbatch asks for; None: all, as where experts of models lie
+        on ranks of several replicas, which compute together.
+        """
+        teachers = self._trainer_models.teachers
+        if self._step_group is not None or all(model.targets is None for model in teachers):
+            return None
+        directories = self._trainer_models.directories
+        copies = [name for name in self._stage.frozen if name not in directories]
+        return (*copies, *asked_models(teachers, microbatch.columns))
 
     def _inputs(
         self, microbatch: Microbatch
@@ -324,11 +365,12 @@ class MegatronBackend:
     def _outputs(self, output: ModelOutput) -> Outputs:
         weights = self._stage.weights
         frozen = {
-            name: Logprobs(values, weights.get(name)) for name, values in output.frozen.items()
+            name: Logprobs(scores.logprobs, weights.get(name), scores.choice_logprobs)
+            for name, scores in output.frozen_scores.items()
         }
-        return Outputs(
-            Logprobs(output.logprobs, weights.get("policy")), output.entropy, frozen, output.head
-        )
+        policy = output.policy
+        logprobs = Logprobs(policy.logprobs, weights.get("policy"), policy.choice_logprobs)
+        return Outputs(logprobs, policy.entropy, frozen, output.head)
 
     def _pass_alone(
         self,
@@ -338,14 +380,20 @@ class MegatronBackend:
         keep: Loss,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """A forward pass of one model; `keep` gets its log-probs on the last stage. dtype: a wider
+        """A forward pass of one model; `keep` gets its scores on the last stage. dtype: a wider
         type to compute in.
         """
         temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
 
-        def forward(microbatch: Microbatch) -> torch.Tensor:
+        def forward(microbatch: Microbatch) -> RowScores | torch.Tensor:
             return self._stage.pass_alone(
-                name, *self._inputs(microbatch), temperature, chunk, dtype, _replay(microbatch)
+                name,
+                *self._inputs(microbatch),
+                temperature,
+                chunk,
+                dtype,
+                _replay(microbatch),
+                self._most_likely.get(name),
             )
 
         with self._timeline.span(f"{name} pass"):

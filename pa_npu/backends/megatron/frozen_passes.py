@@ -7,15 +7,14 @@ from functools import partial
 
 import torch
 
+from pa_npu.backends.logprob import RowScores
 from pa_npu.samples.microbatch import Microbatch
 
-Pass = Callable[
-    [str, Iterable[Microbatch], Callable[[Microbatch, torch.Tensor], torch.Tensor]], None
-]
+Pass = Callable[[str, Iterable[Microbatch], Callable[[Microbatch, RowScores], torch.Tensor]], None]
 
 
 class HeldMicrobatches:
-    """An update's microbatches that have all arrived, and the frozen models' log-probs of each."""
+    """An update's microbatches that have all arrived, and the frozen models' scores of each."""
 
     def __init__(
         self, microbatches: Iterable[Microbatch], frozen: Iterable[str], run: Pass
@@ -28,7 +27,7 @@ class HeldMicrobatches:
         """
         self._held: list[Microbatch] = []
         self._handed_out = 0
-        self._logprobs: dict[int, dict[str, torch.Tensor]] = {}
+        self._scores: dict[int, dict[str, RowScores]] = {}
         source: Iterable[Microbatch] = self._holding(microbatches)
         for name in frozen:
             run(name, source, partial(self._keep, name))
@@ -44,15 +43,15 @@ class HeldMicrobatches:
             self._handed_out += 1
             yield microbatch
 
-    def logprobs(self, microbatch: Microbatch) -> dict[str, torch.Tensor]:
-        """By model. On the last stage only."""
-        return self._logprobs[id(microbatch)]
+    def scores(self, microbatch: Microbatch) -> dict[str, RowScores]:
+        """By model; empty on stages before the last, and of a filler."""
+        return self._scores.get(id(microbatch), {})
 
     def _holding(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:
         for microbatch in microbatches:
             self._held.append(microbatch)
             yield microbatch
 
-    def _keep(self, name: str, microbatch: Microbatch, logprobs: torch.Tensor) -> torch.Tensor:
-        self._logprobs.setdefault(id(microbatch), {})[name] = logprobs
-        return logprobs.new_zeros(())
+    def _keep(self, name: str, microbatch: Microbatch, scores: RowScores) -> torch.Tensor:
+        self._scores.setdefault(id(microbatch), {})[name] = scores
+        return scores.logprobs.new_zeros(())

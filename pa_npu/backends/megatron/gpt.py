@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pa_npu.algorithm.loss_gradient import HeadGradient
-from pa_npu.backends.logprob import vocab_parallel_logprobs
+from pa_npu.backends.logprob import MostLikely, RowScores, score_rows
 from pa_npu.backends.megatron.layers import AttentionContext, block_spec
 from pa_npu.backends.protocol import DTYPES
 from pa_npu.config.schema import Config
@@ -71,9 +71,11 @@ class GPT(GPTModel):
         entropy: bool = False,
         entropy_grad: bool = False,
         head: HeadGradient | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-prob [N], entropy [N] if asked for) of `targets` predicted from `rows` of `hidden`,
-        which alone meet the LM head.
+        choices: torch.Tensor | None = None,
+        most_likely: MostLikely | None = None,
+    ) -> RowScores:
+        """Scores of `targets`, and of further tokens, predicted from `rows` of `hidden`, which alone
+        meet the LM head; see score_rows.
 
         head: watches the gradient of these rows.
         """
@@ -85,7 +87,7 @@ class GPT(GPTModel):
         picked = hidden.squeeze(1).index_select(0, rows)
         if head is not None:
             head.watch(picked, is_partial=is_sharded)
-        return vocab_parallel_logprobs(
+        return score_rows(
             picked,
             self.head_weight().to(hidden.dtype),  # of a pass in a wider type
             targets,
@@ -96,6 +98,8 @@ class GPT(GPTModel):
             entropy=entropy,
             entropy_grad=entropy_grad,
             reduce_hidden_grad=not is_sharded,
+            choices=choices,
+            most_likely=most_likely,
         )
 
     def head_weight(self) -> torch.Tensor:

@@ -8,7 +8,7 @@
     stage.copy_policy_to("old")
     ddp = data_parallel(stage, distributed_optimizer=True)
     output = ddp(tokens, layout, rows, targets, temperature, chunk, entropy_grad=False)
-    logprobs = stage.pass_alone("old", tokens, layout, rows, targets, temperature, chunk)     trainer.frozen_pass=separate
+    scores = stage.pass_alone("old", tokens, layout, rows, targets, temperature, chunk)       trainer.frozen_pass=separate
         tokens int64 [1, T], layout PrefixLayout of T tokens, rows int64 [N], targets int64 [N]
         -> ModelOutput on the last stage; before it hidden states [T, 1, width] for Megatron's
         schedule to send
@@ -20,7 +20,7 @@ bf16 the parameters themselves are bf16, so Megatron's Float16Module is not need
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +40,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from pa_npu.algorithm.loss_gradient import HeadGradient
 from pa_npu.algorithm.objective import Weights
 from pa_npu.attention import PrefixLayout
+from pa_npu.backends.logprob import MostLikely, RowScores
 from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.gpt import GPT, fused_ops, transformer_config
 from pa_npu.backends.megatron.layers import AttentionContext, RotaryTable
@@ -55,13 +56,33 @@ _GRADIENT_BYTES = 4  # fp32
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """Outputs of the last stage for N target tokens, [N] fp32. Gradients flow through `logprobs`,
-    and `entropy` if asked. head: as Outputs."""
+    """Outputs of the last stage for N target tokens. Gradients flow through those of `policy`, its
+    entropy if asked. head: as Outputs."""
 
-    logprobs: torch.Tensor
-    entropy: torch.Tensor
-    frozen: dict[str, torch.Tensor]
+    policy: RowScores
+    frozen_scores: dict[str, RowScores]
     head: HeadGradient | None = None
+
+    @property
+    def logprobs(self) -> torch.Tensor:
+        return self.policy.logprobs
+
+    @property
+    def entropy(self) -> torch.Tensor:
+        return self.policy.entropy
+
+    @property
+    def frozen(self) -> dict[str, torch.Tensor]:
+        """The frozen models' log-probs of the targets."""
+        return {name: scores.logprobs for name, scores in self.frozen_scores.items()}
+
+
+Choose = Callable[[Mapping[str, RowScores]], torch.Tensor | None]
+"""Makes of the frozen models' scores the tokens whose log-probs the policy gives too, [N, k]."""
+
+
+def no_choices(frozen: Mapping[str, RowScores]) -> None:
+    """A Choose that wants none."""
 
 
 class TriModel(MegatronModule):
@@ -178,9 +199,16 @@ class TriModel(MegatronModule):
         entropy_grad: bool = False,
         balance: float | None = None,
         replay: Replay | None = None,
+        most_likely: Mapping[str, MostLikely] | None = None,
+        choose: Choose = no_choices,
+        asked: Collection[str] | None = None,
     ) -> ModelOutput | torch.Tensor:
         """One microbatch through this stage; see the module's docstring for shapes,
         AttentionContext for `balance` and `replay`.
+
+        most_likely: of the frozen models, by name, of which the last stage wants further tokens.
+        choose: called on the last stage with the scores of those that pass beside the policy.
+        asked: the frozen models that the microbatch asks for; None: all.
         """
         if tokens.shape != (1, layout.total):
             raise ValueError(
@@ -188,11 +216,14 @@ class TriModel(MegatronModule):
                 f"{layout.total})"
             )
         rotation = self._rotation("policy", layout, tokens.device, self.config.params_dtype)
-        inputs = self._unpack()
+        beside = {
+            name: model for name, model in self._beside.items() if asked is None or name in asked
+        }
+        inputs = self._unpack(beside)
 
         frozen_hidden: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            for name, model in self._beside.items():
+            for name, model in beside.items():
                 model.set_input_tensor(inputs.get(name))
                 own = rotation
                 if name in self._other_rotaries:
@@ -203,15 +234,20 @@ class TriModel(MegatronModule):
         if not self.post_process:
             return torch.cat([hidden, *frozen_hidden.values()], dim=-1) if frozen_hidden else hidden
 
+        frozen: dict[str, RowScores] = {}
         with torch.no_grad():
-            frozen_logprobs = {
-                name: self.frozen[name].logprobs(
-                    states, rows, targets, temperature=temperature, chunk=chunk
-                )[0]
-                for name, states in frozen_hidden.items()
-            }
-        head = None if entropy_grad else HeadGradient()
-        logprobs, entropy = self.policy.logprobs(
+            for name, states in frozen_hidden.items():
+                frozen[name] = self.frozen[name].logprobs(
+                    states,
+                    rows,
+                    targets,
+                    temperature=temperature,
+                    chunk=chunk,
+                    most_likely=(most_likely or {}).get(name),
+                )
+        choices = choose(frozen)
+        head = None if entropy_grad or choices is not None else HeadGradient()
+        policy = self.policy.logprobs(
             hidden,
             rows,
             targets,
@@ -220,8 +256,9 @@ class TriModel(MegatronModule):
             entropy=True,
             entropy_grad=entropy_grad,
             head=head,
+            choices=choices,
         )
-        return ModelOutput(logprobs, entropy, frozen_logprobs, head)
+        return ModelOutput(policy, frozen, head)
 
     @torch.no_grad()
     def pass_alone(
@@ -235,9 +272,10 @@ class TriModel(MegatronModule):
         chunk: int,
         dtype: torch.dtype | None = None,
         replay: Replay | None = None,
-    ) -> torch.Tensor:
-        """One microbatch through this stage of one model of gpts(): log-probs [N] on the last
-        stage, before it what travels.
+        most_likely: MostLikely | None = None,
+    ) -> RowScores | torch.Tensor:
+        """One microbatch through this stage of one model of gpts(): scores on the last stage,
+        before it what travels.
 
         dtype: a wider type to compute in; None: the model's own.
         """
@@ -250,21 +288,23 @@ class TriModel(MegatronModule):
             hidden = model(tokens, AttentionContext(layout, *rotation, replay=replay))
         if not self.post_process:
             return hidden.view(self.config.params_dtype)
-        return model.logprobs(hidden, rows, targets, temperature=temperature, chunk=chunk)[0]
+        return model.logprobs(
+            hidden, rows, targets, temperature=temperature, chunk=chunk, most_likely=most_likely
+        )
 
-    def _unpack(self) -> dict[str, torch.Tensor]:
+    def _unpack(self, beside: Mapping[str, GPT]) -> dict[str, torch.Tensor]:
         """Each model's hidden states out of what the previous stage packed; nothing on the first
-        stage.
+        stage. beside: the frozen models that pass with the policy.
         """
         if self.input_tensor is None:
             return {}
-        if not self._beside:
+        if not beside:
             return {"policy": self.input_tensor}
-        widths = [model.config.hidden_size for model in (self.policy, *self._beside.values())]
+        widths = [model.config.hidden_size for model in (self.policy, *beside.values())]
         policy, *frozen = self.input_tensor.split(widths, dim=-1)
         return {
             "policy": policy,
-            **dict(zip(self._beside, (part.detach() for part in frozen), strict=True)),
+            **dict(zip(beside, (part.detach() for part in frozen), strict=True)),
         }
 
     def _rotation(

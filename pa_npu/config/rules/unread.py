@@ -105,7 +105,8 @@ CONDITIONS: tuple[Condition, ...] = (
         "set algorithm.kl_coef",
     ),
     Condition(
-        "algorithm.distill_clip algorithm.distill_discount",
+        "algorithm.distill_clip algorithm.distill_discount algorithm.distill_divergence "
+        "algorithm.distill_top_k algorithm.distill_beta",
         lambda c: c.algorithm.distill_coef > 0,
         "set algorithm.distill_coef",
     ),

@@ -132,6 +132,24 @@ class TrainingDataset(Dataset):
         return named[0] if named else path.stem or self.path
 
 
+class Demonstrations(TrainingDataset):
+    """Rows of data that are trained beside what the policy writes."""
+
+    weight: float = Field(
+        1.0,
+        gt=0,
+        le=1e6,
+        description="Factor of their tokens' loss, where a token that the policy wrote has 1.",
+    )
+    share: float = Field(
+        0.25,
+        gt=0,
+        le=64,
+        description="Groups of rows that each iteration trains, as a share of "
+        "schedule.prompts_per_iteration. A group has rollout.responses_per_prompt rows.",
+    )
+
+
 class DataConfig(Section):
     train: (
         Annotated[FilePath, Field(min_length=1)]
@@ -145,6 +163,12 @@ class DataConfig(Section):
     test: Annotated[FilePath, Field(min_length=1)] | Dataset | None = Field(
         None, description="Held-out prompts in the same formats. null turns evaluation off."
     )
+    demonstrations: Annotated[FilePath, Field(min_length=1)] | Demonstrations | None = Field(
+        None,
+        description="Rows that are trained by cross-entropy in the same updates as what the policy "
+        "writes, such as solutions by a person or a stronger model, in the formats of "
+        "algorithm.name=sft. Trainers have them before the first response is there. null has none.",
+    )
     question_column: str | None = Field(
         None,
         min_length=1,
@@ -156,6 +180,12 @@ class DataConfig(Section):
         None,
         min_length=1,
         description="Column with the reference answer. null recognises the layout of the rows.",
+    )
+    teacher_column: str | None = Field(
+        None,
+        min_length=1,
+        description="Column of a row that names its teacher, a key of `teacher`. Several teachers "
+        "need it.",
     )
     chat_template: FilePath = Field(
         "auto",
@@ -196,6 +226,13 @@ class DataConfig(Section):
         """Returns the share of the prompts that come from each training dataset; they sum to 1."""
         total = sum(dataset.weight for dataset in self.datasets)
         return [dataset.weight / total for dataset in self.datasets]
+
+    @property
+    def demonstrated(self) -> Demonstrations | None:
+        """Returns data.demonstrations with its options."""
+        if isinstance(self.demonstrations, str):
+            return Demonstrations(path=self.demonstrations)
+        return self.demonstrations
 
     def key_of(self, number: int) -> str:
         """Returns the key under which training dataset `number` was written."""

@@ -176,6 +176,25 @@ class AlgorithmConfig(Section):
         description="Coefficient of distillation from the model of `teacher` on the policy's own "
         "responses, beside the reward's advantages. 0 loads no teacher.",
     )
+    distill_divergence: Literal["sampled", "forward", "reverse", "js"] = Field(
+        "sampled",
+        description="How policy and teacher are compared at each token. sampled: by the log-ratio "
+        "of the token that was written, an advantage. forward, reverse, js: by a divergence over "
+        "the teacher's most likely tokens, which is differentiated itself.",
+    )
+    distill_top_k: int = Field(
+        32,
+        ge=1,
+        description="Number of the teacher's most likely tokens that a divergence tells apart. All "
+        "others count together as one further outcome.",
+    )
+    distill_beta: float = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="Share of the teacher in the mixture to which distill_divergence=js compares "
+        "both. Near 0 it is like forward, near 1 like reverse.",
+    )
     distill_clip: float | None = Field(
         None,
         gt=0,
@@ -208,6 +227,11 @@ class TeacherConfig(Section):
         min_length=1,
         description="HF directory of the teacher, of the policy's or another shape, with the "
         "policy's vocabulary. Trainers hold it and compute it in the policy's pass.",
+    )
+    weight: float = Field(
+        1.0,
+        gt=0,
+        description="Factor of this teacher's part of the loss, beside algorithm.distill_coef.",
     )
 
 

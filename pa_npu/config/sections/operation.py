@@ -79,14 +79,15 @@ class ScheduleConfig(Section):
         description="Replace groups whose responses are all right or all wrong by further prompts "
         "until an iteration has prompts_per_iteration other groups (DAPO).",
     )
-    skip_zero_advantage: bool = Field(
-        False,
+    skip_zero_advantage: bool | None = Field(
+        None,
         description="Train groups whose advantages are all 0 (zero variance of rewards) by rule: "
         "they count in the normaliser and in the records, and no model computes them. "
         "The update is the same to the bit where a microbatch is a group or less, and "
         "within rounding where several groups share one. Entropy, agreement (I5) and other "
-        "means over tokens are over what was computed. Needs a loss without KL, entropy "
-        "bonus and router_aux_coef; a function or class of your own must promise it.",
+        "means over tokens are over what was computed. Null does so where it may be done: with a "
+        "loss of ours without KL, entropy bonus and router_aux_coef, and not where an fsdp trainer "
+        "has a mixture of experts. A function or class of your own must promise it, and needs true.",
     )
     finite_difference_every: int = Field(
         0,

@@ -401,6 +401,15 @@ class RewardConfig(Section):
 
 
 Outcome = Literal["done", "turns", "tokens", "time", "output", "failed"]
+SampledField = Literal[
+    "tool_choice",
+    "response_format",
+    "temperature",
+    "seed",
+    "top_p",
+    "top_k",
+    "reasoning_effort",
+]
 
 
 class AgentConfig(Section):
@@ -444,6 +453,12 @@ class AgentConfig(Section):
         description="Outcomes whose sessions are not trained: time and output (limits above), "
         "failed (the program ended with an error), turns (environment.max_turns), "
         "tokens (rollout.max_response_tokens, data.max_prompt_tokens), done.",
+    )
+    serve_as_sampled: Several[SampledField] = Field(
+        (),
+        description="Fields of agents' requests that are accepted with any value and have no "
+        "effect: the run samples as it samples. Their sessions are counted in metrics.jsonl. "
+        "A field that is not named is refused where it would change what is sampled.",
     )
     tool_parser: str = Field(
         "auto",

@@ -17,7 +17,8 @@ from pa_npu.rewards.functions import needs_answers
 
 if TYPE_CHECKING:
     from pa_npu.data.prompts import Prompt, PromptSet
-    from pa_npu.data.trained_sets import TrainedSet
+    from pa_npu.data.row_sets import RowSet
+    from pa_npu.data.trained_sets import AnySet
 
 _ABSENT = "not here"
 
@@ -57,6 +58,10 @@ def check_prompts(
     if training:
         sample = training[0].prompts[0]
         findings.counts += first_prompt_lines(sample, tokenizer)
+    if (demonstrated := config.data.demonstrated) is not None:
+        rows = local.run(partial(check_demonstrations, tokenizer, config), demonstrated.path)
+        findings.counts.append(f"data.demonstrations: {rows.summary if rows else _ABSENT}")
+        findings.counts += rows.first_lines(tokenizer) if rows else []
     return sample
 
 
@@ -90,6 +95,22 @@ def check_rows(config: Config, findings: Findings, tokenizer: Any, local: LocalC
         findings.counts += training[0].first_lines(tokenizer)
 
 
+def check_demonstrations(tokenizer: Any, config: Config) -> RowSet | None:
+    """Reads data.demonstrations as the coordinator will."""
+    from pa_npu.data.trained_sets import load_demonstrations
+
+    loaded = load_demonstrations(config, tokenizer)
+    needed = config.demonstration_groups * config.rollout.responses_per_prompt
+    if loaded is not None and len(loaded.rows) < needed:
+        raise DataError(
+            f"data.demonstrations: {loaded.path} has {counted(len(loaded.rows), 'row')}, but an "
+            f"iteration trains {needed} of them ({config.demonstration_groups} groups of "
+            f"rollout.responses_per_prompt = {config.rollout.responses_per_prompt}), so that it "
+            "would hold some twice; lower data.demonstrations.share, or give more rows"
+        )
+    return loaded
+
+
 def with_epochs(config: Config, findings: Findings) -> Config:
     """Returns the configuration with the iterations that schedule.epochs makes, once rows are
     counted.
@@ -108,6 +129,7 @@ def with_epochs(config: Config, findings: Findings) -> Config:
 def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
     """Reads data.train as the coordinator will."""
     from pa_npu.data.prompts import load_training
+    from pa_npu.data.teachers import check_teacher_names
     from pa_npu.rewards.check import check_row_tests
 
     loaded = load_training(config.data, tokenizer, needs_answers(config.reward, config.environment))
@@ -116,6 +138,7 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
     for number, (prompts, share) in enumerate(zip(loaded, config.data.shares, strict=True)):
         key = config.data.key_of(number)
         check_row_tests(config, prompts, key, first_id)
+        check_teacher_names(prompts.prompts, prompts.path, config)
         first_id += prompts.num_read
         num_needed = math.ceil(share * per_iteration)
         if len(prompts.prompts) < num_needed:
@@ -128,7 +151,7 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
     return loaded
 
 
-def check_training_rows(tokenizer: Any, config: Config) -> list[TrainedSet]:
+def check_training_rows(tokenizer: Any, config: Config) -> list[AnySet]:
     """Reads data.train as a coordinator without engines will."""
     from pa_npu.data.trained_sets import load_training_rows, num_items
 

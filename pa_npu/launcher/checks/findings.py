@@ -27,7 +27,8 @@ class Findings:
     own_memory: whether devices have memory of their own; otherwise (cpu) it is the host's.
     num_rows: rows of data.train, where samples are rows; None where they were not read.
     counts: lines about what the run will train, with which a run begins.
-    notes: faults that do not end a run, or that a plan forgives because they depend on this machine.
+    notes: faults that do not end a run, or that a plan forgives because they depend on this
+    machine.
     """
 
     spec: ModelSpec | None = None

@@ -90,7 +90,8 @@ class NodeReport:
 
 def leave_token(config: Config) -> str:
     """On the launcher's machine: write a fresh token into run.dir and return it."""
-    directory, token = Path(config.run.dir), secrets.token_hex(8)
+    directory = Path(config.run.dir)
+    token = secrets.token_hex(8)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / TOKEN_FILE).write_text(token, encoding="utf-8")
@@ -125,18 +126,18 @@ def inspect_node(
     )
 
 
-def node_problem(report: NodeReport, own: NodeReport) -> str | None:
+def node_problem(report: NodeReport, launcher: NodeReport) -> str | None:
     """Why this node cannot take part beside the launcher's machine, whose report is `own`; one
     line.
     """
     who = f"node {report.name}"
     if report.problem:
         return f"{who}: {report.problem}"
-    if line := differing_versions(report.versions, own.versions):
+    if line := differing_versions(report.versions, launcher.versions):
         return f"{who}: {line}"
-    if report.model != own.model:
+    if report.model != launcher.model:
         return (
-            f"{who}: model.path: {report.model or 'not there'}, but {own.model or 'none'} on the "
+            f"{who}: model.path: {report.model or 'not there'}, but {launcher.model or 'none'} on the "
             "launcher's machine; give all nodes the same model"
         )
     return None
@@ -145,11 +146,12 @@ def node_problem(report: NodeReport, own: NodeReport) -> str | None:
 def differing_versions(there: Mapping[str, str], here: Mapping[str, str]) -> str | None:
     """The first package that a node has in another version than the launcher's machine."""
     for name in sorted(there.keys() | here.keys()):
-        one, other = there.get(name, "not installed"), here.get(name, "not installed")
-        if one != other:
+        there_version = there.get(name, "not installed")
+        here_version = here.get(name, "not installed")
+        if there_version != here_version:
             return (
-                f"{name} is {one}, but {other} on the launcher's machine; install the same on "
-                "all nodes"
+                f"{name} is {there_version}, but {here_version} on the launcher's machine; "
+                "install the same on all nodes"
             )
     return None
 
@@ -280,7 +282,8 @@ class HostActor:
             if (code := process.exit_code) is not None:
                 del self._processes[number]
                 self._ended.append((number, code, process.last_lines(_LOG_LINES)))
-        news, self._ended = self._ended, []
+        news = self._ended
+        self._ended = []
         return news
 
     def stop(self, numbers: list[int], at_once: bool = False) -> None:

@@ -154,7 +154,8 @@ class RayProcesses:
 
     def on_ended(self, node: Node, number: int, code: int, lines: list[str]) -> None:
         if process := self._running.pop((node.number, number), None):
-            process.code, process.lines = code, lines
+            process.code = code
+            process.lines = lines
 
     def on_lost(self, node: Node, reason: str) -> None:
         keys = [key for key in self._running if key[0] == node.number]
@@ -206,7 +207,8 @@ class RayProcesses:
         """Until these calls have been answered and the ends are known; what is not by the deadline
         counts as killed.
         """
-        deadline, hurried = time.monotonic() + _STOP_S, False
+        deadline = time.monotonic() + _STOP_S
+        hurried = False
         while (
             any(process.exit_code is None for process in processes) and time.monotonic() < deadline
         ):
@@ -261,7 +263,7 @@ def ray_cluster(
     processes = RayProcesses(local, Path(config.run.dir) / "logs", connection, signals)
     token = leave_token(config)
     try:
-        own = inspect_node(config, platform, Placement((), (), (), ()), -1, token)
+        launcher_report = inspect_node(config, platform, Placement((), (), (), ()), -1, token)
         order = {
             "config": config_tree(config),
             "store": [store.host, store.port],
@@ -274,7 +276,7 @@ def ray_cluster(
         processes.nodes = RayNodes(
             connection,
             config.run.startup_timeout_s,
-            own,
+            launcher_report,
             order,
             nodes,
             console,
@@ -305,4 +307,5 @@ def ray_cluster(
 def _lose(processes: Iterable[RemoteProcess], reason: str) -> None:
     for process in processes:
         if process.code is None:
-            process.code, process.lost = _KILLED, reason
+            process.code = _KILLED
+            process.lost = reason

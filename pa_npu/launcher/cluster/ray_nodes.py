@@ -134,7 +134,8 @@ class RayNodes:
 
     def lose(self, node: Node, reason: str) -> None:
         """Its processes count as killed, and it is wanted again."""
-        was_present, node.present = node.present, False
+        was_present = node.present
+        node.present = False
         self._take_away(node, 0.0)
         if was_present:
             self.console.complain(f"{node.name} is lost: {reason}")
@@ -151,7 +152,8 @@ class RayNodes:
     def _make(self, node: Node) -> None:
         group = None if node.extra is not None else self._group
         node.host = self.connection.make_host(node.name, node.resources, group, node.number)
-        node.ask_again_s, node.look = None, None
+        node.ask_again_s = None
+        node.look = None
         order = {**self.order, "node": node.number, "engine": node.extra}
         node.joining = self.connection.call(node.host, "join", order)
 
@@ -183,11 +185,14 @@ class RayNodes:
                 self.on_ended(node, number, code, lines)
 
     def _welcome(self, node: Node, report: NodeReport) -> None:
-        back, node.report = node.report is not None, report
+        back = node.report is not None
+        node.report = report
         if problem := node_problem(report, self.own):
             self._refuse(node, problem)
             return
-        node.present, node.problem, node.failed_starts = True, "", 0
+        node.present = True
+        node.problem = ""
+        node.failed_starts = 0
         node.look = self.connection.call(node.host, "look")
         self.console.say(f"{node.name} {'is back' if back else 'has joined'}")
         for note in report.notes:
@@ -212,15 +217,17 @@ class RayNodes:
         node.ask_again_s = time.monotonic() + pause_s
 
     def _wait(self, is_true: Callable[[], bool], why_not: Callable[[], str]) -> bool:
-        began, said = time.monotonic(), time.monotonic() - _WAITING_LINE_EVERY_S + 1.0
+        began = time.monotonic()
+        last_line_s = time.monotonic() - _WAITING_LINE_EVERY_S + 1.0
         while not is_true():
             if self.interrupted():
                 return False
-            waited_s, limit_s = time.monotonic() - began, self.timeout_s
+            waited_s = time.monotonic() - began
+            limit_s = self.timeout_s
             if waited_s > limit_s:
                 raise NodesMissing(f"{why_not()}, within {limit_s:g} s (run.startup_timeout_s)")
-            if time.monotonic() - said > _WAITING_LINE_EVERY_S:
-                said = time.monotonic()
+            if time.monotonic() - last_line_s > _WAITING_LINE_EVERY_S:
+                last_line_s = time.monotonic()
                 self.console.say(f"waiting for nodes ({waited_s:.0f} s): {why_not()}")
             time.sleep(TICK_S)
         return True

@@ -229,19 +229,24 @@ def interface_of(address: str) -> str | None:
     if is_loopback(address):
         return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     try:
-        family, _, _, _, found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, socket_address = socket.getaddrinfo(
+            address, None, type=socket.SOCK_STREAM
+        )[0]
         interfaces = psutil.net_if_addrs().items()
     except (ValueError, OSError):
         return None
-    own = (
-        (name, one) for name, addresses in interfaces for one in addresses if one.family == family
+    candidates = (
+        (name, candidate)
+        for name, addresses in interfaces
+        for candidate in addresses
+        if candidate.family == family
     )
     # a link-local address of IPv6 has its interface behind a percent sign
     return next(
         (
             name
-            for name, one in own
-            if one.address.partition("%")[0] == str(found[0]).partition("%")[0]
+            for name, candidate in candidates
+            if candidate.address.partition("%")[0] == str(socket_address[0]).partition("%")[0]
         ),
         None,
     )

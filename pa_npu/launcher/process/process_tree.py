@@ -185,7 +185,7 @@ class ProcessTree:
 
     def kill_one(self, process: AnyProcess) -> None:
         """SIGKILL a process, which may hang, and its descendants."""
-        self._kill([one for one in self.processes if one is process])
+        self._kill([running for running in self.processes if running is process])
         self.kill_strays()
 
     def forget(self, processes: Sequence[AnyProcess]) -> None:

@@ -55,7 +55,8 @@ class RestartBudget:
 
     def spent(self) -> int:
         """Restarts that count now."""
-        now, mark = self.clock(), self.progress() if self.progress else None
+        now = self.clock()
+        mark = self.progress() if self.progress else None
         self._spent = [
             (when, then)
             for when, then in self._spent
@@ -192,7 +193,8 @@ class Recovery:
             if engine.process.exit_code is None:
                 self._tree.kill_one(engine.process)
             return
-        name, window_s = engine.command.name, engine.budget.window_s
+        name = engine.command.name
+        window_s = engine.budget.window_s
         if not self._tree.can_launch(engine.command):
             if self._others_serve(engine):
                 self._leave_out(
@@ -220,14 +222,15 @@ class Recovery:
 
     def _others_serve(self, engine: _Engine) -> bool:
         """Whether another engine runs: one of the launcher's, or one that has joined."""
-        own = {other.index for other in self._engines}
+        local_indices = {peer.index for peer in self._engines}
         running = any(
-            other.process is not None and other.process.exit_code is None
-            for other in self._engines
-            if other is not engine
+            peer.process is not None and peer.process.exit_code is None
+            for peer in self._engines
+            if peer is not engine
         )
         return running or any(
-            entry.index not in own and not entry.leaving for entry in self._roster.entries()
+            entry.index not in local_indices and not entry.leaving
+            for entry in self._roster.entries()
         )
 
     def _leave_out(self, engine: _Engine, line: str) -> None:
@@ -235,12 +238,10 @@ class Recovery:
         self._console.complain(line)
         self._end(engine)
         self._roster.ask_leave(engine.index)
-        engine.last_index, engine.index, engine.process, engine.generation = (
-            engine.index,
-            None,
-            None,
-            0,
-        )
+        engine.last_index = engine.index
+        engine.index = None
+        engine.process = None
+        engine.generation = 0
 
     def _bring_in(self, engine: _Engine) -> None:
         """At a place of its own in the roster: the coordinator gives it weights at the next

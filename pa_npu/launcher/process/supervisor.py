@@ -149,8 +149,11 @@ class Supervisor:
 
     def _until_ready(self, awaited: Sequence[Awaited]) -> bool:
         """False when a signal came first."""
-        began, said, clock = time.monotonic(), time.monotonic(), now()
-        pending, next_probe = list(awaited), 0.0
+        began = time.monotonic()
+        last_line_s = time.monotonic()
+        clock = now()
+        pending = list(awaited)
+        next_probe = 0.0
         while pending:
             try:
                 if not self._tick():
@@ -182,8 +185,8 @@ class Supervisor:
                             None,
                         ),
                     )
-            if pending and time.monotonic() - said > _WAITING_LINE_EVERY_S:
-                said = time.monotonic()
+            if pending and time.monotonic() - last_line_s > _WAITING_LINE_EVERY_S:
+                last_line_s = time.monotonic()
                 names = ", ".join(item.name for item in pending)
                 self._console.say(f"waiting for {names} ({seconds:.0f} s)")
         return True
@@ -276,11 +279,11 @@ class Supervisor:
             self._console.complain(f"last lines of {process.log}:")
             for line in process.last_lines(_LOG_LINES):
                 self._console.complain(f"    {line}")
-        for other in self._failed():
-            if other is not process:
-                last = other.last_lines(1)
+        for failed in self._failed():
+            if failed is not process:
+                last = failed.last_lines(1)
                 self._console.complain(
-                    f"also: {other.name} ended: {other.describe_end()}: {last[0] if last else ''}"
+                    f"also: {failed.name} ended: {failed.describe_end()}: {last[0] if last else ''}"
                 )
         self._stop("stopping the others")
         return BAD_INPUT if process is not None and process.exit_code == BAD_INPUT else FAILED

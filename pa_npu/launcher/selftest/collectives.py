@@ -35,7 +35,9 @@ _TYPES = (torch.float32, torch.bfloat16, torch.uint8)
 # elements: larger than what sockets hold, so that one that nobody receives stays pending
 _BUCKET = 2**24
 _TIMED = 8
-_GIVEN_UP_AFTER_S, _ENDED_WITHIN_S, _DEADLINE_S = 2.0, 60.0, 120.0
+_GIVEN_UP_AFTER_S = 2.0
+_ENDED_WITHIN_S = 60.0
+_DEADLINE_S = 120.0
 
 
 def collectives(bench: Bench) -> list[Finding]:

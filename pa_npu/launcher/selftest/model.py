@@ -29,7 +29,8 @@ def make(
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    model_dir, data = folder / "model", folder / "questions.jsonl"
+    model_dir = folder / "model"
+    data = folder / "questions.jsonl"
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=_SPECIAL[1], pad_token=_SPECIAL[0]
     )
@@ -57,8 +58,8 @@ def make(
     return model_dir, data
 
 
-def digits(given: RewardInput) -> list[float]:
+def digits(inputs: RewardInput) -> list[float]:
     """The share of digits among a response's characters; a random model has 0.04 of it."""
     return [
-        sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in given.responses
+        sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in inputs.responses
     ]

@@ -52,11 +52,11 @@ def attention(bench: Bench) -> list[Finding]:
         for form in (merge_attention, gather_attention):
             worst = max(_worst_of(layout, dtype, form, device) for layout in LAYOUTS.values())
             kernel = kernel_name(torch.empty(1, 1, 64, dtype=dtype, device=device))
-            what = (
+            shape = (
                 f"{form.__name__.removesuffix('_attention')}, "
                 f"{str(dtype).removeprefix('torch.')}, {kernel}"
             )
-            findings.append(Finding(f"largest difference: {what}", worst, bound))
+            findings.append(Finding(f"largest difference: {shape}", worst, bound))
     layout = LAYOUTS["three groups"]
     q, k, v, _ = _inputs(layout, torch.float64)
     alone = PrefixLayout(layout.lengths, (-1,) * len(layout.lengths))
@@ -67,7 +67,8 @@ def attention(bench: Bench) -> list[Finding]:
     findings.append(
         Finding("control: responses that do not see their prompt", unseen, _UNSEEN, least=True)
     )
-    prompt, responses = 512, [64] * 8
+    prompt = 512
+    responses = [64] * 8
     shared = PrefixLayout.from_groups([(prompt, responses)])
     repeated = PrefixLayout.from_sequences([prompt + response for response in responses])
     tokens = sum(prompt + response for response in responses)
@@ -107,7 +108,8 @@ def operator(bench: Bench) -> list[Finding]:
     generator = torch.Generator().manual_seed(0)
     findings = []
     for dtype, bound in BOUNDS.items():
-        tokens, rows = 4096, [(5, 1000), (2048, 4000)]
+        tokens = 4096
+        rows = [(5, 1000), (2048, 4000)]
         index = torch.cat([torch.arange(*ends) for ends in rows])
         out, part = (
             torch.randn(n, 4, 64, generator=generator).to(dtype) for n in (tokens, len(index))
@@ -121,7 +123,8 @@ def operator(bench: Bench) -> list[Finding]:
         running, largest, total = (x.clone().to(device) for x in (out, m, s))
         lse_merge_(running, largest, total, part.to(device), n.to(device), t.to(device), rows)
         top = torch.maximum(m[index], n).double()
-        ours, theirs = s[index] * (m[index] - top).exp(), t * (n - top).exp()
+        ours = s[index] * (m[index] - top).exp()
+        theirs = t * (n - top).exp()
         exact = out.double()
         weighed = ours[..., :1] * out[index].double() + theirs[..., :1] * part.double()
         exact[index] = weighed / (ours + theirs)[..., :1]

@@ -168,9 +168,9 @@ def run_part(part: Part, bench: Bench) -> Result:
 
 def run_function(function: str, asked: str, answer: str) -> int:
     """Run a part here, which is the child, and write its findings."""
-    given = json.loads(asked)
-    many = {key: tuple(given[key]) for key in ("overrides", "configs")}
-    bench = Bench(**{**given, "folder": Path(given["folder"]), **many})
+    request = json.loads(asked)
+    many = {key: tuple(request[key]) for key in ("overrides", "configs")}
+    bench = Bench(**{**request, "folder": Path(request["folder"]), **many})
     module, _, name = function.partition(":")
     findings: Sequence[Finding] = getattr(import_module(module), name)(bench)
     Path(answer).write_text(json.dumps([asdict(finding) for finding in findings]))

@@ -30,7 +30,8 @@ LEARNT = 0.3  # reward at the end; 0.04 at the start
 AGREEMENT = {"fp32": 1e-4, "bf16": 5e-2}
 # of a gradient's change and a finite difference, as a share of it
 FINITE_DIFFERENCE = {"fp32": 0.05, "bf16": 0.45}
-_ENGINES, _TRAINERS = ("api_server", "pa_npu.engines"), ("pa_npu.trainer",)
+_ENGINES = ("api_server", "pa_npu.engines")
+_TRAINERS = ("pa_npu.trainer",)
 
 
 def learns(bench: Bench) -> list[Finding]:
@@ -120,12 +121,12 @@ def speed(bench: Bench) -> list[Finding]:
         bench,
         "speed",
         [
-            *(
-                f"model.path={directory}",
-                f"data.train={data}",
-                f"rollout.max_response_tokens={tokens}",
-            ),
-            *("schedule.iterations=4", "run.deterministic=false", "rollout.batch_invariant=false"),
+            f"model.path={directory}",
+            f"data.train={data}",
+            f"rollout.max_response_tokens={tokens}",
+            "schedule.iterations=4",
+            "run.deterministic=false",
+            "rollout.batch_invariant=false",
         ],
     )[1:]
     trained = [
@@ -160,13 +161,13 @@ def accept_synchronous(bench: Bench) -> list[Finding]:
 def _accept(bench: Bench, name: str, mode: str) -> list[Finding]:
     settings = [
         *(word for file in bench.configs for word in ("--config", file)),
-        *(f"run.device={bench.device}", f"model.path={bench.model}", f"data.train={bench.data}"),
-        *(
-            f"schedule.iterations={bench.iterations}",
-            "schedule.compare_iterations=0",
-            mode,
-            *bench.overrides,
-        ),
+        f"run.device={bench.device}",
+        f"model.path={bench.model}",
+        f"data.train={bench.data}",
+        f"schedule.iterations={bench.iterations}",
+        "schedule.compare_iterations=0",
+        mode,
+        *bench.overrides,
     ]
     records = _launch(bench, name, settings)
     tenth = max(len(records) // 10, 1)
@@ -230,34 +231,31 @@ def tiny_settings(bench: Bench) -> list[str]:
 
     Half of the devices have engines and half trainers; a single one has both.
     """
-    directory, data = bench.folder / "tiny" / "model", bench.folder / "tiny" / "questions.jsonl"
+    directory = bench.folder / "tiny" / "model"
+    data = bench.folder / "tiny" / "questions.jsonl"
     if not data.is_file():
         model.make(data.parent)
     count = 2 if bench.device == "cpu" else platforms.get(bench.device).device_count()
     half = max(count // 2, 1)
     return [
-        *(
-            f"run.device={bench.device}",
-            f"model.path={directory}",
-            f"model.dtype={_dtype(bench)}",
-            f"data.train={data}",
-        ),
-        *(
-            "run.deterministic=true",
-            f"rollout.batch_invariant={str(bench.device != 'cpu').lower()}",
-        ),
-        *(f"rollout.engines={half}", f"trainer.devices={half}", "rollout.responses_per_prompt=8"),
-        *(
-            "data.max_prompt_tokens=64",
-            "rollout.max_response_tokens=16",
-            f"schedule.prompts_per_iteration={8 * half}",
-        ),
-        *(
-            f"schedule.iterations={ITERATIONS}",
-            "schedule.compare_iterations=0",
-            "schedule.order=prompt",
-        ),
-        *("optimizer.learning_rate=3e-3", "optimizer.warmup_iterations=1", "telemetry.samples=all"),
+        f"run.device={bench.device}",
+        f"model.path={directory}",
+        f"model.dtype={_dtype(bench)}",
+        f"data.train={data}",
+        "run.deterministic=true",
+        f"rollout.batch_invariant={str(bench.device != 'cpu').lower()}",
+        f"rollout.engines={half}",
+        f"trainer.devices={half}",
+        "rollout.responses_per_prompt=8",
+        "data.max_prompt_tokens=64",
+        "rollout.max_response_tokens=16",
+        f"schedule.prompts_per_iteration={8 * half}",
+        f"schedule.iterations={ITERATIONS}",
+        "schedule.compare_iterations=0",
+        "schedule.order=prompt",
+        "optimizer.learning_rate=3e-3",
+        "optimizer.warmup_iterations=1",
+        "telemetry.samples=all",
         "reward.functions=[{name: 'pa_npu.launcher.selftest.model:digits'}]",
         *(["rollout.kv_cache_gib=0.25"] if bench.device == "cpu" else []),
         *(["placement.colocate=true"] if count == 1 else []),
@@ -300,7 +298,7 @@ def _mean(records: Sequence[dict[str, Any]], key: str) -> float:
     return statistics.fmean(record[key] for record in records)
 
 
-def _changed(bench: Bench, one: str, other: str) -> int:
+def _changed(bench: Bench, first_run: str, second_run: str) -> int:
     """How many tensors of two runs' exports are not equal to the bit."""
     first, second = (
         {
@@ -308,11 +306,11 @@ def _changed(bench: Bench, one: str, other: str) -> int:
             for file in sorted((bench.folder / "runs" / run / "hf").glob("*.safetensors"))
             for name, tensor in load_file(file).items()
         }
-        for run in (one, other)
+        for run in (first_run, second_run)
     )
     if not first or first.keys() != second.keys():
         raise UserError(
-            f"the runs {one} and {other} exported {len(first)} and {len(second)} tensors"
+            f"the runs {first_run} and {second_run} exported {len(first)} and {len(second)} tensors"
         )
     return sum(not torch.equal(first[name], second[name]) for name in first)
 

@@ -267,12 +267,13 @@ class Learned:
         self._engines.observe([timing for timing in timings if not timing.moved])
         trained = [timing for timing in timings if timing.trained]
         work = sum(timing.work(self._work) for timing in trained)
+        written = sum(self._work(timing.prompt_tokens, timing.lengths) for timing in trained)
+        if written > 0:
+            self._work_ratio = work / written
         if work > 0 and times.train_s > times.step_s:
             seconds = (times.train_s - times.step_s) * self._rules.replicas / work
             weight = 1.0 if self._seconds_per_work is None else _NEW
             self._seconds_per_work = _mix(self._seconds_per_work or 0.0, seconds, weight)
-            written = sum(self._work(timing.prompt_tokens, timing.lengths) for timing in trained)
-            self._work_ratio = work / written
             self._step_s = _mix(self._step_s, times.step_s / self._rules.updates, weight)
             self.border_s = _mix(self.border_s, times.border_s, weight)
         if timings:

@@ -201,7 +201,7 @@ def sides_s(basis: Basis, config: Config) -> tuple[float, float]:
     trainer = basis.costs.trainer_for(config, basis.spec, basis.typical)
     group_s = decode_group_s(config, engine, shapes)
     seconds = GroupSeconds(config, basis.spec, trainer, basis.typical)
-    train_s = statistics.mean(seconds(*shape.trained) for shape in shapes)
+    train_s = statistics.mean(shape.train_s(seconds) for shape in shapes)
     return groups * group_s / config.rollout.engines, groups * train_s / config.mesh.data
 
 

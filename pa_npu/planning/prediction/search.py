@@ -315,7 +315,7 @@ class _Search:
     def _training_s(self, config: Config) -> float:
         cost = self.basis.costs.trainer_for(config, self.basis.spec, self.basis.typical)
         seconds = GroupSeconds(config, self.basis.spec, cost, self.basis.typical)
-        group_s = statistics.mean(seconds(*shape.trained) for shape in self.shapes)
+        group_s = statistics.mean(shape.train_s(seconds) for shape in self.shapes)
         groups_s = config.schedule.prompts_per_iteration * group_s / config.mesh.data
         return groups_s + self.updates * cost.step_s + cost.border_s
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
 from pa_npu.dispatch.roles import Rest, decoding_units, role_units
 from pa_npu.dispatch.schedule import EngineSpeed, Schedule
@@ -37,7 +38,13 @@ from pa_npu.planning.prediction.costs import (
     TrainerCost,
     computed_prompt_tokens,
 )
-from pa_npu.planning.prediction.workload import Shape, Workload, assumed_workload, mean_context
+from pa_npu.planning.prediction.workload import (
+    Shape,
+    Workload,
+    assumed_workload,
+    mean_context,
+    recorded_share,
+)
 from pa_npu.platform.typical import TypicalSpeed
 
 _ITERATIONS = 3
@@ -146,6 +153,7 @@ class Basis:
             # All prompts are new, as in a first epoch, so the same is expected of each.
             shape = Shape(shapes[0].prompt, tuple(round(length) for length in lengths))
             usual = _virtual_group(0, shape, mean, engine_cost, seconds, part)
+            usual = replace(usual, train_s=(1.0 - self.workload.by_rule) * usual.train_s)
             expected = [replace(usual, index=index) for index in range(part.groups)]
             outlook = IterationOutlook(
                 groups=[GroupOutlook(shape.prompt, longest, mean) for shape in shapes],
@@ -182,6 +190,17 @@ def assumed_basis(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Bas
         typical=typical,
         groups_per_device=None,
     )
+
+
+def planned_basis(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> Basis:
+    """Returns the assumed basis, with the share of groups without a gradient that the records in
+    run.dir have, if there are any and such groups are trained by rule; otherwise with none.
+    """
+    basis = assumed_basis(config, spec, typical)
+    share = None
+    if build_algorithm(config).trains_by_rule:
+        share = recorded_share(config.run.dir)
+    return replace(basis, workload=replace(basis.workload, by_rule=share or 0.0))
 
 
 @dataclass(frozen=True)
@@ -290,7 +309,7 @@ def _virtual_group(
         index=index,
         prompt_tokens=computed_prompt_tokens(shape.prompt, responses, engine.prefix_block),
         lengths=tuple(float(length) for length in shape.lengths),
-        train_s=part.train_scale * seconds(*shape.trained),
+        train_s=part.train_scale * shape.train_s(seconds),
         expected_tokens=responses * (shape.prompt + mean_response),
     )
 

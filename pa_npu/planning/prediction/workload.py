@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from pa_npu.config.schema import Config
+from pa_npu.errors import DataError
+from pa_npu.telemetry.records import read_records
 
 Origin = Literal["measured", "calibrated", "estimated"]
 """Where a figure comes from. measured: from a given run. calibrated: follows from that run's
@@ -27,6 +30,7 @@ _SHORT_SIGMA = 0.1
 _SHORT_MEAN = 0.8
 _ASSUMED_GROUPS = 512
 _DRAWS = 24
+_RECENT = 5  # iterations of a run whose share of groups with equal rewards is taken
 
 
 @dataclass(frozen=True)
@@ -34,11 +38,17 @@ class Shape:
     """A group's prompt and the lengths of its responses, in tokens.
 
     computed: prompt and lengths as trainers compute them, where they differ (GroupTiming.computed).
+    by_rule: whether its gradient is 0 by rule, so that trainers do not compute it.
     """
 
     prompt: int
     lengths: tuple[int, ...]
     computed: tuple[int, tuple[int, ...]] | None = None
+    by_rule: bool = False
+
+    def train_s(self, seconds: Callable[[int, Sequence[int]], float]) -> float:
+        """Returns the seconds of training it, which `seconds` returns for prompt and lengths."""
+        return 0.0 if self.by_rule else seconds(*self.trained)
 
     @property
     def trained(self) -> tuple[int, tuple[int, ...]]:
@@ -68,11 +78,13 @@ class Workload:
 
     shapes: in any order.
     response_scale: factor of the responses' lengths, before the limit cuts them.
+    by_rule: share of the groups whose gradient is 0 by rule (schedule.skip_zero_advantage).
     """
 
     shapes: tuple[Shape, ...]
     origin: Origin
     response_scale: float = 1.0
+    by_rule: float = 0.0
 
     @property
     def prompt_mean(self) -> float:
@@ -113,7 +125,12 @@ class Workload:
             return float(np.abs(table[order].mean(axis=0) / usual - 1.0).sum())
 
         nearest = min(draws, key=distance)
-        return [self._resized(self.shapes[int(index)], config, rng) for index in nearest]
+        drawn = [self._resized(self.shapes[int(index)], config, rng) for index in nearest]
+        # the share's groups, evenly over the iteration
+        return [
+            replace(shape, by_rule=int((place + 1) * self.by_rule) > int(place * self.by_rule))
+            for place, shape in enumerate(drawn)
+        ]
 
     def _resized(self, shape: Shape, config: Config, rng: np.random.Generator) -> Shape:
         """Returns `shape` with the number of responses and the limits of `config`."""
@@ -128,6 +145,18 @@ class Workload:
             lengths = [lengths[int(n)] for n in rng.integers(len(lengths), size=responses)]
         lengths = [min(limit, max(1, round(self.response_scale * n))) for n in lengths]
         return Shape(min(shape.prompt, config.data.max_prompt_tokens), tuple(lengths), computed)
+
+
+def recorded_share(run_dir: Path | str) -> float | None:
+    """Returns the share of groups with equal rewards in the last iterations that a run recorded;
+    None without such records.
+    """
+    try:
+        records = read_records(run_dir)[-_RECENT:]
+    except DataError:
+        return None
+    shares = [record["equal_reward_ratio"] for record in records if "equal_reward_ratio" in record]
+    return float(np.mean(shares)) if shares else None
 
 
 def assumed_workload(config: Config) -> Workload:

@@ -67,6 +67,7 @@ async def test_a_container_has_the_gateways_variables_its_network_and_limits_and
     )
     assert run[0] == "run" and run[image + 1 :] == shlex.split(chosen.agent.command or "")
     names = {"GATEWAY_URL", "OPENAI_API_KEY", "OPENAI_BASE_URL", "SESSION_URL", "TASK"}
+    names |= {"ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL"}
     assert {part.removeprefix("--env=") for part in run if part.startswith("--env=")} == names, (
         "values are no arguments"
     )

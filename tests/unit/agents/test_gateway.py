@@ -20,7 +20,7 @@ from pa_npu.agents import gateway
 from pa_npu.agents.environment import AgentEnvironment
 from pa_npu.agents.session import Sessions
 from pa_npu.config.schema import Config
-from pa_npu.coordinator.main import make_gateway, make_sessions
+from pa_npu.coordinator.assembly import make_gateway, make_sessions
 from pa_npu.engines.protocol import Generation
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import ConfigError
@@ -87,7 +87,7 @@ def test_a_gateways_file_that_is_a_directory_is_one_line(tmp_path: Path) -> None
     (tmp_path / gateway.GATEWAY_FILE).mkdir()
 
     async def serve() -> None:
-        async with gateway.Gateway(Sessions("key"), 1.0).serving("127.0.0.1", 0, tmp_path):
+        async with gateway.Gateway(Sessions("key")).serving("127.0.0.1", 0, tmp_path):
             pass
 
     with pytest.raises(ConfigError, match=r"run\.dir: .*gateway\.json cannot be written"):
@@ -111,11 +111,11 @@ def test_the_gateways_key_is_in_a_file_also_where_engines_are_attached(tmp_path:
     ):
         with run_key_file(chosen, tmp_path, key):
             written = (tmp_path / "api_key").read_text().strip()
-            sessions = make_sessions(chosen, key or None)
+            sessions = make_sessions(chosen.run.dir, key or None)
             environment = make_environment(chosen, TOKENIZER, sessions)
             assert isinstance(environment, AgentEnvironment)
             assert environment.sessions is sessions, "agents and gateway share them"
-            gateway_of_run = make_gateway(chosen, environment, sessions, None)
+            gateway_of_run = make_gateway(chosen.rollout.temperature, environment, sessions, None)
             assert gateway_of_run is not None and gateway_of_run.sessions.key == written
             assert written == key or (not key and len(written) == 64)
         assert not (tmp_path / "api_key").exists()

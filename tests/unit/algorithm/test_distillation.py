@@ -291,7 +291,15 @@ TREE = {
         ({"teacher": {}}, r"algorithm.distill_coef: 1 \(of .*\) needs a teacher; set teacher.NAME"),
         (
             {"teacher": {"a": {"model": "d"}, "b": {"model": "e"}}},
-            "teacher: a, b, but a run learns from one teacher",
+            "teacher: a, b are 2, and nothing says which of them a row is for; set data.teacher_column",
+        ),
+        (
+            {"data": {"train": "t", "teacher_column": "task"}},
+            "data.teacher_column: task would be read by nothing, since there is one teacher",
+        ),
+        (
+            {"data": {"train": "t", "teacher_column": "task"}, "algorithm": {}, "teacher": {}},
+            "data.teacher_column: task would be read by nothing; name teachers",
         ),
         ({"algorithm": {"name": "grpo"}}, "teacher: large would be read by nothing; set"),
         (

@@ -134,3 +134,23 @@ def test_the_key_is_refused_in_one_line_where_the_rule_does_not_hold() -> None:
     assert "algorithm.entropy_coef = 0.01" in broken[0]
     assert broken[0].endswith("set skip_zero_advantage to false")
     assert list(broken_rules(config_of(schedule=schedule))) == []
+
+
+def test_by_default_the_rule_is_on_for_losses_of_ours_that_allow_it_and_off_for_users_own() -> None:
+    assert algorithm_of().trains_by_rule
+    assert not algorithm_of(kl_coef=0.01).trains_by_rule
+    assert not algorithm_of(loss="dpo").trains_by_rule
+    assert not algorithm_of(loss=f"{__name__}:promising").trains_by_rule
+    assert not algorithm_of(name=f"{__name__}:OwnThatPromises").trains_by_rule
+    stages = {"devices": 2, "pipeline_parallel": 2}
+    compared = config_of(trainer=stages, schedule={"finite_difference_every": 4})
+    assert not build_algorithm(compared).trains_by_rule
+    assert list(broken_rules(compared)) == [], "what nobody asked for is not refused"
+
+
+def test_the_key_says_otherwise_either_way() -> None:
+    for chosen in (True, False):
+        schedule = {"skip_zero_advantage": chosen}
+        algorithm = {"loss": f"{__name__}:promising"}
+        config = config_of(schedule=schedule, algorithm=algorithm)
+        assert build_algorithm(config).trains_by_rule is chosen

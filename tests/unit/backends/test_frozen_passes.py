@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from pa_npu.backends.logprob import RowScores
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.memory import _activation_bytes
@@ -123,11 +124,14 @@ def test_the_last_microbatch_is_known_to_the_policys_pass(model: Path) -> None:
     def run(name: str, microbatches: Any, keep: Any) -> None:
         for number, microbatch in enumerate(microbatches):
             value = float(number) + (10 if name == "reference" else 0)
-            keep(microbatch, torch.full((2,), value))
+            keep(microbatch, RowScores(torch.full((2,), value), torch.zeros(2)))
 
     held = HeldMicrobatches(Source(source), ("old", "reference"), run)
     assert [held.is_last for _ in held] == [False, False, False, True]
-    found = [[float(held.logprobs(m)[name][0]) for name in ("old", "reference")] for m in source]
+    found = []
+    for microbatch in source:
+        scores = held.scores(microbatch)
+        found.append([float(scores[name].logprobs[0]) for name in ("old", "reference")])
     assert np.array_equal(found, [[n, 10 + n] for n in range(4)])
 
 

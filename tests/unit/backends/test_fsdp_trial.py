@@ -13,7 +13,7 @@ from pa_npu.attention import huggingface
 from pa_npu.attention.layout import PrefixLayout
 from pa_npu.backends.fsdp import trial
 from pa_npu.backends.fsdp.trial import Packing, fit, tried
-from pa_npu.backends.logprob import vocab_parallel_logprobs
+from pa_npu.backends.logprob import score_rows
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
@@ -208,9 +208,9 @@ def _no_gradient_through_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     from pa_npu.backends.fsdp import model
 
     def cut(hidden: torch.Tensor, weight: torch.Tensor, *given: Any, **named: Any) -> Any:
-        return vocab_parallel_logprobs(hidden, weight.detach(), *given, **named)
+        return score_rows(hidden, weight.detach(), *given, **named)
 
-    monkeypatch.setattr(model, "vocab_parallel_logprobs", cut)
+    monkeypatch.setattr(model, "score_rows", cut)
 
 
 def _half_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,11 +251,9 @@ def test_a_weight_without_a_gradient_from_some_microbatches_is_for_one_device_al
     assert tried(spec, SHARED, 128, ranks=2) is None
 
     def cut(hidden: torch.Tensor, weight: torch.Tensor, *given: Any, **named: Any) -> Any:
-        return vocab_parallel_logprobs(
-            hidden, weight if len(hidden) > 1 else weight.detach(), *given, **named
-        )
+        return score_rows(hidden, weight if len(hidden) > 1 else weight.detach(), *given, **named)
 
-    monkeypatch.setattr(model, "vocab_parallel_logprobs", cut)
+    monkeypatch.setattr(model, "score_rows", cut)
     assert tried(spec, SHARED, 128) is None
     assert "lm_head.weight gets no gradient from some microbatches" in str(
         tried(spec, SHARED, 128, ranks=2)

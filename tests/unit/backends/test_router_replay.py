@@ -497,6 +497,9 @@ RIGHT = np.zeros((2, 3, TAKEN), np.uint8)
         npy(RIGHT)[:-1],
         npy(RIGHT.astype(np.int64) + 2**17),
         npy(RIGHT[:, :0]),
+        npy(RIGHT, shape=(-1, 3, TAKEN)),
+        b"\x93NUMPY\x01\x00\xc8\x00" + b"(" * 199 + b"\n",  # numpy parses it as Python
+        b"\x93NUMPY\x03\x00" + b"\x00" * 20,
     ],
 )
 def test_routes_that_are_no_array_of_experts_are_one_error_of_their_engine(data: bytes) -> None:

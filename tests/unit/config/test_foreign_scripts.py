@@ -465,22 +465,21 @@ def test_a_file_of_another_system_is_named_in_one_line(
         ("verl", "some.yaml", "model: {path: x}", "no key of verl is in it"),
         (
             "trl",
-            "dpo.py",
-            "from trl import DPOTrainer\nDPOTrainer(model='m')",
-            "DPOTrainer does not train as this project does",
+            "kto.py",
+            "from trl import KTOTrainer\nKTOTrainer(model='m')",
+            "KTOTrainer does not train as this project does",
         ),
         (
             "trl",
-            "dpo.sh",
-            "trl dpo --model_name_or_path m --dataset_name d\n",
-            "line 1 starts dpo, which does not train by rewards",
+            "kto.sh",
+            "trl kto --model_name_or_path m --dataset_name d\n",
+            "line 1 starts kto, which is not translated",
         ),
         (
             "verl",
-            "sft.sh",
-            "torchrun --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer "
-            "data.train_files=a.parquet\n",
-            "line 1 starts verl.trainer.fsdp_sft_trainer, which does not train by rewards",
+            "generate.sh",
+            "python -m verl.trainer.main_generation data.path=a.parquet\n",
+            "line 1 starts verl.trainer.main_generation, which is not translated",
         ),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
-from pa_npu.coordinator import main
+from pa_npu.coordinator import assembly
 from pa_npu.engines.protocol import Sampling
 from pa_npu.telemetry.timeline import Timeline
 from tests.helpers.policies import milestones
@@ -29,7 +29,7 @@ def constructed(sections: dict[str, dict[str, Any]]) -> set[str]:
     tokenizer = SimpleNamespace(all_special_ids=(), chat_template=None)
     none: Any = None
     objects = (
-        main.make_updates(
+        assembly.make_updates(
             config,
             freshness=Freshness.from_sections(config.schedule, config.publish),
             milestones=milestones(config),
@@ -37,11 +37,11 @@ def constructed(sections: dict[str, dict[str, Any]]) -> set[str]:
             buffer=none,
             train=none,
         ).choose(0, []),
-        service := main.make_service(config, pool, Sampling(8, 1.0), tokenizer),
-        main.make_gateway(config, none, "key", service),
-        main.make_roles(config, pool, Timeline(None, ""), SimpleNamespace(speeds=none)),
+        service := assembly.make_service(config, pool, Sampling(8, 1.0), tokenizer),
+        assembly.make_gateway(1.0, none, "key", service),
+        assembly.make_roles(config, pool, Timeline(None, ""), SimpleNamespace(speeds=none)),
     )
-    return {type(one).__name__ for one in objects if one is not None}
+    return {type(part).__name__ for part in objects if part is not None}
 
 
 @pytest.mark.parametrize("feature", USES)

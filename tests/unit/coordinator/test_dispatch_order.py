@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.coordinator.variants import TailMeter
+from pa_npu.coordinator.features import IdleTailMeter
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.samples.seeds import group_seed
@@ -50,12 +50,10 @@ class Answers:
         length = min(self._lengths[index], sampling.max_tokens)
         return [
             Generation(
-                *(
-                    np.full(length, (seed + i) % 1000, np.int32),
-                    np.full(length, -0.5, np.float32),
-                    f"{index}/{i}",
-                    "stop",
-                ),
+                np.full(length, (seed + i) % 1000, np.int32),
+                np.full(length, -0.5, np.float32),
+                f"{index}/{i}",
+                "stop",
                 version=0,
             )
             for i in range(n)
@@ -176,7 +174,7 @@ async def test_tail_waste_is_the_idle_share_after_the_last_dispatch(store_thread
     ):
         clock[0] = 0.0
         pool = EnginePool([Answers("a", LENGTHS, [])])  # type: ignore[list-item]
-        meter = TailMeter(pool)
+        meter = IdleTailMeter(pool)
         leases = []
         for end_s in ends[:2]:
             leases.append((end_s, await pool.admit(4, 10, lambda _: 8, 1)))
@@ -204,7 +202,8 @@ async def test_while_there_is_something_to_dispatch_no_engine_is_looked_at_for_t
     monkeypatch,
 ):
     pool = EnginePool([Answers(name, LENGTHS, []) for name in "abc"])  # type: ignore[misc]
-    meter, looks = TailMeter(pool), []
+    meter = IdleTailMeter(pool)
+    looks = []
     use = pool.use
     monkeypatch.setattr(pool, "use", lambda: looks.append(1) or use())
     for _ in range(4):

@@ -34,7 +34,9 @@ async def produce_dynamic(
 
     Returns also the number of further prompts.
     """
-    shelf, engine, further = Shelf(), ScriptedEngine("a", order), iter(prompts()[4:])
+    shelf = Shelf()
+    engine = ScriptedEngine("a", order)
+    further = iter(prompts()[4:])
     producer = make_producer(chosen, [engine], ScriptedRewards(), shelf, store_thread)
     production = await producer.produce(5, prompts()[:4], informative(chosen, further))
     return production, shelf, engine, 4 - len(list(further))

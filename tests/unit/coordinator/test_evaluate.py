@@ -144,7 +144,8 @@ async def test_greedy_answers_and_samples_of_every_set_with_their_own_temperatur
 
 
 async def test_two_versions_meet_the_same_seeds_and_the_same_order() -> None:
-    one, two = Engine(), Engine()
+    one = Engine()
+    two = Engine()
     await make(one, samples=2).evaluate(4)
     two.version = 9
     await make(two, samples=2).evaluate(9)
@@ -201,7 +202,8 @@ async def test_one_that_is_cut_short_counts_the_questions_before_the_first_that_
     assert sorted(engine.cancelled) == sorted(engine.held) and len(asyncio.all_tasks()) == 1, (
         "nothing goes on"
     )
-    engine.held, engine.cancelled = {order[0]}, []
+    engine.held = {order[0]}
+    engine.cancelled = []
     evaluations.after_producing(4)
     await asyncio.sleep(0.2)
     await evaluations.make_way(5)

@@ -110,7 +110,8 @@ async def test_streaming_delivers_while_others_are_generated_and_sync_holds_all_
             store_thread, lambda: seen.append(len(shelf.groups))
         )
 
-    rewards, shelf = ScriptedRewards(), Shelf()
+    rewards = ScriptedRewards()
+    shelf = Shelf()
     engine = ScriptedEngine("a", list(range(GROUPS)), before_last=before_last)
     await make_producer(
         config(schedule={"stream": stream}), [engine], rewards, shelf, store_thread
@@ -165,7 +166,8 @@ async def test_numbers_and_samples_of_an_iteration(store_thread):
     ]
     for group in groups:
         for number in range(RESPONSES if group.index < 3 else 0):
-            row, trained = kept[group.index, number], group[number : number + 1]
+            row = kept[group.index, number]
+            trained = group[number : number + 1]
             own = trained.trained
             assert (
                 row.tokens == trained.tokens[own].tolist()

@@ -22,7 +22,7 @@ from pa_npu.coordinator.publication import (
 )
 from pa_npu.coordinator.record import BorderOutcome
 from pa_npu.engines.protocol import EngineError
-from pa_npu.publish.coordinator_side import EnginesHold
+from pa_npu.publish.engines_hold import EnginesHold
 from pa_npu.publish.messages import READY, TrainersReady
 from pa_npu.publish.probes import ProbePlan
 from tests.helpers.policies import publication
@@ -44,7 +44,8 @@ class Publish:
         self.events = events
         self.prepares = True
         self.fails = False
-        self.first_swapped, self.all_swapped = asyncio.Event(), asyncio.Event()
+        self.first_swapped = asyncio.Event()
+        self.all_swapped = asyncio.Event()
 
     async def publish(self, version: int, prompt: Any, trainers_within_s: float) -> EnginesHold:
         self.events.append(f"load {version}" + (" and probe" if prompt is not None else ""))

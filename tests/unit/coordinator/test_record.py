@@ -19,12 +19,14 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EngineUse
 from pa_npu.planning.iteration_model.subjects import Prediction
 from pa_npu.platform.memory_peaks import MemoryPeak
-from pa_npu.publish.coordinator_side import EnginesHold
+from pa_npu.publish.engines_hold import EnginesHold
 from pa_npu.rewards.functions import RewardResult
 from pa_npu.samples.types import Sample, SampleBuilder
 from tests.helpers.reports import iteration_report
 
-RESPONSES, SECONDS, DEVICES = 3, 8.0, 5
+RESPONSES = 3
+SECONDS = 8.0
+DEVICES = 5
 
 
 def hold(done_s: float) -> EnginesHold:
@@ -59,11 +61,11 @@ def test_a_device_that_decodes_and_trains_is_idle_while_it_does_neither() -> Non
             BorderOutcome(hold(10.75), after, 3),
         )
 
-    found = record(shared=True)
-    assert found["trainer_idle"] == pytest.approx(0.5) and found["engine_idle"] == pytest.approx(
-        1 - 0.375
-    )
-    assert found["device_idle"] == pytest.approx(0.5 - 2 * 0.375 / 4), (
+    numbers = record(shared=True)
+    assert numbers["trainer_idle"] == pytest.approx(0.5) and numbers[
+        "engine_idle"
+    ] == pytest.approx(1 - 0.375)
+    assert numbers["device_idle"] == pytest.approx(0.5 - 2 * 0.375 / 4), (
         "waiting while the device decodes is not idle"
     )
     assert "device_idle" not in record(shared=False)
@@ -78,16 +80,22 @@ def sample(prompt: np.ndarray, length: int, finished: bool) -> Sample:
 def test_every_number_is_what_its_definition_gives() -> None:
     rng = np.random.default_rng(1)
     production = Production(4)
-    lengths, prompts, totals, correct, finished = [], [], [], [], []
+    lengths = []
+    prompts = []
+    totals = []
+    correct = []
+    finished = []
     for index in range(4):
         prompt = Prompt(
             prompt_id=index, text="", tokens=np.arange(3 + index, dtype=np.int32), answer="", row={}
         )
-        sizes, ends = rng.integers(1, 9, RESPONSES), rng.random(RESPONSES) < 0.6
+        sizes = rng.integers(1, 9, RESPONSES)
+        ends = rng.random(RESPONSES) < 0.6
         samples = [
             sample(prompt.tokens, int(n), bool(end)) for n, end in zip(sizes, ends, strict=True)
         ]
-        reward, right = rng.random(RESPONSES).astype(np.float32), rng.random(RESPONSES) < 0.5
+        reward = rng.random(RESPONSES).astype(np.float32)
+        right = rng.random(RESPONSES) < 0.5
         if index == 1:
             reward[:] = reward[0]
         result = RewardResult(
@@ -112,7 +120,9 @@ def test_every_number_is_what_its_definition_gives() -> None:
         correct.append(right)
     produced = production.end(replica_imbalance=0.1)
     produced = replace(produced, numbers=produced.numbers | {"window": 12, "tail_waste": 0.25})
-    length, total, end = np.array(lengths), np.array(totals), np.array(finished)
+    length = np.array(lengths)
+    total = np.array(totals)
+    end = np.array(finished)
 
     before = {
         "a": EngineUse(requests=5, tokens=100, busy_s=2.0),
@@ -140,7 +150,8 @@ def test_every_number_is_what_its_definition_gives() -> None:
         ),
         BorderOutcome(hold(10.75), after, DEVICES - 1),
     )
-    tokens, prompt_tokens = int(length.sum()), RESPONSES * sum(prompts)
+    tokens = int(length.sum())
+    prompt_tokens = RESPONSES * sum(prompts)
     expected = {
         "iteration": 4,
         "version": 4,

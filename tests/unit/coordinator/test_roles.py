@@ -32,7 +32,9 @@ from pa_npu.samples.group import Group
 from pa_npu.telemetry.timeline import Timeline
 from tools.simulate_roles import Shape, draw, iterate
 
-GROUPS, SIZE, LONGEST = 24, 2, 40
+GROUPS = 24
+SIZE = 2
+LONGEST = 40
 
 
 def config(**sections: dict[str, Any]) -> Config:
@@ -86,7 +88,11 @@ class Engine:
     """
 
     def __init__(self, name: str, fails: bool = False) -> None:
-        self.name, self.decoding, self.handed_on, self.gone, self.asleep = name, 0, 0, False, False
+        self.name = name
+        self.decoding = 0
+        self.handed_on = 0
+        self.gone = False
+        self.asleep = False
         self._fails = fails
 
     async def generate(
@@ -140,7 +146,9 @@ class Shelf:
     readers = 1
 
     def __init__(self, engines: list[Engine]) -> None:
-        self.engines, self.groups, self.beside = engines, {}, 0
+        self.engines = engines
+        self.groups = {}
+        self.beside = 0
         self.timings: list[GroupTiming] = []
         self.events: list[dict[str, Any]] = []
 
@@ -185,7 +193,8 @@ async def produce(
     # at every completion, however busy the machine is
     monkeypatch.setattr(module, "_SHARE_OF_CORE", 1e9)
     engines = [Engine(f"e{number}", fails=number == fails) for number in range(3)]
-    pool, lost = EnginePool(), []
+    pool = EnginePool()
+    lost = []
 
     async def on_lost(engine: RolloutEngine, reason: str) -> None:
         lost.append(engine.name)
@@ -203,7 +212,8 @@ async def produce(
     controller = ScheduleController(
         Rules.from_config(config), lambda prompt, responses: prompt + sum(responses)
     )
-    shelf, timeline = Shelf(engines), Timeline(None, "")
+    shelf = Shelf(engines)
+    timeline = Timeline(None, "")
     monkeypatch.setattr(timeline, "_write", shelf.events.append)
     roles = Roles(
         config, pool, timeline, lambda: (EngineSpeed(0.0005, 0.0), 1e-6) if learned else None
@@ -211,19 +221,17 @@ async def produce(
     roles._seen.append(np.arange(1.0, LONGEST))
     environment = SingleTurn(EnvironmentContext(None, LONGEST))
     producer = producer_on_engines(
-        *(
-            config,
-            pool,
-            environment,
-            Rewards(),
-            shelf,
-            controller,
-            Sampling(LONGEST, 1.0),
-            timeline,
-        ),  # type: ignore[arg-type]
+        config,
+        pool,
+        environment,
+        Rewards(),
+        shelf,
+        controller,
+        Sampling(LONGEST, 1.0),
+        timeline,  # type: ignore[arg-type]
         lambda prompt, responses: float(prompt + sum(responses)),
         store_thread,
-        variants=[roles],
+        features=[roles],
         streamed=partial(module.RolesDelivery, roles=roles),
     )
     prompts = [
@@ -339,7 +347,8 @@ def test_where_engines_sleep_a_unit_whose_engine_is_being_started_changes_last(
     """It would have to start before it can sleep, and all changes would wait for it; elsewhere it
     has nothing to hand on.
     """
-    chosen, pool = config(run={"device": device}), EnginePool()
+    chosen = config(run={"device": device})
+    pool = EnginePool()
     engines: Any = [Engine(f"e{number}") for number in range(3)]
     for seat, engine in enumerate(engines):
         pool.add(engine, seat=seat, shared=True)
@@ -366,7 +375,8 @@ def test_it_is_never_more_than_a_hundredth_behind_turns_and_gains_where_lengths_
 ) -> None:
     gains = {}
     for shape in FAMILY:
-        lengths, earlier = draw(shape, 0), draw(shape, 0, visit=0)
+        lengths = draw(shape, 0)
+        earlier = draw(shape, 0, visit=0)
         turns, roles = (
             iterate(shape, replica, lengths, earlier, mode).end_s for mode in ("turns", "roles")
         )
@@ -422,7 +432,7 @@ class Given(module.RolesDelivery):
             work=lambda prompt, responses: 1.0,
             buffer=nothing,
             store_thread=nothing,
-            told=(),
+            on_delivered=(),
             roles=roles,
         )
 

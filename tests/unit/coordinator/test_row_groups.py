@@ -22,7 +22,9 @@ from pa_npu.samples.columns import NO_VERSION
 from pa_npu.samples.group import Group
 from pa_npu.samples.wire import from_bytes, to_bytes
 
-ROWS, SIZE, GROUPS = 48, 4, 4
+ROWS = 48
+SIZE = 4
+GROUPS = 4
 
 
 class Shelf:
@@ -92,7 +94,8 @@ def test_an_epoch_has_every_row_once_and_neighbours_begin_alike() -> None:
 
 def test_a_stream_goes_on_where_its_state_was_asked_for() -> None:
     keys = config()
-    first, second = stream_of(rows(), keys), stream_of(rows(), keys)
+    first = stream_of(rows(), keys)
+    second = stream_of(rows(), keys)
     first.take(GROUPS)
     second.restore(first.state())
 
@@ -107,7 +110,8 @@ def test_a_stream_goes_on_where_its_state_was_asked_for() -> None:
 
 
 async def test_groups_reach_the_buffer_as_they_were_read(store_thread: ThreadPoolExecutor) -> None:
-    keys, shelf = config(), Shelf()
+    keys = config()
+    shelf = Shelf()
 
     def work(prompt: int, responses: Any) -> float:
         return float(prompt + sum(responses))

@@ -16,7 +16,10 @@ from tests.helpers.reports import trainers_run_on
 
 pytestmark = pytest.mark.timeout(120)
 
-ITERATIONS, SAVED, GROUPS, SIZE = 3, 1, 2 * REPLICAS, 4
+ITERATIONS = 3
+SAVED = 1
+GROUPS = 2 * REPLICAS
+SIZE = 4
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +64,8 @@ def rows_of(run: Run, iteration: int) -> list[list[list[int]]]:
 def test_it_waits_for_no_engine_and_a_resumed_one_goes_on_with_the_same_rows(
     inputs: Path, tmp_path: Path
 ) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     first.mkdir()
     second.mkdir()
     with coordinator_run(first, inputs, engines=0, **sections(inputs)) as run:
@@ -72,7 +76,8 @@ def test_it_waits_for_no_engine_and_a_resumed_one_goes_on_with_the_same_rows(
         (held_out,) = HELD_OUT_SETS.get(run.channel).sets
         assert (held_out.name, held_out.rows) == ("test", 6)
         groups = [
-            from_bytes(get_group(run.channel, "test", number)) for number in range(held_out.groups)
+            from_bytes(get_group(run.channel, "test", number))
+            for number in range(sum(held_out.microbatches))
         ]
         assert sum(group.num_samples for group in groups) == 6
         assert sum(group.num_trained for group in groups) == held_out.tokens

@@ -17,7 +17,7 @@ from pa_npu.attention.trie import pack
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.episode import ScoredGroup
-from pa_npu.coordinator.variants import Pace
+from pa_npu.coordinator.features import AdmissionPace
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.schedule import DispatchTurn, EngineSpeed, Reach, Schedule, same_windows
 from pa_npu.engines.pool import EnginePool
@@ -43,7 +43,10 @@ from tools.bench_balance import Inline, VirtualLoop
 from tools.simulate import simulate
 from tools.virtual_engine import VirtualEngine
 
-GROUPS, RESPONSES, PROMPT, TRAIN_S = 16, 8, 128, 0.21
+GROUPS = 16
+RESPONSES = 8
+PROMPT = 128
+TRAIN_S = 0.21
 
 
 class Engine:
@@ -155,7 +158,9 @@ def run(
         }
     )
     prompts = [Prompt(i, np.full(PROMPT, i, np.int32), "", "", {}) for i in range(GROUPS)]
-    controller, shelves, ends_s = Recording(config, follow), [], []
+    controller = Recording(config, follow)
+    shelves = []
+    ends_s = []
 
     async def all_iterations() -> None:
         async with EnginePool() as pool:
@@ -290,7 +295,7 @@ async def test_a_turn_that_waits_for_a_completion_is_woken_by_it_and_one_in_the_
         (same_windows("a", 8),),
         (DispatchTurn(0, 0.0), DispatchTurn(1, 0.0), DispatchTurn(0, -5.0)),
     )
-    pace = Pace(schedule, 1)
+    pace = AdmissionPace(schedule, 1)
     lease: Any = SimpleNamespace(engine=SimpleNamespace(name="a"))
     await asyncio.wait_for(pace.before_admit(), 1)
     pace.admitted(lease)

@@ -143,7 +143,9 @@ def test_which_version_produces_which_iteration_follows_from_two_numbers(
     """The rule of docs/staleness.md: version max(first, i - k), never an older one, every iteration
     once.
     """
-    freshness, first, ahead = Freshness(staleness), 2, 2
+    freshness = Freshness(staleness)
+    first = 2
+    ahead = 2
     produced = {}
     for version in range(first, end):
         while ahead < end and freshness.allows(ahead, version):
@@ -207,11 +209,14 @@ def by_hand(
 
     with torch.no_grad():
         proximal = [logprobs(group) for group in groups]
-    weights, cuts, ages = [], [], []
+    weights = []
+    cuts = []
+    ages = []
     for share in np.split(np.arange(len(groups)), updates):
         terms = []
         for index in share:
-            group, now = groups[index], logprobs(groups[index])
+            group = groups[index]
+            now = logprobs(groups[index])
             engine = torch.from_numpy(group.logprobs[group.trained])
             age = torch.from_numpy(iteration - group.versions[group.trained]).float()
             advantage = torch.from_numpy(sample_advantages(group).repeat(group.trained_lengths))

@@ -19,7 +19,7 @@ from pa_npu.control.freshness import Freshness, iterations_ahead
 from pa_npu.control.messages import CARRIED_KEY
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.iterations_ahead import carried_of
-from pa_npu.coordinator.token_budget import BudgetedGroups, TokenBudget, told
+from pa_npu.coordinator.token_budget import BudgetedGroups, TokenBudget, carried_fields
 from pa_npu.data.prompts import Prompt
 from pa_npu.errors import DataError, DeadlineExceeded
 from pa_npu.rewards.functions import RewardResult
@@ -73,10 +73,10 @@ def budgeted(
     carried: list[int],
     num_new: int,
     num_due: int,
-    told: Callable[[int], None] = lambda size: None,
+    on_size: Callable[[int], None] = lambda size: None,
 ) -> BudgetedGroups:
     prompts: list[Any] = [None] * num_new
-    return BudgetedGroups(budget, [Tokens(tokens) for tokens in carried], prompts, num_due, told)
+    return BudgetedGroups(budget, [Tokens(tokens) for tokens in carried], prompts, num_due, on_size)
 
 
 def numbers(released: list[tuple[int, Tokens]]) -> list[int]:
@@ -89,7 +89,8 @@ def test_an_update_takes_the_same_groups_in_whatever_order_they_become_complete(
         replicas = rng.choice([1, 1, 2, 3])
         carried = [rng.randint(1, 60) for _ in range(rng.randint(0, 5))]
         new = [rng.randint(1, 60) for _ in range(rng.randint(replicas, 8))]
-        budget, due = rng.randint(1, 300), rng.randint(0, len(carried))
+        budget = rng.randint(1, 300)
+        due = rng.randint(0, len(carried))
         whole = carried + new
         expected = by_hand(whole, budget, due, replicas)
         sizes: list[int] = []
@@ -119,17 +120,24 @@ def train(config: Config, budget: TokenBudget | None, lengths: Any) -> tuple[lis
     """Tokens of every update of a run, and ages of what it trained; asserts that each group is
     trained once, and fresh.
     """
-    staleness, iterations, most = config.schedule.max_staleness, config.schedule.iterations, 16
+    staleness = config.schedule.max_staleness
+    iterations = config.schedule.iterations
+    max_groups = 16
     freshness = Freshness(staleness, iterations_ahead(config.schedule, config.publish))
     carried: list[tuple[int, int, int]] = []  # number, version, tokens
-    numbers, trained, sizes, ages = itertools.count(), [], [], []
+    numbers = itertools.count()
+    trained = []
+    sizes = []
+    ages = []
     generated = 0
     for iteration in range(iterations):
-        is_last, version = (
-            iteration == iterations - 1,
-            max(0, iteration - iterations_ahead(config.schedule, config.publish)),
+        is_last = iteration == iterations - 1
+        version = max(0, iteration - iterations_ahead(config.schedule, config.publish))
+        count = (
+            max_groups
+            if budget is None
+            else budget.num_new([g[2] for g in carried], is_last=is_last)
         )
-        count = most if budget is None else budget.num_new([g[2] for g in carried], is_last=is_last)
         assert budget is None or count % budget.replicas == 0
         new = [(next(numbers), version, lengths()) for _ in range(count)]
         generated += count
@@ -200,12 +208,17 @@ def test_what_is_carried_comes_back_from_a_checkpoint_as_it_was() -> None:
     carried = carried_group()
     assert (carried.tokens, carried.version) == (5, 3)
     data = to_bytes(carried.group(0, 5, 0))
-    numbers = {CARRIED_KEY: {"iteration": 5, "groups": [told(carried)], "group_tokens": 12.5}}
-    (found,), group_tokens = carried_of(AheadIteration(5, numbers, [], {}, [data]))
+    numbers = {
+        CARRIED_KEY: {"iteration": 5, "groups": [carried_fields(carried)], "group_tokens": 12.5}
+    }
+    (resumed,), group_tokens = carried_of(AheadIteration(5, numbers, [], {}, [data]))
     assert group_tokens == 12.5
-    assert told(found) == told(carried) and to_bytes(found.group(0, 5, 0)) == data
-    assert found.result.total.tolist() == carried.result.total.tolist()
-    for ours, theirs in zip(found.samples, carried.samples, strict=True):
+    assert (
+        carried_fields(resumed) == carried_fields(carried)
+        and to_bytes(resumed.group(0, 5, 0)) == data
+    )
+    assert resumed.result.total.tolist() == carried.result.total.tolist()
+    for ours, theirs in zip(resumed.samples, carried.samples, strict=True):
         assert isinstance(ours, Sample)
         for name in ("tokens", "trained", "logprobs", "versions"):
             assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
@@ -218,10 +231,13 @@ def test_what_is_carried_comes_back_from_a_checkpoint_as_it_was() -> None:
 class Filling:
     """A buffer whose slots are filled one look after another."""
 
-    readers, head_bytes, columns = 1, 0, NONE
+    readers = 1
+    head_bytes = 0
+    columns = NONE
 
     def __init__(self, groups: list[Group]) -> None:
-        self._groups, self.looks = groups, 0
+        self._groups = groups
+        self.looks = 0
 
     def ready(self, iteration: int, replica: int, slot: int) -> bool:
         self.looks += 1

@@ -58,7 +58,8 @@ async def test_the_record_and_the_chain_are_those_of_a_run_without_the_rule(stor
         assert (ours.tokens, ours.context) == (theirs.tokens, theirs.context)
     digests = [{one.index: one for one in made[skips][0].digests} for skips in (True, False)]
     for index in range(GROUPS):
-        ours, theirs = digests[0][index], digests[1][index]
+        ours = digests[0][index]
+        theirs = digests[1][index]
         assert (ours.places, ours.tokens, ours.logprobs) == (
             theirs.places,
             theirs.tokens,
@@ -78,8 +79,17 @@ async def test_the_record_and_the_chain_are_those_of_a_run_without_the_rule(stor
     }
 
 
-async def test_without_the_key_every_group_is_computed(store_thread):
-    produced, shelf = await produce(config(), [ScriptedEngine("a", ORDER)], store_thread)
+async def test_by_default_groups_are_trained_by_rule_where_the_loss_allows_it(store_thread):
+    _, shelf = await produce(config(), [ScriptedEngine("a", ORDER)], store_thread)
+    assert shelf.by_rule == EQUAL
+    chosen = config(algorithm={"entropy_coef": 0.01})
+    _, shelf = await produce(chosen, [ScriptedEngine("a", ORDER)], store_thread)
+    assert not shelf.by_rule
+
+
+async def test_with_the_key_off_every_group_is_computed(store_thread):
+    chosen = config(schedule={"skip_zero_advantage": False})
+    produced, shelf = await produce(chosen, [ScriptedEngine("a", ORDER)], store_thread)
     assert not shelf.by_rule
     assert not any(group.by_rule for group in produced.dispatched.groups)
     assert "groups_skipped" not in produced.numbers

@@ -47,8 +47,8 @@ def records(path: Path, *rows: dict[str, Any]) -> list[Any]:
 def test_layouts_of_questions_with_an_answer(
     tmp_path: Path, row: dict[str, Any], question: str, answer: str
 ) -> None:
-    (found,) = records(tmp_path / "set.jsonl", row)
-    assert found.messages == ({"role": "user", "content": question},) and found.answer == answer
+    (record,) = records(tmp_path / "set.jsonl", row)
+    assert record.messages == ({"role": "user", "content": question},) and record.answer == answer
 
 
 def test_gpqa_is_read_from_its_csv_with_options_in_an_order_of_its_own_that_is_always_the_same(
@@ -88,17 +88,17 @@ def test_gpqa_is_read_from_its_csv_with_options_in_an_order_of_its_own_that_is_a
     ],
 )
 def test_other_multiple_choices(tmp_path: Path, row: dict[str, Any]) -> None:
-    (found,) = records(tmp_path / "set.jsonl", row)
+    (record,) = records(tmp_path / "set.jsonl", row)
     assert (
-        found.messages[0]["content"] == "Which?\n\nA) red\nB) blue\nC) green"
-        and found.answer == "B"
+        record.messages[0]["content"] == "Which?\n\nA) red\nB) blue\nC) green"
+        and record.answer == "B"
     )
     group = RewardInput(
         "",
-        found.answer,
+        record.answer,
         ["It is \\boxed{B}", "It is \\boxed{C}", "B is nice, but no"],
         [1, 1, 1],
-        found.row,
+        record.row,
     )
     assert math_reward(group) == [1.0, 0.0, 0.0]
 

@@ -62,7 +62,8 @@ def test_a_dataset_may_have_options_of_its_own_and_prompts_are_told_apart(
     tmp_path: Path, tokenizer: Any
 ) -> None:
     rows = [{"question": f"{i}+1?", "answer": i + 1} for i in range(5)]
-    first, second = write(tmp_path / "one.jsonl", *rows), write(tmp_path / "two.jsonl", *rows)
+    first = write(tmp_path / "one.jsonl", *rows)
+    second = write(tmp_path / "two.jsonl", *rows)
     config = DataConfig.model_validate(
         {
             "train": [
@@ -80,8 +81,11 @@ def test_a_dataset_may_have_options_of_its_own_and_prompts_are_told_apart(
     )
     one, two = (found.prompts for found in load_training(config, tokenizer))
     assert [(p.prompt_id, p.source) for p in (*one, *two)] == [
-        *((0, "one"), (1, "one")),
-        *((2, "zwei"), (3, "zwei"), (4, "zwei")),
+        (0, "one"),
+        (1, "one"),
+        (2, "zwei"),
+        (3, "zwei"),
+        (4, "zwei"),
     ]
     assert one[0].text == "<|system|>all<|user|>0+1?<|assistant|>"
     assert two[0].text == "<|system|>S<|user|>0+1?\nThink.<|assistant|>"

@@ -21,7 +21,8 @@ def test_a_path_stays_a_path_and_a_list_takes_overrides(tmp_path) -> None:
         "evaluate.sets.aime=aime.jsonl",
     )
     assert [(one.path, one.called) for one in config.data.datasets] == [
-        *(("gsm8k/train.jsonl", "gsm8k"), ("b.jsonl", "second")),
+        ("gsm8k/train.jsonl", "gsm8k"),
+        ("b.jsonl", "second"),
     ]
     assert config.data.shares == [0.75, 0.25]
     sets = {

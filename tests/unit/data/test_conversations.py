@@ -53,9 +53,9 @@ TOOL_TEXT = (
 
 @pytest.fixture
 def tool_tokenizer() -> Any:
-    found = make_tokenizer()
-    found.chat_template = TOOL_TEMPLATE
-    return found
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TOOL_TEMPLATE
+    return tokenizer
 
 
 def without_tools(text: str) -> str:

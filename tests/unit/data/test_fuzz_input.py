@@ -237,11 +237,10 @@ def test_a_hostile_chat_template_is_one_line(
     monkeypatch.setattr(template_module, "RENDER_TIME_LIMIT_S", 2.0)
     file = tmp_path / "t.jsonl"
     file.write_text('{"question": "1+1?", "answer": 2}\n')
-    used, limits = _address_space(), resource.getrlimit(resource.RLIMIT_AS)
-    before_s, before_bytes = (
-        time.monotonic(),
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
-    )
+    used = _address_space()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    before_s = time.monotonic()
+    before_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     with pytest.raises(DataError, match=r"t\.jsonl:1: ") as refused:
         load_prompts(
             TrainingDataset(path=str(file)),

@@ -15,15 +15,16 @@ from pa_npu.errors import DataError
 
 
 def loaded(sizes: dict[str, int]) -> list[PromptSet]:
-    found, first = [], 0
+    sets = []
+    first = 0
     for name, size in sizes.items():
         prompts = tuple(
             Prompt(first + i, np.array([first + i], np.int32), str(i), "", {}, name)
             for i in range(size)
         )
-        found.append(PromptSet(name, prompts, size, 0, 0))
+        sets.append(PromptSet(name, prompts, size, 0, 0))
         first += size
-    return found
+    return sets
 
 
 def stream(sizes: dict[str, int], weights: list[float]) -> TrainingStream:
@@ -56,8 +57,10 @@ def test_each_dataset_has_epochs_of_its_own_in_the_order_that_it_has_alone() -> 
 
 @pytest.mark.parametrize("taken", [0, 1, 13, 64])
 def test_a_restored_mixture_goes_on_where_the_other_stopped(taken: int) -> None:
-    sizes, weights = {"a": 11, "b": 5}, [2.0, 1.0]
-    original, again = stream(sizes, weights), stream(sizes, weights)
+    sizes = {"a": 11, "b": 5}
+    weights = [2.0, 1.0]
+    original = stream(sizes, weights)
+    again = stream(sizes, weights)
     original.take(taken)
     again.restore(json.loads(json.dumps(original.state())))
     assert [p.prompt_id for p in again.take(50)] == [p.prompt_id for p in original.take(50)]

@@ -15,7 +15,8 @@ from pa_npu.errors import DataError, plain
 from tests.unit.data.test_training_rows import CHATML, shown, tokenizer
 
 ASKED = {"role": "user", "content": "ab"}
-RIGHT, WRONG = {"role": "assistant", "content": "cd"}, {"role": "assistant", "content": "ef"}
+RIGHT = {"role": "assistant", "content": "cd"}
+WRONG = {"role": "assistant", "content": "ef"}
 USER = "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -78,7 +79,7 @@ def load(directory: Path, *rows: Any, template: str | None = CHATML, **sections:
 def test_the_answers_are_compared_behind_their_prompt(
     row: dict[str, Any], chosen: str | None, rejected: str | None, tmp_path: Path
 ) -> None:
-    (pair,) = load(tmp_path, row).pairs
+    (pair,) = load(tmp_path, row).items
     expected = chosen or USER + "[[cd<|im_end|>]]\n"
     assert shown(pair.chosen) == expected
     assert shown(pair.rejected) == expected.replace("cd", "ef")
@@ -87,14 +88,14 @@ def test_the_answers_are_compared_behind_their_prompt(
 def test_texts_without_a_prompt_are_compared_behind_the_tokens_that_both_begin_with(
     tmp_path: Path,
 ) -> None:
-    (pair,) = load(tmp_path, {"chosen": "Human: ab AI: cd", "rejected": "Human: ab AI: ef"}).pairs
+    (pair,) = load(tmp_path, {"chosen": "Human: ab AI: cd", "rejected": "Human: ab AI: ef"}).items
     assert shown(pair.chosen) == "Human: ab AI: [[cd<|im_end|>]]"
     assert shown(pair.rejected) == "Human: ab AI: [[ef<|im_end|>]]"
 
 
 def test_answers_with_a_prompt_are_compared_from_their_first_token(tmp_path: Path) -> None:
     """What both answers begin with is theirs: it counts where log-probs are means over tokens."""
-    (pair,) = load(tmp_path, {"prompt": "ab", "chosen": "xcd", "rejected": "xef"}).pairs
+    (pair,) = load(tmp_path, {"prompt": "ab", "chosen": "xcd", "rejected": "xef"}).items
     assert shown(pair.chosen) == "ab[[xcd<|im_end|>]]"
 
 
@@ -102,14 +103,14 @@ def test_several_turns_are_the_prompt_as_far_as_both_have_them(tmp_path: Path) -
     more = {"role": "user", "content": "gh"}
     chosen = [ASKED, RIGHT, more, {"role": "assistant", "content": "ij"}]
     rejected = [ASKED, RIGHT, more, {"role": "assistant", "content": "kl"}]
-    (pair,) = load(tmp_path, {"chosen": chosen, "rejected": rejected}).pairs
+    (pair,) = load(tmp_path, {"chosen": chosen, "rejected": rejected}).items
     assert shown(pair.chosen).count("[[") == 1
     assert shown(pair.chosen).endswith("[[ij<|im_end|>]]\n")
 
 
 def test_a_weight_is_that_of_the_pair(tmp_path: Path) -> None:
     row = {"prompt": "ab", "chosen": "cd", "rejected": "ef", "weight": 0.5}
-    (pair,) = load(tmp_path, row).pairs
+    (pair,) = load(tmp_path, row).items
     assert {*pair.chosen.weight.tolist(), *pair.rejected.weight.tolist()} == {0.0, 0.5}
 
 
@@ -153,7 +154,7 @@ def test_what_is_too_long_is_refused_cut_or_left_out(tmp_path: Path) -> None:
     limits["data"]["overlong_prompt"] = "truncate"
     made = load(tmp_path, long, alike, short, **limits)
     assert (made.num_read, made.num_truncated, made.num_skipped) == (3, 1, 1)
-    assert len(made.pairs[0].chosen.tokens) == 20 and not made.pairs[0].chosen.finished
+    assert len(made.items[0].chosen.tokens) == 20 and not made.items[0].chosen.finished
     limits["data"]["overlong_prompt"] = "skip"
     made = load(tmp_path, long, alike, short, **limits)
     assert (made.num_read, made.num_truncated, made.num_skipped) == (3, 0, 2)

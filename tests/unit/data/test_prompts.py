@@ -22,7 +22,17 @@ def test_gsm8k_row_gives_the_template_tokens_and_the_final_answer(
     (prompt,) = load(write(tmp_path / "a.jsonl", QUESTION), tokenizer)
     assert prompt.text == "<|user|>What is 12+34?<|assistant|>"
     assert tokenizer.convert_ids_to_tokens(prompt.tokens.tolist()) == [
-        *("<|user|>", "What", "Ġis", "Ġ", "1", "2", "+", "3", "4", "?", "<|assistant|>")
+        "<|user|>",
+        "What",
+        "Ġis",
+        "Ġ",
+        "1",
+        "2",
+        "+",
+        "3",
+        "4",
+        "?",
+        "<|assistant|>",
     ]
     assert (prompt.answer, prompt.prompt_id, prompt.row) == ("46", 0, QUESTION)
     assert prompt.tokens.dtype == np.int32
@@ -167,9 +177,9 @@ def test_the_first_prompt_is_shown_as_engines_get_it(tmp_path: Path, tokenizer: 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")
 def test_gsm8k_loads_whole(tokenizer: Any) -> None:
-    found = loaded(str(GSM8K / "test.jsonl"), tokenizer, max_prompt_tokens=1024)
-    prompts = found.prompts
-    assert len(prompts) == 1319 and found.num_read == 1319
+    prompt_set = loaded(str(GSM8K / "test.jsonl"), tokenizer, max_prompt_tokens=1024)
+    prompts = prompt_set.prompts
+    assert len(prompts) == 1319 and prompt_set.num_read == 1319
     assert [prompt.answer for prompt in prompts[:3]] == ["18", "3", "70000"]
     texts = [tokenizer.decode(prompt.tokens) for prompt in prompts]
     assert texts == [prompt.text for prompt in prompts], "tokens must stand for the rendered text"

@@ -35,7 +35,8 @@ THINKING = (
 
 
 def test_thinking_is_switched_by_the_templates_own_variable(tmp_path: Path) -> None:
-    path, thinking = write(tmp_path / "a.jsonl", QUESTION), make_tokenizer()
+    path = write(tmp_path / "a.jsonl", QUESTION)
+    thinking = make_tokenizer()
     thinking.chat_template = THINKING
     text = "<|user|>What is 12+34?<|assistant|>"
     assert load(path, thinking)[0].text == text
@@ -58,7 +59,8 @@ def test_thinking_is_switched_by_the_templates_own_variable(tmp_path: Path) -> N
 
 
 def test_a_template_of_ones_own_is_a_file(tmp_path: Path, tokenizer: Any) -> None:
-    path, own = write(tmp_path / "a.jsonl", QUESTION), tmp_path / "own.jinja"
+    path = write(tmp_path / "a.jsonl", QUESTION)
+    own = tmp_path / "own.jinja"
     own.write_text("Q: {{ messages[-1].content }}{% if brief %} (brief){% endif %}")
     plain = make_tokenizer()
     plain.chat_template = None

@@ -89,6 +89,69 @@ TOOLS = (
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+# As Qwen2.5 and Hermes write them: results of tools in a turn of the user.
+QWEN_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'tool' %}"
+    "{% if messages[loop.index0 - 1]['role'] != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n' }}<tool_response>\n{{ m['content'] }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m['role'] }}{% if m['content'] %}{{ '\n' }}{{ m['content'] }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ '\n' }}<tool_call>\n"
+    "{{ call.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MISTRAL_TOOLS = (
+    "<s>{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]"
+    "{% elif m['role'] == 'tool' %}[TOOL_RESULTS] {{ m['content'] }}[/TOOL_RESULTS]"
+    "{% elif m.tool_calls %}[TOOL_CALLS] {% for call in m.tool_calls %}"
+    "{{ call.function | tojson }}{% endfor %}</s>"
+    "{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}"
+)
+LLAMA_TOOLS = (
+    "{% if tools %}<|start_header_id|>system<|end_header_id|>\n\n{{ tools | tojson }}<|eot_id|>"
+    "{% endif %}{% for m in messages %}{% if m.tool_calls %}"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    '{"name": "{{ m.tool_calls[0].function.name }}", '
+    '"parameters": {{ m.tool_calls[0].function.arguments | tojson }}}<|eot_id|>'
+    "{% else %}<|start_header_id|>{{ 'ipython' if m['role'] == 'tool' else m['role'] }}"
+    "<|end_header_id|>\n\n{{ m['content'] | trim }}<|eot_id|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+# calls with their arguments as tags; a generation begins with an empty thought
+GLM_TOOLS = (
+    "{% if tools %}<|system|>\n{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}<|observation|>\n<tool_response>\n{{ m['content'] }}\n"
+    "</tool_response>{% elif m['role'] == 'assistant' %}<|assistant|>\n<think></think>"
+    "{% if m['content'] %}{{ '\n' }}{{ m['content'] }}{% endif %}{% for call in m.tool_calls or [] %}"
+    "{{ '\n' }}<tool_call>{{ call.function.name }}{% for k, v in call.function.arguments.items() %}{{ '\n' }}"
+    "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>{% endfor %}{{ '\n' }}</tool_call>"
+    "{% endfor %}{% else %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n<think></think>{% endif %}"
+)
+DEEPSEEK_TOOLS = (
+    "<s>{% if tools %}{{ tools | tojson }}{% endif %}{% set ns = namespace(answers=false) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}<|User|>{{ m['content'] }}"
+    "{% elif m['role'] == 'tool' %}<tool_output>{{ m['content'] }}</tool_output>"
+    "{% set ns.answers = true %}{% else %}{% if not ns.answers %}<|Assistant|>{% endif %}"
+    "{{ m['content'] }}{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}"
+    "<sep>{{ call.function.arguments | tojson }}</tool_call>{% endfor %}</s>"
+    "{% set ns.answers = false %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and not ns.answers %}<|Assistant|>{% endif %}"
+)
+# Of GPT-OSS: a channel for each kind of text.
+CHANNELS = (
+    "{% if tools %}<|start|>developer<|message|>{{ tools | tojson }}<|end|>{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'tool' %}<|start|>functions<|message|>"
+    "{{ m['content'] }}<|end|>{% elif m.tool_calls %}<|start|>assistant<|channel|>commentary to="
+    "functions.{{ m.tool_calls[0].function.name }}<|message|>"
+    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% elif m['role'] == 'assistant' %}<|start|>assistant<|channel|>final<|message|>"
+    "{{ m['content'] }}<|end|>{% else %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}"
+    "<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
 TURNS = [
     {"role": "user", "content": "ab"},
     {"role": "assistant", "content": "cd"},
@@ -183,7 +246,9 @@ def load(
 
 def shown(row: Row, template: str | None = CHATML, eos: str = "<|im_end|>") -> str:
     """The row's text with its trained parts in double brackets."""
-    fast, text, is_open = tokenizer(template, eos), "", False
+    fast = tokenizer(template, eos)
+    text = ""
+    is_open = False
     for token, weight in zip(row.tokens.tolist(), row.weight.tolist(), strict=True):
         if bool(weight) != is_open:
             text += "[[" if weight else "]]"
@@ -225,6 +290,75 @@ def test_a_call_of_a_tool_is_trained_and_its_result_is_not(tmp_path: Path) -> No
     assert '[[<tool>{"name": "add", "arguments": {"a": 1}}</tool><|im_end|>]]\n' in text
     assert "<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n[[gh<|im_end|>]]\n" in text
     assert text.count("[[") == 2
+
+
+ADD = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+CALLED = [
+    {"role": "user", "content": "ab"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+    },
+    {"role": "tool", "content": "7"},
+    {"role": "assistant", "content": "gh"},
+]
+# The text of CALLED from the user's message on, with trained parts in double brackets.
+FORMS_WITH_TOOLS = {
+    "Qwen2.5": (
+        QWEN_TOOLS,
+        "<|im_end|>",
+        "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n[[<tool_call>\n"
+        '{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>]]\n'
+        "<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n[[gh<|im_end|>]]\n",
+    ),
+    "Mistral": (
+        MISTRAL_TOOLS,
+        "</s>",
+        '[INST] ab[/INST][[[TOOL_CALLS] {"name": "add", "arguments": {"a": 1}}</s>]]'
+        "[TOOL_RESULTS] 7[/TOOL_RESULTS][[ gh</s>]]",
+    ),
+    "Llama 3.1": (
+        LLAMA_TOOLS,
+        "<|eot_id|>",
+        "<|start_header_id|>user<|end_header_id|>\n\nab<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+        '[[{"name": "add", "parameters": {"a": 1}}<|eot_id|>]]'
+        "<|start_header_id|>ipython<|end_header_id|>\n\n7<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n[[gh<|eot_id|>]]",
+    ),
+    "GLM-4.5": (
+        GLM_TOOLS,
+        "<|endoftext|>",
+        "<|user|>\nab<|assistant|>\n<think></think>[[\n<tool_call>add\n<arg_key>a</arg_key>\n"
+        "<arg_value>1</arg_value>\n</tool_call>]]<|observation|>\n<tool_response>\n7\n"
+        "</tool_response><|assistant|>\n<think></think>[[\ngh]]",
+    ),
+    "DeepSeek-V3": (
+        DEEPSEEK_TOOLS,
+        "</s>",
+        '<|User|>ab<|Assistant|>[[<tool_call>add<sep>{"a": 1}</tool_call></s>]]'
+        "<tool_output>7</tool_output>[[gh</s>]]",
+    ),
+    "GPT-OSS": (
+        CHANNELS,
+        "<|end|>",
+        "<|start|>user<|message|>ab<|end|><|start|>assistant[[<|channel|>commentary to="
+        'functions.add<|message|>{"a": 1}<|call|>]]<|start|>functions<|message|>7<|end|>'
+        "<|start|>assistant[[<|channel|>final<|message|>gh<|end|>]]",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS_WITH_TOOLS)
+def test_calls_are_trained_and_results_are_not_in_every_form(form: str, tmp_path: Path) -> None:
+    template, eos, expected = FORMS_WITH_TOOLS[form]
+    (row,) = load(tmp_path, {"messages": CALLED, "tools": ADD}, template=template, eos=eos).rows
+    beginning = expected.partition("ab")[0] + "ab"
+    tools, _, conversation = shown(row, template, eos).partition(beginning)
+    assert beginning + conversation == expected
+    assert '"parameters": {}' in tools, "the tools stand before the conversation"
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["compared", "marks"])

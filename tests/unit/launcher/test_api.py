@@ -38,7 +38,8 @@ def test_a_reward_that_no_worker_can_import_is_refused_in_a_line(
     def of_the_script(group: RewardInput) -> list[float]:
         return [0.0]
 
-    of_the_script.__module__, of_the_script.__qualname__ = "__main__", "of_the_script"
+    of_the_script.__module__ = "__main__"
+    of_the_script.__qualname__ = "of_the_script"
     monkeypatch.setattr(sys.modules["__main__"], "of_the_script", of_the_script, raising=False)
     for reward in (closes, lambda group: [0.0], of_the_script, partial(lengths), 3):
         with pytest.raises(

@@ -227,7 +227,8 @@ CONDITIONAL = dict.fromkeys(
 def another_value(key: str) -> str:
     if key in OTHER_VALUES:
         return OTHER_VALUES[key]
-    annotation, default = find_annotation(tuple(key.split("."))), value_and_default(SMALL, key)[1]
+    annotation = find_annotation(tuple(key.split(".")))
+    default = value_and_default(SMALL, key)[1]
     choices = [
         value
         for part in (annotation, *get_args(annotation))

@@ -105,10 +105,8 @@ def test_the_manifest_for_kubernetes_has_the_paths_and_the_user_of_the_ascend_im
     cluster = job["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
-        user, number = (
-            pod["securityContext"],
-            next(rest for name, rest in found if name == "USER").split(":")[0],
-        )
+        user = pod["securityContext"]
+        number = next(rest for name, rest in found if name == "USER").split(":")[0]
         assert user["runAsNonRoot"] and str(user["runAsUser"]) == str(user["fsGroup"]) == number
         (container,) = pod["containers"]
         assert container["securityContext"] == {

@@ -387,7 +387,9 @@ class Life:
     ) -> None:
         self.roster = Roster(StoreChannel(dist.HashStore()), "")
         self.roster.publish_config({})
-        self.server, self.console, self.signals = Server(), Lines(), StopSignals()
+        self.server = Server()
+        self.console = Lines()
+        self.signals = StopSignals()
         self.engine = JoinedEngine(
             config,
             self.roster,

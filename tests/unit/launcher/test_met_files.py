@@ -172,7 +172,8 @@ def test_view_and_report_of_a_run_with_files_and_folders_that_one_may_not_read(
     finished: Path, for_all: Path
 ) -> None:
     signal.alarm(150)  # of many commands together
-    runs, commands = {}, []
+    runs = {}
+    commands = []
     for name in ("readable", ".", *(name for names in FILES for name in names)):
         run = for_all / f"run {len(runs)}"
         shutil.copytree(finished, run)

@@ -116,8 +116,8 @@ def test_the_extra_for_ascend_takes_no_torch_npu_that_is_refused() -> None:
 
 
 def test_versions_are_read_without_importing() -> None:
-    found = installed_versions()
-    assert Version(found["torch"]).major == 2 and Version(found["megatron-core"]) >= Version(
+    versions = installed_versions()
+    assert Version(versions["torch"]).major == 2 and Version(versions["megatron-core"]) >= Version(
         "0.12.1"
     )
 
@@ -152,7 +152,8 @@ def test_only_devices_of_the_run_are_reported_by_their_physical_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Gpus:
-        name, visible_devices_env = "cuda", "CUDA_VISIBLE_DEVICES"
+        name = "cuda"
+        visible_devices_env = "CUDA_VISIBLE_DEVICES"
 
     monkeypatch.setattr(
         machine, "busy_devices", lambda kind: {0: "other", 6: "python (pid 1, 9 MiB)"}
@@ -176,7 +177,8 @@ def make(tmp_path: Path, **placement: Any) -> Config:
 
 
 class Cpu:
-    name, visible_devices_env = "cpu", None
+    name = "cpu"
+    visible_devices_env = None
 
 
 NOWHERE = Placement((), (), (), ())
@@ -200,7 +202,8 @@ def test_a_node_with_another_directory_model_or_version_is_named(
 ) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    here, there = make(tmp_path / "a"), make(tmp_path / "b")
+    here = make(tmp_path / "a")
+    there = make(tmp_path / "b")
     token = leave_token(here)
     own = inspect_node(here, cast(Any, Cpu()), NOWHERE, -1, token)
     name = f"node 127.0.0.1 ({own.host}): "

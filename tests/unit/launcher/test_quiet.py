@@ -64,7 +64,8 @@ def test_only_a_failure_that_nobody_foresaw_shows_what_libraries_wrote(
 def test_an_export_says_what_it_writes_and_nothing_else(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint, output = tmp_path / "iteration_000001", tmp_path / "hf"
+    checkpoint = tmp_path / "iteration_000001"
+    output = tmp_path / "hf"
     checkpoint.mkdir()
 
     def export(directory: Path, target: Path, model: str | None, merged: bool) -> None:

@@ -84,14 +84,12 @@ class Supervised:
             ProcessTree(logs, 1.0, signals.insisted) as tree,
         ):
             recovery = Recovery(
-                *(
-                    config,
-                    tree,
-                    console,
-                    self.roster,
-                    lambda number: self._attempt(worker, number),
-                    url_of,
-                ),
+                config,
+                tree,
+                console,
+                self.roster,
+                lambda number: self._attempt(worker, number),
+                url_of,
                 damaged=lambda number: damaged and number == 0,
             )
             if extra is not None:
@@ -279,7 +277,8 @@ def test_restarts_are_a_rate() -> None:
 
 
 def test_restarts_that_led_to_no_newer_checkpoint_count_for_ever() -> None:
-    clock, checkpoint = Clock(), [3]
+    clock = Clock()
+    checkpoint = [3]
     budget = RestartBudget(2, 60.0, lambda: checkpoint[0], clock)
     for _ in range(2):
         budget.spend()

@@ -25,8 +25,8 @@ from pa_npu.checkpoints.provenance import (
 from pa_npu.config.keys import all_keys
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
-from pa_npu.coordinator.main import first_version
 from pa_npu.coordinator.record import RunRecords
+from pa_npu.coordinator.start import first_version
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.cli import main
 from pa_npu.launcher.run import Plan
@@ -86,7 +86,8 @@ def test_auto_takes_the_newest_complete_checkpoint_of_the_run_and_says_which_it_
     model: Path, tmp_path: Path
 ) -> None:
     config = make_config(model, tmp_path, checkpoint=AUTO)
-    older, newest = write(config, 2), write(config, 4)
+    older = write(config, 2)
+    newest = write(config, 4)
     (newest / "shard").unlink()
     said: list[str] = []
     resolved = resolve_resume(config, said.append)
@@ -106,7 +107,8 @@ def test_a_newest_checkpoint_of_damaged_content_is_found_out_and_the_next_older_
 ) -> None:
     """As the launcher does when trainers have refused what the first attempt gave them."""
     config = make_config(model, tmp_path, checkpoint=AUTO)
-    older, newest = write(config, 2), write(config, 4)
+    older = write(config, 2)
+    newest = write(config, 4)
     plan = Plan(resolve_resume(config, print), *[cast(Any, None)] * 5)
     assert plan.config.checkpoint.load == str(newest) and not plan.is_damaged(0), (
         "a control: nothing is wrong yet"

@@ -84,7 +84,9 @@ def recorded_end(directory: Path) -> RunEnd | None:
 
 
 def test_a_run_records_how_it_ended_and_by_what(tmp_path: Path) -> None:
-    done, failed, stopped = tmp_path / "done", tmp_path / "failed", tmp_path / "stopped"
+    done = tmp_path / "done"
+    failed = tmp_path / "failed"
+    stopped = tmp_path / "stopped"
     supervise(done, {"coordinator": "pass"})
     assert recorded_end(done) == RunEnd("finished")
     supervise(failed, {"coordinator": "print('the cause'); raise SystemExit(7)"})
@@ -288,7 +290,8 @@ def test_an_interrupt_before_anything_trains_stops_the_run(tmp_path: Path) -> No
 
 def test_a_new_attempt_hears_of_an_early_end_that_was_asked_of_the_one_before() -> None:
     store = dist.HashStore()
-    first, second = StoreChannel(store, "pa/0/"), StoreChannel(store, "pa/1/")
+    first = StoreChannel(store, "pa/0/")
+    second = StoreChannel(store, "pa/1/")
     request = EarlyEndRequest()
     request.attempt_begins(first)
     assert not EARLY_END.exists(first)

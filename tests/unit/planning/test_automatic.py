@@ -74,6 +74,37 @@ def test_sizes_that_a_recipe_gives_do_not_keep_auto_from_counting_its_devices() 
     assert found.devices.num_devices <= 16 and found.trainer.devices == 12
 
 
+@pytest.mark.parametrize("mode", [(), ("placement.colocate=auto",), ("placement.colocate=true",)])
+def test_auto_finds_engines_on_the_trainers_devices_where_none_fit_beside_them(
+    mode: tuple[str, ...],
+) -> None:
+    """An engine of 8 and 16 ranks that share the experts are 24 devices, unless they share theirs."""
+    mixture = str(ROOT / "configs" / "grpo_qwen3_30b_a3b.yaml")
+    asked = ("rollout.engines=auto", "trainer.devices=auto", "placement.devices_per_node=16")
+    found = automatic.load([mixture], ["run.device=npu", *asked, *mode], lambda line: None)
+    assert found.placement.colocate and found.devices.num_devices == 16
+    assert found.placement.devices_per_node == 16
+    by_hand = load_config([mixture], ["run.device=npu"])
+    predicted_s, by_hand_s = (
+        assumed_basis(config, known_spec("Qwen3-30B-A3B"), typical_speed("npu"))
+        .predict(config)
+        .iteration_s
+        for config in (found, by_hand)
+    )
+    assert predicted_s <= 1.001 * by_hand_s
+
+
+def test_what_auto_cannot_fit_is_a_line_about_the_devices_and_blames_no_key_that_is_auto() -> None:
+    mixture = str(ROOT / "configs" / "grpo_qwen3_30b_a3b.yaml")
+    asked = ("run.device=npu", "rollout.engines=auto", "trainer.devices=auto")
+    for given in (
+        ("placement.devices_per_node=2",),
+        ("placement.devices_per_node=16", "placement.colocate=false"),
+    ):
+        with pytest.raises(ConfigError, match=r"auto found nothing for .* do not fit on"):
+            automatic.load([mixture], [*asked, *given], lambda line: None)
+
+
 def test_recomputation_offload_stages_and_experts_are_chosen_too() -> None:
     mixture = str(ROOT / "configs" / "grpo_qwen3_30b_a3b.yaml")
     said: list[str] = []

@@ -230,6 +230,14 @@ def test_yaml_starters_parse() -> None:
         assert isinstance(yaml.safe_load(path.read_text()), dict), path
 
 
+def test_the_script_of_the_distillation_recipe_makes_its_models() -> None:
+    config = load_config([ROOT / "configs" / "distill_tiny.yaml"])
+    (teacher,) = config.teacher.values()
+    script = (ROOT / "launch" / "run_distill_tiny.sh").read_text()
+    assert f"--out {Path(teacher.model).parent} --hidden" in script
+    assert f"--out {Path(config.model.path).parent}\n" in script
+
+
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

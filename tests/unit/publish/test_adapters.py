@@ -68,7 +68,8 @@ def backend(model: Path, lora: str, /, **sections: Any) -> Any:
     config = config_of(
         model, **{"trainer": {"backend": "fsdp"}, "publish": {"lora": lora}, **sections}
     )
-    spec, timeline = ModelSpec.from_config(config), Timeline(None, "")
+    spec = ModelSpec.from_config(config)
+    timeline = Timeline(None, "")
     return backend_module("fsdp").create(config, spec, PLATFORM, dist.HashStore(), 0, 0, timeline)
 
 
@@ -127,11 +128,9 @@ def test_a_merged_row_has_the_same_bits_however_the_weight_is_cut(
     outputs: int, inputs: int, rank: int
 ) -> None:
     torch.manual_seed(0)
-    weight, up, down = (
-        torch.randn(outputs, inputs),
-        torch.randn(outputs, rank),
-        torch.randn(rank, inputs),
-    )
+    weight = torch.randn(outputs, inputs)
+    up = torch.randn(outputs, rank)
+    down = torch.randn(rank, inputs)
 
     def merged(first: int, last: int) -> torch.Tensor:
         rows = weight[first:last].clone()
@@ -159,8 +158,8 @@ def test_an_engine_with_other_weights_is_refused_before_it_joins(
     what: str, model: Path, adapter: Path, tmp_path: Path
 ) -> None:
     source = backend(model, "adapter", model={"adapter": str(adapter)}).published_weights(2**12)
-    other = shutil.copytree(model, tmp_path / "other")
-    file = other / "model.safetensors"
+    changed = shutil.copytree(model, tmp_path / "other")
+    file = changed / "model.safetensors"
     if what == "a bit":
         stored = load_file(file)
         weight = stored["model.layers.1.self_attn.q_proj.weight"]
@@ -176,7 +175,7 @@ def test_an_engine_with_other_weights_is_refused_before_it_joins(
     with pytest.raises(
         WeightSyncError, match=r"publish.lora=adapter: .*other has other weights than the trainers'"
     ):
-        Receiver.join(groups, 0, CPU, object(), str(other))
+        Receiver.join(groups, 0, CPU, object(), str(changed))
 
 
 def test_a_directory_that_stores_a_weight_otherwise_than_it_is_sent_is_refused(
@@ -214,7 +213,8 @@ def test_late_engines_get_the_adapters_alone_of_the_published_version(
     with torch.no_grad():
         for weight in held._policy.parameters():
             local(weight).add_(1.0)
-    trained, kept = received(regular), received(late)
+    trained = received(regular)
+    kept = received(late)
     assert all(torch.equal(kept[name], tensor) for name, tensor in published.items())
     assert not any(torch.equal(trained[name], tensor) for name, tensor in published.items())
 

@@ -58,13 +58,13 @@ def test_two_types_in_one_stage_go_in_buckets_of_their_own(tmp_path: Path) -> No
     ]
     hf = load_file(tmp_path / "model.safetensors")
     assembler = Assembler(tensors.manifest)
-    found = [
+    received = [
         item
         for bucket, buffer in zip(tensors.manifest.buckets, buckets, strict=True)
         for item in assembler.completed(bucket, buffer)
     ]
-    assert len(found) == len(hf)
-    for name, tensor in found:
+    assert len(received) == len(hf)
+    for name, tensor in received:
         assert tensor.dtype == (torch.float32 if "norm" in name else torch.bfloat16)
         assert torch.equal(tensor, hf[name].bfloat16().to(tensor.dtype)), name
 
@@ -109,7 +109,9 @@ class LateWork:
     """A broadcast that ends only once the next one is posted, or when there is no next."""
 
     def __init__(self, log: list[LateWork], total: int) -> None:
-        self._log, self._index, self._total = log, len(log), total
+        self._log = log
+        self._index = len(log)
+        self._total = total
         log.append(self)
 
     def is_completed(self) -> bool:

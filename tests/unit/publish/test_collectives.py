@@ -17,14 +17,16 @@ from pa_npu.weight_transfer import collectives, transport
 from pa_npu.weight_transfer.transport import Abandonment, WeightSyncError
 
 WAIT_S = 20.0
-NCCL, HCCL = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "HCCL_ASYNC_ERROR_HANDLING"
+NCCL = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+HCCL = "HCCL_ASYNC_ERROR_HANDLING"
 
 
 class Work:
     """A broadcast that ends when the group is aborted, with an error, or when it is `complete`."""
 
     def __init__(self, group: Group, complete: bool) -> None:
-        self.group, self.complete = group, complete
+        self.group = group
+        self.complete = complete
 
     def is_completed(self) -> bool:
         return self.complete or self.group.aborted
@@ -42,14 +44,16 @@ class Group:
     """
 
     def __init__(self, backend: str, members: threading.Event) -> None:
-        self.backend, self._members = backend, members
+        self.backend = backend
+        self._members = members
         self.handling = os.environ.get(NCCL if backend == "nccl" else HCCL)
         self.connected = self.aborted = False
         self.pending: list[Work] = []
         self.calls: list[str] = []
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        first, self.connected = not self.connected, True
+        first = not self.connected
+        self.connected = True
         if first:
             self._members.wait(WAIT_S)
         work = Work(self, complete=first)
@@ -119,7 +123,9 @@ def join(monkeypatch: pytest.MonkeyPatch, members: threading.Event) -> Iterator[
             "127.0.0.1", server.port, "group", 0, 2, backend, timeout_s, "stage 0"
         )
 
-    run.made, run.server, run.terms = made, server, ""  # type: ignore[attr-defined]
+    run.made = made  # type: ignore[attr-defined]
+    run.server = server  # type: ignore[attr-defined]
+    run.terms = ""  # type: ignore[attr-defined]
     yield run
     for group in made:
         c10d._world.pg_map.pop(group, None)  # type: ignore[call-overload]
@@ -210,7 +216,8 @@ def test_an_abort_that_blocks_or_fails_holds_up_nobody_for_long(
 ) -> None:
     monkeypatch.setattr(transport, "_ABORT_S", 0.1)
     members.set()
-    group, never = join("nccl"), threading.Event()
+    group = join("nccl")
+    never = threading.Event()
     group.abort = lambda: never.wait(WAIT_S)
     transport.drop_group(group)
     assert "not done within 0.1 s" in caplog.text

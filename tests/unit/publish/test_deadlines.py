@@ -20,7 +20,7 @@ from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.process import commands
 from pa_npu.platform.base import Platform
 from pa_npu.publish import while_healthy
-from pa_npu.publish.coordinator_side import CoordinatorPublish
+from pa_npu.publish.engine_loads import EngineLoads
 
 ROOT = Path(__file__).resolve().parents[3]
 TREE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "t"}, "run": {"device": "cpu"}}
@@ -129,7 +129,8 @@ def test_where_it_is_left_out_trainers_wait_as_long_as_a_request_and_its_rewards
         tree = {"rollout": {"responses_per_prompt": responses}, "reward": given | reward}
         return Config.model_validate(TREE | tree).deadlines.wait_timeout_s
 
-    request_s, pauses_s = 600 + 0.25 * 256, 3 * 30
+    request_s = 600 + 0.25 * 256
+    pauses_s = 3 * 30
     assert waits(8, "judge") == 1800, (
         "which is more than a request's 664 s and 4 times a free turn and 60 s"
     )
@@ -205,7 +206,8 @@ def test_engines_and_trainers_of_a_publish_group_have_the_same_settings(
         "run": {"device": "cpu", "deterministic": deterministic},
         "rollout": {"batch_invariant": batch_invariant},
     }
-    config, placement = Config.model_validate(TREE | run), Placement((), (0,), (), ((),), (), (0,))
+    config = Config.model_validate(TREE | run)
+    placement = Placement((), (0,), (), ((),), (), (0,))
     trainer = commands.trainer_command(
         config, npu, placement, commands.Store("127.0.0.1", 29500), rank=0
     )
@@ -228,13 +230,13 @@ def test_processes_do_not_inherit_what_would_break_their_groups(
     monkeypatch.setenv("RANK_TABLE_FILE", "/etc/hccl.json")
     monkeypatch.setenv("ROOTINFO_SUBCOMM_ENABLE", "1")
     config = Config.model_validate(TREE)
-    found: dict[str, set[str]] = {}
+    inherited: dict[str, set[str]] = {}
     for backend in ("hccl", "gloo"):
         platform: Platform = SimpleNamespace(comm_backend=backend)  # type: ignore[assignment]
-        found[backend] = {"RANK_TABLE_FILE", "ROOTINFO_SUBCOMM_ENABLE"} & commands._common_env(
+        inherited[backend] = {"RANK_TABLE_FILE", "ROOTINFO_SUBCOMM_ENABLE"} & commands._common_env(
             config, platform
         ).keys()
-    assert not found["hccl"] and len(found["gloo"]) == 2
+    assert not inherited["hccl"] and len(inherited["gloo"]) == 2
 
 
 async def test_an_engine_that_hangs_has_a_publishs_time_from_when_the_trainers_send(
@@ -242,9 +244,7 @@ async def test_an_engine_that_hangs_has_a_publishs_time_from_when_the_trainers_s
 ) -> None:
     """It was asked to load long before; its health page stays green."""
     monkeypatch.setattr(while_healthy, "_HEALTH_EVERY_S", 0.02)
-    publish: Any = CoordinatorPublish.__new__(CoordinatorPublish)
-    publish._limit_s = 0.2
-    publish._rollout = SimpleNamespace(probe_timeout_s=1.0)
+    loads = EngineLoads(num_workers=1, limit_s=0.2, health_timeout_s=1.0)
     looks: list[float] = []
 
     async def look(deadline_s: float) -> None:
@@ -259,12 +259,12 @@ async def test_an_engine_that_hangs_has_a_publishs_time_from_when_the_trainers_s
         await asyncio.sleep(60 if hangs else 0.05)
         return "loaded"
 
-    assert await publish._while_healthy(engine, work(False, sending), sending) == "loaded"
+    assert await loads.while_healthy(engine, work(False, sending), sending) == "loaded"
     sending = asyncio.get_running_loop().create_future()
     start_s = time.perf_counter()
     with pytest.raises(
         DeadlineExceeded,
         match=r"http://engine: it has not loaded the weights 0.2 s after the trainers began",
     ):
-        await asyncio.wait_for(publish._while_healthy(engine, work(True, sending), sending), 30)
+        await asyncio.wait_for(loads.while_healthy(engine, work(True, sending), sending), 30)
     assert time.perf_counter() - start_s > 0.7 and looks

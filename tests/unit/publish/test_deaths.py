@@ -66,7 +66,8 @@ class Source:
         self.manifest = manifest_of(self.tensors, {})
         self.old: dict[str, torch.Tensor] = {}
         self.stop = False
-        self.stopped, self.go_on = threading.Event(), threading.Event()
+        self.stopped = threading.Event()
+        self.go_on = threading.Event()
 
     def contents(self) -> dict[str, str]:
         """Of the weights as they are; `old` are sent instead of them."""

@@ -177,7 +177,8 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
     config = make_config(model, schedule=schedule, publish={"mode": "delayed", "probe_tokens": 0})
     learner, stage = make_learner(config)
     channel = StoreChannel(dist.HashStore(), "pa/0/")  # type: ignore[attr-defined]
-    timeline, probes = Timeline(None, ""), probe_plan(config)
+    timeline = Timeline(None, "")
+    probes = probe_plan(config)
     border = TrainerBorder(
         config=config,
         learner=learner,
@@ -196,7 +197,8 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
         agreement=Agreement(config, learner, probes),
         probes=probes,
     )
-    policy, kept = dict(stage.policy.named_parameters()), trainer_models(config).published_source
+    policy = dict(stage.policy.named_parameters())
+    kept = trainer_models(config).published_source
 
     def copied() -> dict[str, torch.Tensor]:
         return {name: parameter.detach().clone() for name, parameter in policy.items()}

@@ -13,10 +13,10 @@ from pa_npu.weight_transfer.digest import Digests, digest_of, first_difference
 
 
 def digests(*tensors: torch.Tensor) -> str:
-    found = Digests()
+    computed = Digests()
     for tensor in tensors:
-        found.add(tensor)
-    return found.read()
+        computed.add(tensor)
+    return computed.read()
 
 
 def by_integers(tensor: torch.Tensor) -> str:

@@ -72,7 +72,8 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_late_engine_is_sent_the_version_when_all_ranks_hold_it(fails: bool) -> None:
-    channel, gate = make_channel(), VersionGate(0.05)
+    channel = make_channel()
+    gate = VersionGate(0.05)
 
     def work() -> None:
         with pytest.raises(DeadlineExceeded):
@@ -101,7 +102,8 @@ def test_a_late_engine_is_sent_the_version_when_all_ranks_hold_it(fails: bool) -
 )
 def test_whatever_breaks_a_delivery_is_told_and_the_next_engine_is_served(error: Exception) -> None:
     """torch raises RuntimeError; a thread that it ended would let all later engines wait in vain."""
-    channel, gate = make_channel(), VersionGate(WAIT_S)
+    channel = make_channel()
+    gate = VersionGate(WAIT_S)
     outcomes = iter([error, None])
 
     def work() -> None:

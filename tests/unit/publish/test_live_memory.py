@@ -25,10 +25,10 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tor
 
 
 def contents(*tensors: torch.Tensor) -> str:
-    found = Contents()
+    computed = Contents()
     for tensor in tensors:
-        found.add("x", tensor)
-    return found.read()["x"]
+        computed.add("x", tensor)
+    return computed.read()["x"]
 
 
 # --- contents
@@ -186,7 +186,8 @@ FAULTS: dict[str, tuple[str, Any]] = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_memory_that_is_not_what_was_sent_is_named(fault: str, dtype: torch.dtype) -> None:
-    engine, check = Engine(dtype), LiveMemoryCheck()
+    engine = Engine(dtype)
+    check = LiveMemoryCheck()
     old = engine.weights(0)
     place, name = FAULTS[fault]
 

@@ -9,7 +9,8 @@ from pa_npu.planning.prediction.costs import PublishLink, publish_seconds
 from pa_npu.trainer.assemble import SMALLEST_BUCKET_BYTES, auto_bucket_bytes
 from tools.bench_publish import MODELS
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 
 
 @pytest.mark.parametrize(

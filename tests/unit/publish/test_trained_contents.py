@@ -135,7 +135,8 @@ def scaled_in_its_bucket(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def changed(self: GatheredWeights, bucket: Any, parts: Any) -> Any:
         words, work = start(self, bucket, parts)
-        flat, offset = words.view(bucket.torch_dtype), 0
+        flat = words.view(bucket.torch_dtype)
+        offset = 0
         for segment in bucket.segments:
             if segment.name == OLD:
                 flat[offset : offset + segment.size] *= 1.0625

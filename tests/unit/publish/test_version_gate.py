@@ -40,7 +40,8 @@ def test_what_is_offered_is_held_once_engines_have_swapped() -> None:
     """The version before until then, for engines that come late; whoever asks for the offered one
     knows of the swap.
     """
-    gate, taken = VersionGate(20.0), []
+    gate = VersionGate(20.0)
+    taken = []
     gate.open(3)
     gate.offer(4, lambda: taken.append(4))
     assert gate.hold(3) and not taken, (
@@ -63,7 +64,8 @@ def test_what_is_offered_is_held_once_engines_have_swapped() -> None:
 
 
 def test_an_offer_is_not_taken_from_under_a_sender() -> None:
-    gate, taken = VersionGate(0.05), []
+    gate = VersionGate(0.05)
+    taken = []
     gate.open(3)
     gate.offer(4, lambda: taken.append(4))
     assert gate.hold(3)

@@ -40,7 +40,8 @@ def test_no_publish_group_has_two_ranks_on_a_device_where_the_backend_forbids_it
         Member(number, 0, True, engine, shared=number == 0) for number, engine in enumerate(engines)
     ]
     groups = EngineGroups(config.rollout, connection, config.publish.timeout_s)
-    joined, receivers = groups.of_members(members, 0), groups.receivers(members, 0)
+    joined = groups.of_members(members, 0)
+    receivers = groups.receivers(members, 0)
     found = {member.name: one for member, one in zip(members, joined, strict=True)}
     shape = {
         name: (g.backend, g.stages[0]["name"], g.first_rank, g.world_size)

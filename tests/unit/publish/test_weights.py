@@ -29,13 +29,13 @@ EXPERTS = [*((family, 1) for family in FAMILIES), ("qwen3_moe", 2), ("qwen3_moe"
     ("family", "ep_size", "tied", "tp_size", "stages", "workers"),
     [  # in CI every family once, and one of them and shared experts in every layout
         pytest.param(
-            *one,
+            *digest,
             *layout,
             marks=[]
-            if layout == LAYOUTS[2] or one in (EXPERTS[0], EXPERTS[-1])
+            if layout == LAYOUTS[2] or digest in (EXPERTS[0], EXPERTS[-1])
             else [pytest.mark.nightly],
         )
-        for one in EXPERTS
+        for digest in EXPERTS
         for layout in LAYOUTS
     ],
 )
@@ -74,7 +74,7 @@ def test_engines_receive_the_checkpoint_bit_for_bit(
         sent = sum(stats.bytes for stats in results[: len(publishers)])
         assert sent == sum(tensor.nbytes for tensor in expected.values())
         digests = [digests for receiver in receivers for digests in receiver.digests]
-        assert digests and all(len(one.split()) > 1 for one in digests), (
+        assert digests and all(len(digest.split()) > 1 for digest in digests), (
             "one bucket would show nothing about cutting"
         )
         expected = {name: tensor + 1 for name, tensor in expected.items()}

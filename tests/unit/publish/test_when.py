@@ -15,7 +15,7 @@ from pa_npu.algorithm.agreement import DifferenceSums
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness, iterations_ahead
 from pa_npu.publish.probes import MIN_RESPONSES
-from pa_npu.telemetry.report import saved_publishes_line
+from pa_npu.telemetry.run_summary import saved_publishes_line
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.publication import (
     BlockingPublication,
@@ -34,7 +34,8 @@ from tests.unit.trainer.test_updates import GROUPS, RESPONSES, make_config, make
 from pa_npu.samples.microbatch import build_microbatches  # isort: skip
 from pa_npu.trainer.loop import consume  # isort: skip
 
-LIMIT, ITERATIONS = 0.01, 12
+LIMIT = 0.01
+ITERATIONS = 12
 NO_CHANNEL: Any = None
 
 
@@ -88,7 +89,8 @@ def choice_of(config: Config, kls: list[float]) -> PublishedVersions:
 
 def published(config: Config, kls: list[float], first: int = 0) -> list[int]:
     """The versions that are published when the probe says `kls` at the borders after the first."""
-    choice, versions = choice_of(config, kls), []
+    choice = choice_of(config, kls)
+    versions = []
     for version in range(first, ITERATIONS + 1):
         report = choice.decide(version)
         assert report.publish_kl is not None or version == first
@@ -99,7 +101,8 @@ def published(config: Config, kls: list[float], first: int = 0) -> list[int]:
 
 
 def test_a_version_is_published_when_it_is_far_or_its_tokens_would_be_too_old() -> None:
-    near, far = LIMIT / 2, LIMIT
+    near = LIMIT / 2
+    far = LIMIT
     assert published(config_of(1), [far] * ITERATIONS) == list(range(ITERATIONS + 1)), (
         "the limit itself is far"
     )
@@ -120,7 +123,8 @@ def test_what_is_evaluated_or_saved_is_published_however_near() -> None:
 
 
 def test_a_run_that_continues_from_a_checkpoint_publishes_what_the_whole_one_does() -> None:
-    config, rng = config_of(3, checkpoint={"every": 4}), random.Random(1)
+    config = config_of(3, checkpoint={"every": 4})
+    rng = random.Random(1)
     for _ in range(20):
         kls = [rng.choice([0.5, 2.0]) * LIMIT for _ in range(ITERATIONS)]
         assert [v for v in published(config, kls) if v >= 4] == published(config, kls[4:], first=4)
@@ -130,11 +134,15 @@ def test_a_run_that_continues_from_a_checkpoint_publishes_what_the_whole_one_doe
 def test_every_iteration_is_produced_once_and_fresh_whatever_the_divergences(
     staleness: int,
 ) -> None:
-    config, rng, oldest = config_of(staleness), random.Random(staleness), 0
+    config = config_of(staleness)
+    rng = random.Random(staleness)
+    oldest = 0
     freshness = Freshness(staleness, iterations_ahead(config.schedule, config.publish))
     for _ in range(50):
         kls = [rng.choice([0.5, 2.0]) * LIMIT for _ in range(ITERATIONS)]
-        versions, produced, held = published(config, kls), [], 0
+        versions = published(config, kls)
+        produced = []
+        held = 0
         for border in range(ITERATIONS):
             held = max(v for v in versions if v <= border)
             while len(produced) < ITERATIONS and freshness.is_due(len(produced), border):

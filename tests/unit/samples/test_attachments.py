@@ -23,7 +23,7 @@ from pa_npu.control.channel import StoreChannel
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.iterations_ahead import CARRIED_KEY, carried_of
 from pa_npu.coordinator.served_run import ServedRun
-from pa_npu.coordinator.token_budget import told
+from pa_npu.coordinator.token_budget import carried_fields
 from pa_npu.data.prompts import Prompt
 from pa_npu.rewards.functions import RewardResult
 from pa_npu.samples.attachments import Attachment, Placeholders, described
@@ -532,7 +532,7 @@ def scored_group(samples: list[Sample]) -> ScoredGroup:
 def test_groups_with_attachments_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     scored = scored_group([two_images(1, 2, 0), two_images(1, 3, 1)])
     group = scored.group(0, 4, 0)
-    carried = {"groups": [told(scored)], "group_tokens": 8.0}
+    carried = {"groups": [carried_fields(scored)], "group_tokens": 8.0}
     ahead = AheadIteration(4, {CARRIED_KEY: carried}, [], {}, [to_bytes(group)])
     write_ahead(tmp_path, [ahead])
     (read,) = read_ahead(tmp_path)

@@ -30,7 +30,7 @@ from pa_npu.families.model_directory import load_tokenizer
 from pa_npu.samples.columns import GroupFormatError
 from pa_npu.samples.wire import from_bytes, to_bytes
 from pa_npu.telemetry.records import MetricsWriter, read_evaluations, read_records
-from pa_npu.telemetry.report import summarise
+from pa_npu.telemetry.run_summary import summarise
 from pa_npu.weight_transfer.manifest import Manifest
 from pa_npu.weight_transfer.transport import WeightSyncError
 from tests.helpers.mutations import VALUES, changed_bytes, changed_tree, json_near, to_json

@@ -85,8 +85,8 @@ def steps() -> list[Step]:
 
 
 def test_equal_runs_are_equal_to_the_bit(tmp_path: Path) -> None:
-    found = compared(tmp_path, steps())
-    assert (found.verdict, found.iterations, found.causes) == ("equal", 4, ())
+    comparison = compared(tmp_path, steps())
+    assert (comparison.verdict, comparison.iterations, comparison.causes) == ("equal", 4, ())
 
 
 def test_one_bit_of_a_reward_is_found_and_named_before_what_follows_from_it(tmp_path: Path) -> None:
@@ -131,9 +131,9 @@ def test_each_kind_of_difference_is_named_by_its_cause(tmp_path: Path) -> None:
     for number, (change, (aspect, text)) in enumerate(named.items()):
         other = steps()
         change(other[1])
-        found = compared(tmp_path / str(number), other)
-        assert found.verdict == "different" and found.last[0].iteration == 1
-        assert found.last[0].aspect == aspect and text in found.last[0].text
+        comparison = compared(tmp_path / str(number), other)
+        assert comparison.verdict == "different" and comparison.last[0].iteration == 1
+        assert comparison.last[0].aspect == aspect and text in comparison.last[0].text
 
 
 def test_another_number_of_replicas_may_differ_by_rounding_and_no_more(tmp_path: Path) -> None:
@@ -163,23 +163,23 @@ def test_other_tokens_between_runs_that_may_round_differently_decide_nothing(
 ) -> None:
     other = steps()
     other[2].tokens[0, 0, 0] += 1
-    found = compared(tmp_path, other, software={**SOFTWARE, "engines": "vllm 0.12.0"})
-    assert found.verdict == "undecided" and found.causes == (
+    comparison = compared(tmp_path, other, software={**SOFTWARE, "engines": "vllm 0.12.0"})
+    assert comparison.verdict == "undecided" and comparison.causes == (
         "engines: vllm 0.11.0 and vllm 0.12.0",
     )
-    assert found.last[0].response == (0, 0) and found.iterations == 3
+    assert comparison.last[0].response == (0, 0) and comparison.iterations == 3
 
 
 def test_rewards_have_no_rounding_whatever_else_differs(tmp_path: Path) -> None:
     other = steps()
     other[1].rewards.view(np.uint32)[0, 0] ^= 1
-    found = compared(tmp_path, other, software={**SOFTWARE, "torch": "2.8.0"})
-    assert found.verdict == "different" and found.last[0].aspect == "rewards"
+    comparison = compared(tmp_path, other, software={**SOFTWARE, "torch": "2.8.0"})
+    assert comparison.verdict == "different" and comparison.last[0].aspect == "rewards"
 
 
 def test_chains_are_compared_over_the_iterations_that_both_have(tmp_path: Path) -> None:
     first = make_chained_run(tmp_path / "first", steps(), tmp_path / "model")
     second = make_chained_run(tmp_path / "second", [step(2), step(3)], tmp_path / "model", first=2)
-    found = compare_chains(read_chain(first), read_chain(second))
-    assert (found.verdict, found.begin, found.iterations) == ("equal", 2, 2)
+    comparison = compare_chains(read_chain(first), read_chain(second))
+    assert (comparison.verdict, comparison.begin, comparison.iterations) == ("equal", 2, 2)
     assert compare_chains(read_chain(first), read_chain(first), 1, 3).iterations == 2

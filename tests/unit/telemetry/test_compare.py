@@ -127,7 +127,8 @@ def test_the_interval_of_a_difference_covers_the_true_one_as_often_as_it_says() 
     random = np.random.default_rng(0)
     covered = 0
     for _ in range(4000):
-        a, b = random.normal(1.0, 1.0, 3), random.normal(0.0, 3.0, 5)
+        a = random.normal(1.0, 1.0, 3)
+        b = random.normal(0.0, 3.0, 5)
         half = welch_half_width(list(a), list(b))
         assert half is not None
         covered += abs((a.mean() - b.mean()) - 1.0) <= half

@@ -79,9 +79,9 @@ def test_a_run_whose_records_cannot_be_written_goes_on_and_counts_them(
             {"version": 3, "accuracy": 0.5, "questions": 1, "seconds": 1.0, "time": 0.0}
         )
     assert lost_records() == 3 + 1
-    said = [record.getMessage() for record in caplog.records if record.name == records.log.name]
-    assert len(said) == 2, "one line per file, not per record"
-    assert all("No space left on device" in line for line in said)
+    lines = [record.getMessage() for record in caplog.records if record.name == records.log.name]
+    assert len(lines) == 2, "one line per file, not per record"
+    assert all("No space left on device" in line for line in lines)
 
 
 def test_the_count_is_in_the_records_that_are_written_again(tmp_path: Path) -> None:
@@ -143,7 +143,8 @@ def test_no_record_log_line_or_console_line_holds_what_a_terminal_obeys(
 def test_log_messages_hold_nothing_that_a_terminal_obeys(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    handlers, level = logging.root.handlers[:], logging.root.level
+    handlers = logging.root.handlers[:]
+    level = logging.root.level
     try:
         setup_logging("a process")
         logging.getLogger("x").warning("zero for %s\nand a second line", HOSTILE)

@@ -91,7 +91,8 @@ def test_log_lines_name_the_process_and_cannot_be_taken_for_progress(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     root = logging.getLogger()
-    before, level = root.handlers[:], root.level
+    before = root.handlers[:]
+    level = root.level
     try:
         setup_logging("trainer-3")
         setup_logging("trainer-3")

@@ -12,14 +12,12 @@ import pytest
 from pa_npu.config.schema import Config
 from pa_npu.errors import DataError
 from pa_npu.telemetry.records import MetricsWriter, read_records
-from pa_npu.telemetry.report import (
-    each_run,
-    load_report,
+from pa_npu.telemetry.report import each_run, load_report, render_text, table_rows
+from pa_npu.telemetry.run_summary import (
+    by_rule_line,
     nothing_learned_line,
     overlap_line,
-    render_text,
     summarise,
-    table_rows,
 )
 from tools import plot_runs
 from tools.plot_runs import iteration_parts
@@ -275,3 +273,12 @@ def test_a_run_that_could_learn_nothing_says_so_once(
     records = [{"reward_mean": mean, "reward_std": deviation} for mean, deviation in rewards]
     line = nothing_learned_line(records, tmp_path)
     assert (line is None) if said is None else (line is not None and line.startswith(said))
+
+
+def test_the_summary_says_what_was_not_computed_and_what_means_are_over():
+    records = [{"groups": 8, "groups_skipped": 3}, {"groups": 8}]
+    line = by_rule_line(records)
+    assert line is not None
+    assert line.startswith("Not computed: 3 of 16 groups")
+    assert "means over the tokens of the others" in line
+    assert by_rule_line([{"groups": 8}]) is None

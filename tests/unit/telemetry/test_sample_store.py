@@ -35,7 +35,8 @@ def test_responses_come_back_as_they_were_with_the_trainers_logprobs_of_the_same
 ) -> None:
     write_samples(tmp_path, 2)
     assert sample_iterations(tmp_path) == [0, 1]
-    rows, written = read_samples(tmp_path, 1), kept_responses(1)
+    rows = read_samples(tmp_path, 1)
+    written = kept_responses(1)
     assert [(row["index"], row["response"]) for row in rows] == [
         (r.index, r.response) for r in written
     ]
@@ -135,10 +136,8 @@ def test_trainers_keep_the_groups_that_the_coordinator_keeps_and_begin_anew_with
 
 
 def test_groups_that_agents_and_reward_functions_reward_are_kept_together(tmp_path: Path) -> None:
-    by_functions, by_agents = (
-        kept_responses(0)[0],
-        replace(kept_responses(0)[4], rewards={"environment": 0.5}),
-    )
+    by_functions = kept_responses(0)[0]
+    by_agents = replace(kept_responses(0)[4], rewards={"environment": 0.5})
     store = SampleStore(tmp_path, 0, piece)
     store.write(0, [by_agents, by_functions])
     store.close()

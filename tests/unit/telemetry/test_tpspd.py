@@ -27,7 +27,8 @@ def record(iteration: int, **values: object) -> dict[str, object]:
 
 def test_one_iteration_equals_the_mindspeed_formula() -> None:
     # (mean response + mean prompt) x global batch x n / devices / iteration seconds
-    prompts, responses_per_prompt = [10, 30], 4
+    prompts = [10, 30]
+    responses_per_prompt = 4
     response_lengths = [[5, 6, 7, 8], [100, 1, 1, 1]]
     samples = len(prompts) * responses_per_prompt
     mean_prompt = sum(prompts) / len(prompts)

@@ -77,7 +77,8 @@ def telemetry(**settings: Any) -> TelemetryConfig:
 
 def test_the_documented_table_is_that_of_the_code() -> None:
     page = (ROOT / "docs" / "trackers.md").read_text()
-    trl, verl = NAMES["trl"], NAMES["verl"]
+    trl = NAMES["trl"]
+    verl = NAMES["verl"]
     for field in {**trl, **verl}:
         shown = (f"`{names[field]}`" if field in names else "" for names in (trl, verl))
         assert page.count(f"\n| `{field}` | {' | '.join(shown)} | ") == 1
@@ -150,17 +151,15 @@ def test_a_tracker_gets_every_record_and_the_samples_and_a_resumed_run_goes_on_u
         told["tables"]["completions"] for told in fake.told() if told.get("tables")
     )
     assert columns == [
-        *(
-            "step",
-            "prompt",
-            "completion",
-            "answer",
-            "math",
-            "reward",
-            "advantage",
-            "correct",
-            "tokens",
-        ),
+        "step",
+        "prompt",
+        "completion",
+        "answer",
+        "math",
+        "reward",
+        "advantage",
+        "correct",
+        "tokens",
     ]
     assert (
         len(rows) == 2

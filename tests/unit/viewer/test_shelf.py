@@ -59,7 +59,8 @@ def test_the_table_has_a_row_per_run_with_its_state_and_numbers(folder: Path) ->
     assert (
         table["folder"] == "runs" and table["left_out"] == 0 and rows.keys() == {"good", "bad run"}
     )
-    good, bad = rows["good"], rows["bad run"]
+    good = rows["good"]
+    bad = rows["bad run"]
     assert good["state"]["word"] == "finished" and good["state"]["iterations"] == ITERATIONS
     assert good["state"]["started"] == BEGAN_S - 6 and good["facts"]["model"] == "models/tiny"
     assert good["evaluation"] == good["best"] == 0.91 and bad["evaluation"] == 0.31
@@ -101,14 +102,17 @@ def test_each_run_has_its_own_address_and_is_compared_with_those_that_are_named(
 @pytest.mark.parametrize(
     "path",
     [
-        *("/api/compare", "/good", "/notes/", "/file/", "/outside/api/run", "/../outside/api/run"),
-        *(
-            "/..%2Foutside/api/run",
-            "/%2e%2e/api/run",
-            "/good/../../outside/api/run",
-            "//api/compare",
-            "/good/api/runs",
-        ),
+        "/api/compare",
+        "/good",
+        "/notes/",
+        "/file/",
+        "/outside/api/run",
+        "/../outside/api/run",
+        "/..%2Foutside/api/run",
+        "/%2e%2e/api/run",
+        "/good/../../outside/api/run",
+        "//api/compare",
+        "/good/api/runs",
         "/good%00/api/run",
     ],
 )

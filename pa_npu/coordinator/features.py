@@ -1,8 +1,8 @@
 """The named points of producing an iteration, which a feature overrides where it takes part; the producer has them in a table.
 
-A run that does not use a feature has no object of it: main.py decides, and nothing on the main path
-asks. Two stand here, because every iteration has them: Pace follows its schedule, TailMeter says
-how much of the engines was idle at its end.
+A run that does not use a feature has no object of it: assembly.py decides, and nothing on the main
+path asks. Two stand here, because every iteration has them: AdmissionPace follows its schedule,
+IdleTailMeter says how much of the engines was idle at its end.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.samples.group import Group
 
 
-class Variant:
-    """A feature's part in producing. Every point of this class does nothing."""
+class Feature:
+    """Takes a feature's part in producing. Every point of this class does nothing."""
 
     async def before_admit(self) -> None:
-        """Before a group asks for room on an engine; a wait holds back all further groups, and
-        needs an end of its own.
+        """Is awaited before a group asks for room on an engine.
+
+        A wait holds back all further groups, and needs a deadline.
         """
 
     def admitted(self, lease: Lease) -> None:
-        """A group has room on an engine."""
+        """Is called when a group has room on an engine."""
 
     def nothing_left(self) -> None:
-        """No group can be admitted before another one is scored, or none is left."""
+        """Is called when no group is left, or none can be admitted before another one is scored."""
 
     def generated(self, lease: Lease) -> None:
-        """All samples of a group are there; `lease` is the one under which it ended."""
+        """Is called when all samples of a group are there; it ended under `lease`."""
 
     def scored(self, index: int, group: ScoredGroup) -> None:
-        """A group has its rewards, whether it is trained or not."""
+        """Is called when a group has its rewards, whether it is trained or not."""
 
     def delivered(self, group: Group, scored: ScoredGroup) -> None:
-        """A group is in the buffer."""
+        """Is called when a group is in the buffer."""
 
     def all_dispatched(self) -> None:
-        """Engines have, or have had, every group that the iteration began with."""
+        """Is called when engines have had every group that the iteration began with."""
 
 
-class Points:
-    """The variants of one iteration at each point, in turn; one that does nothing at a point is not
-    called there.
-    """
+class HookPoints:
+    """Lists, for each point, the methods of one iteration's features that do something there."""
 
-    def __init__(self, variants: Sequence[Variant]) -> None:
+    def __init__(self, features: Sequence[Feature]) -> None:
         def at(point: str) -> list[Any]:
-            return [
-                getattr(one, point)
-                for one in variants
-                if getattr(type(one), point) is not getattr(Variant, point)
-            ]
+            methods = []
+            for feature in features:
+                is_overridden = getattr(type(feature), point) is not getattr(Feature, point)
+                if is_overridden:
+                    methods.append(getattr(feature, point))
+            return methods
 
         self.before_admit: list[Callable[[], Awaitable[None]]] = at("before_admit")
         self.admitted: list[Callable[[Lease], None]] = at("admitted")
@@ -70,7 +70,7 @@ class Points:
         self.all_dispatched: list[Callable[[], None]] = at("all_dispatched")
 
 
-class Pace(Variant):
+class AdmissionPace(Feature):
     """Follows one iteration's schedule in real time, from its construction on.
 
     `before_admit` and `admitted` are for one task; the others for any.
@@ -143,7 +143,7 @@ class _Engine:
     total_s: float = 0.0
 
 
-class TailMeter(Variant):
+class IdleTailMeter(Feature):
     """Tail waste: how much of the engines' capacity is idle because there is nothing left to
     dispatch.
 
@@ -195,7 +195,8 @@ class TailMeter(Variant):
     def _advance(self) -> None:
         use = self._pool.use()
         for name in (engine.name for engine in self._pool.engines):
-            after, seen = use[name], self._engines[name]
+            after = use[name]
+            seen = self._engines[name]
             before = self._last.get(name, after)
             seconds = after.updated_s - before.updated_s
             seen.capacity = max(seen.capacity, after.in_flight_sequences)
