@@ -1,9 +1,10 @@
-"""A model's weights gathered from the ranks that hold them into flat buckets of bounded size, for a publish and an export.
+"""Gathers a model's weights from the ranks that hold them into flat buckets of bounded size.
 
-A rank never holds more of other ranks' weights than two buckets: one is on its way between the
-ranks while the one before is read. Each rank lays its own part of a bucket where it belongs, the
-others' are zero bits, and the sum of the bits over the ranks is the bucket. One sum, as gloo's
-all-gather copies everything twice more, and HCCL has no gather to one rank.
+They serve a publish and an export. A rank never holds more of other ranks' weights than two
+buckets: one is on its way between the ranks while the one before is read. Each rank lays its own
+part of a bucket where it belongs and leaves the others' zero, so that the sum of the bits over the
+ranks is the bucket. It is a sum because gloo's all-gather copies everything twice more, and HCCL
+has no gather to one rank.
 """
 
 from __future__ import annotations
@@ -39,30 +40,32 @@ class Part(ABC):
     """This rank's part of a tensor."""
 
     def gather(self, group: dist.ProcessGroup | None, memory: torch.device) -> None:  # noqa: B027
-        """Get what `lay` needs of other ranks; collective over `group`, whose collectives take
+        """Gets what `lay` needs from other ranks. Collective over `group`, whose collectives take
         tensors in `memory`.
         """
 
     @abstractmethod
     def lay(self, out: torch.Tensor, first: int) -> None:
-        """Copy what is here of whole rows of the tensor to their places in `out`, flat, which
-        begins with element `first`.
+        """Copies this rank's part of whole rows of the tensor to its place in `out`, which is flat
+        and begins with element `first`.
         """
 
     @abstractmethod
     def pieces(self, size: int) -> Iterator[torch.Tensor]:
-        """Yields what is here of the tensor, of `size` elements, each element once, in any order
+        """Yields this rank's part of the tensor of `size` elements, each element once, in any order
         and shape.
         """
 
 
 class GatheredWeights(ABC):
-    """A WeightSource. A backend's subclass says what is sent (`tensors`, by name) and what of it is
-    here (`parts`).
+    """A WeightSource. A backend's subclass passes the tensors that are sent, by name, and
+    implements `parts`, this rank's parts of them.
 
-    group: the ranks that together hold the weights, None where this rank is alone; its first one
-    leads. base: what adapters are merged into. on_host: buckets are made in host memory, where the
-    group's collectives are, for a thread beside training.
+    group: the ranks that together hold the weights, of which the first one leads; None if this rank
+    holds all.
+    base: what adapters are merged into.
+    on_host: makes buckets in host memory, where the group's collectives are, for a thread that
+    sends while training runs.
     """
 
     def __init__(
@@ -83,25 +86,28 @@ class GatheredWeights(ABC):
         by_type: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
         for name, tensor in tensors.items():
             by_type.setdefault(tensor.dtype, {})[name] = tensor.shape
+        buckets: list[Bucket] = []
+        for dtype, shapes in by_type.items():
+            type_name = str(dtype).removeprefix("torch.")
+            max_elements = max(1, bucket_bytes // dtype.itemsize)
+            buckets += [
+                Bucket(type_name, segments) for segments in plan_segments(shapes, max_elements)
+            ]
         self.manifest = Manifest(
             stage=place.stage,
             model=spec.wire_sizes(),
             shapes={name: tensor.shape for name, tensor in tensors.items()},
-            buckets=tuple(
-                Bucket(str(dtype).removeprefix("torch."), segments)
-                for dtype, shapes in by_type.items()
-                for segments in plan_segments(shapes, max(1, bucket_bytes // dtype.itemsize))
-            ),
+            buckets=tuple(buckets),
             base=base,
         )
 
     @abstractmethod
     def parts(self, leads: bool) -> Mapping[str, Part]:
-        """This rank's part of each tensor. leads: whether it lays out what all ranks have."""
+        """Returns this rank's part of each tensor. leads: whether it lays out what all ranks have."""
 
     @abstractmethod
     def live_parts(self, leads: bool) -> Mapping[str, Part]:
-        """The parts again, of tensors that are looked up anew in the model that trains."""
+        """Returns the parts of tensors that are looked up anew in the model that trains."""
 
     @property
     def is_leader(self) -> bool:
@@ -114,12 +120,12 @@ class GatheredWeights(ABC):
     @torch.no_grad()
     def contents(self) -> dict[str, str]:
         """See WeightSource. Collective over the group, as `gather` of a part is."""
-        types = {
-            segment.name: bucket.torch_dtype
-            for bucket in self.manifest.buckets
-            for segment in bucket.segments
-        }
-        parts, contents = self.live_parts(self._leads), Contents()
+        types = {}
+        for bucket in self.manifest.buckets:
+            for segment in bucket.segments:
+                types[segment.name] = bucket.torch_dtype
+        parts = self.live_parts(self._leads)
+        contents = Contents()
         for name, shape in self.manifest.shapes.items():
             parts[name].gather(self._group, self._memory)
             for piece in parts[name].pieces(math.prod(shape)):
@@ -132,14 +138,14 @@ class GatheredWeights(ABC):
         buckets = self.manifest.buckets
         upcoming = self._start(buckets[0], parts)
         for number, bucket in enumerate(buckets, start=1):
-            whole, work = upcoming
+            words, work = upcoming
             if number < len(buckets):
                 upcoming = self._start(buckets[number], parts)
             if work is not None:
-                what = f"bucket {number} of {len(buckets)} ({bucket.summary})"
+                bucket_text = f"bucket {number} of {len(buckets)} ({bucket.summary})"
                 others = [rank for rank in self._place.shard_group if rank != self._place.rank]
                 where = (
-                    f"gathering weights over the ranks of stage {self._place.stage}, {what}: rank "
+                    f"gathering weights over the ranks of stage {self._place.stage}, {bucket_text}: rank "
                     f"{self._place.rank} waits for the parts of ranks {others}"
                 )
                 transport.wait(
@@ -148,13 +154,13 @@ class GatheredWeights(ABC):
                     where,
                     "look at the logs of the trainer ranks for the one that stopped",
                 )
-            yield whole.view(bucket.torch_dtype)[: bucket.num_elements] if self.is_leader else None
+            yield words.view(bucket.torch_dtype)[: bucket.num_elements] if self.is_leader else None
 
     @torch.no_grad()
     def _start(
         self, bucket: Bucket, parts: Mapping[str, Part]
     ) -> tuple[torch.Tensor, dist.Work | None]:
-        """Lay this rank's part of a bucket out, and begin to add the other ranks'."""
+        """Lays this rank's part of a bucket out, and begins to add the other ranks' parts."""
         words = torch.zeros(
             -(-bucket.num_bytes // _WORD_BYTES), dtype=torch.int32, device=self._memory
         )
@@ -170,23 +176,26 @@ class GatheredWeights(ABC):
         return words, work
 
 
-def plan_segments(shapes: Mapping[str, tuple[int, ...]], most: int) -> list[tuple[Segment, ...]]:
-    """Tensors in order, cut by rows into buckets of at most `most` elements (or one row, if that is
-    larger).
+def plan_segments(
+    shapes: Mapping[str, tuple[int, ...]], max_elements: int
+) -> list[tuple[Segment, ...]]:
+    """Cuts tensors, in order, by rows into buckets of at most `max_elements` elements, or of one row
+    if that is larger.
     """
     buckets: list[list[Segment]] = []
     room = 0
     for name, shape in shapes.items():
-        size, row = math.prod(shape), math.prod(shape[1:])
+        size = math.prod(shape)
+        row = math.prod(shape[1:])
         if size > room:
-            # one that fits into a bucket is never cut, so that the receiver can use it where it
-            # arrives
+            # a tensor that fits into a bucket is never cut, so that the receiver can use it where
+            # it arrives
             room = 0
         start = 0
         while start < size:
             if room < row:
                 buckets.append([])
-                room = max(most, row)
+                room = max(max_elements, row)
             count = min(size - start, room // row * row)
             buckets[-1].append(Segment(name, start, count))
             room -= count

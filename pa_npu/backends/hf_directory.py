@@ -1,11 +1,12 @@
-"""Writing the policy as an HF directory: config, tokenizer files, safetensors and their index.
+"""Writes the policy as an HF directory: config, tokenizer files, safetensors and their index.
 
-From all trainer ranks, or of a checkpoint on demand, which is checked first, whichever backend
-wrote it (checked_run). Each stage's publishing rank gathers its stage bucket by bucket and writes
-its own files, so no rank holds more than one file's worth of another rank's weights. World rank 0
-then numbers the files, checks from their headers that every tensor is there once, writes the index
-and copies the rest. Everything happens in DIRECTORY.tmp, which takes DIRECTORY's name only when
-complete. With several nodes DIRECTORY must be on a file system they share.
+All trainer ranks write it together; or one process writes it from a checkpoint, which is checked
+first, whichever backend wrote it (checked_run). Each stage's publishing rank gathers its stage
+bucket by bucket and writes its own files, so no rank holds more than one file's worth of another
+rank's weights. World rank 0 then numbers the files, checks from their headers that every tensor is
+there once, writes the index and copies the rest. Everything happens in DIRECTORY.tmp, which takes
+DIRECTORY's name only when it is complete. With several nodes DIRECTORY must be on a file system
+that they share.
 """
 
 from __future__ import annotations
@@ -141,14 +142,16 @@ def write_hf(
                 write_prompt_format(
                     temporary, prompts, template if template is not None else kept_template(prompts)
                 )
-            _take_name(temporary, target)
+            _put_in_place(temporary, target)
 
     for step, action in (("preparing", prepare), ("writing", write), ("completing", finish)):
         _together(action, f"{step} {temporary}", device)
 
 
-def _together(action: Callable[[], None], what: str, device: torch.device) -> None:
-    """Run on all ranks; when it fails on any, raise on all, so that none waits for another in vain."""
+def _together(action: Callable[[], None], step: str, device: torch.device) -> None:
+    """Runs the action on all ranks; if it fails on any, raises ExportError on all, so that none
+    waits for another in vain. step: for messages.
+    """
     failure: Exception | None = None
     try:
         action()
@@ -158,10 +161,10 @@ def _together(action: Callable[[], None], what: str, device: torch.device) -> No
     if dist.is_initialized():
         dist.all_reduce(failed)
     if failure is not None:
-        raise ExportError(f"HF export: {what}: {failure}") from failure
+        raise ExportError(f"HF export: {step}: {failure}") from failure
     if failed.item():
         raise ExportError(
-            f"HF export: {what}: {failed.item()} other rank(s) failed; their logs say why"
+            f"HF export: {step}: {failed.item()} other rank(s) failed; their logs say why"
         )
 
 
@@ -174,13 +177,16 @@ def _write_stage(
 ) -> None:
     assembler = Assembler(manifest)
     held: dict[str, torch.Tensor] = {}
-    held_bytes, number = 0, 0
+    held_bytes = 0
+    number = 0
     for bucket, buffer in zip(manifest.buckets, buckets, strict=False):
         assert buffer is not None, "only TP leaders have the gathered weights"
         for name, tensor in assembler.completed(bucket, buffer):
             if held and held_bytes + tensor.nbytes > max_file_bytes:
                 save_file(held, _stage_file(directory, stage, number), metadata={"format": "pt"})
-                held, held_bytes, number = {}, 0, number + 1
+                held = {}
+                held_bytes = 0
+                number += 1
             # a copy: the bucket's memory is used again
             held[name] = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
             held_bytes += tensor.nbytes
@@ -194,16 +200,17 @@ def _stage_file(directory: Path, stage: int, number: int) -> Path:
 
 
 def _number_files(directory: Path, spec: ModelSpec) -> None:
-    """Give the stages' files their HF names, and write the index where there are several."""
+    """Gives the stages' files their HF names, and writes the index if there are several files.
+
+    Raises ExportError unless every tensor is there once.
+    """
     files = sorted(directory.glob("stage-*.safetensors"))
     weight_map: dict[str, str] = {}
     total_bytes = 0
     for number, file in enumerate(files, start=1):
-        name = (
-            SINGLE_FILE
-            if len(files) == 1
-            else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        )
+        name = SINGLE_FILE
+        if len(files) > 1:
+            name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         for tensor, stored in read_header(file).items():
             if tensor in weight_map:
                 raise ExportError(
@@ -228,7 +235,7 @@ def _number_files(directory: Path, spec: ModelSpec) -> None:
 
 
 def _copy_config(source: Path, directory: Path, dtype: str) -> None:
-    """config.json, with the type of the weights that were written."""
+    """Writes config.json with the type of the weights that were written."""
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     for key in {"dtype", "torch_dtype"} & config.keys() or {"dtype"}:
         config[key] = dtype
@@ -236,8 +243,8 @@ def _copy_config(source: Path, directory: Path, dtype: str) -> None:
 
 
 def _copy_rest(source: Path, directory: Path) -> None:
-    """All files beside the weights: those of tokenizers and processors, templates, code (auto_map),
-    a licence.
+    """Copies all files but the weights: those of tokenizers and processors, templates, code
+    (auto_map), a licence.
     """
     for folder, subfolders, names in os.walk(source):
         subfolders[:] = [
@@ -263,8 +270,8 @@ def _is_copied(file: Path) -> bool:
     )
 
 
-def _take_name(temporary: Path, target: Path) -> None:
-    """Put the complete directory in place of `target`, whose former content is deleted last."""
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Puts the complete directory in place of `target`, whose former content is deleted last."""
     for file in temporary.rglob("*"):
         if file.is_file():
             with file.open("rb") as stream:
@@ -278,11 +285,12 @@ def _take_name(temporary: Path, target: Path) -> None:
 
 
 def checked_run(checkpoint: Path, output: Path, model: str | None) -> tuple[Config, ModelSpec]:
-    """The configuration of the run for one process on the host, and its model.
+    """Returns the run's configuration for one process on the host, and its model.
 
-    model: the HF model that the run began with, where it has moved since. Raises UserError when the
-    checkpoint is not complete, is of another model, or `output` is not empty, DataError where a
-    file of it is not what was written.
+    model: the HF model that the run began with, if it has moved since.
+
+    Raises UserError if the checkpoint is not complete or `output` is not empty, and DataError if
+    the checkpoint is of another model or one of its files is not what was written.
     """
     meta = read_meta(checkpoint)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -301,16 +309,18 @@ def checked_run(checkpoint: Path, output: Path, model: str | None) -> tuple[Conf
 
 
 def trained_template(checkpoint: Path, config: Config) -> str | None:
-    """The template that the checkpoint's run was given in a file.
+    """Returns the template that the checkpoint's run was given in a file.
 
-    Raises DataError where nobody has it any more.
+    Raises DataError if neither the checkpoint nor the file has it anymore.
     """
-    kept = read_meta(checkpoint).chat_template
-    return kept if kept is not None else template_text(config.data.chat_template)
+    template = read_meta(checkpoint).chat_template
+    if template is not None:
+        return template
+    return template_text(config.data.chat_template)
 
 
 def _single_process(checkpoint: Path, meta: CheckpointMeta, model: str | None) -> Config:
-    """The run's configuration for one process on the host."""
+    """Returns the run's configuration for one process on the host."""
     tree: dict[str, Any] = {**meta.config}
     try:
         tree["run"] = {**tree["run"], "device": "cpu"}

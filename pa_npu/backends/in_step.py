@@ -1,8 +1,8 @@
-"""Ranks that compute one microbatch at a time together: whoever has fewer computes fillers beside the others' last ones.
+"""Ranks that compute one microbatch at a time together: a rank that has fewer computes fillers too.
 
 An exchange of tokens with experts of other ranks is a collective, and so is gathering a layer, so
-that all of a group must compute as many microbatches. How many a replica has follows from its
-groups' sizes and from packing, and is often not known before the last.
+that all ranks of a group must compute the same number of microbatches. How many a replica has
+follows from its groups' sizes and from packing, and is often not known before the last one.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import torch.distributed as dist
 from pa_npu.samples.microbatch import Microbatch
 
 
-def or_nothing(
+def zero_for_fillers(
     loss: Callable[[Microbatch, Any], torch.Tensor],
 ) -> Callable[[Microbatch, Any], torch.Tensor]:
-    """Return a loss that of a filler is zero, through which every gradient is: its backward is as
-    collective as its forward.
+    """Wraps `loss` so that a filler contributes zero and stays connected to every parameter: its
+    backward still joins the collectives.
     """
 
-    def of_either(microbatch: Microbatch, output: Any) -> torch.Tensor:
+    def loss_or_zero(microbatch: Microbatch, output: Any) -> torch.Tensor:
         if not microbatch.is_filler:
             return loss(microbatch, output)
         logprobs: torch.Tensor = getattr(output, "logprobs", output)
         return logprobs.sum() * 0.0
 
-    return of_either
+    return loss_or_zero
 
 
 class InStep:
-    """A rank's microbatches, then fillers as long as another rank of `group` has some. Each step is
-    a collective.
+    """Yields a rank's microbatches, then fillers as long as another rank of `group` has some. Each
+    step is collective.
 
-    is_last: whether the microbatch taken last is this rank's last one, as far as that is known;
-    None: nobody asks.
+    is_last: returns whether the microbatch taken last is known to be this rank's last one; None if
+    nobody asks InStep.is_last.
     """
 
     def __init__(
@@ -47,35 +47,39 @@ class InStep:
         make_filler: Callable[[], Microbatch],
         is_last: Callable[[], bool] | None,
     ) -> None:
-        self._own = iter(microbatches)
-        self._group, self._filler, self._is_last = group, make_filler(), is_last
-        self._others_go_on = False
+        self._microbatches = iter(microbatches)
+        self._group = group
+        self._filler = make_filler()
+        self._is_last = is_last
+        self._any_rank_continues = False
 
     def __iter__(self) -> Iterator[Microbatch]:
         while True:
-            own = next(self._own, None)
-            goes_on = own is not None and (self._is_last is None or not self._is_last())
-            computes = own is not None and not own.is_filler
-            said = torch.tensor(
-                [own is not None, computes, goes_on],
+            microbatch = next(self._microbatches, None)
+            has_one = microbatch is not None
+            computes = microbatch is not None and not microbatch.is_filler
+            continues = has_one and (self._is_last is None or not self._is_last())
+            state = torch.tensor(
+                [has_one, computes, continues],
                 dtype=torch.int32,
                 device=self._filler.tokens.device,
             )
-            dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)
-            anyone, anyone_computes, self._others_go_on = (bool(value) for value in said.tolist())
-            if not anyone:
+            dist.all_reduce(state, op=dist.ReduceOp.MAX, group=self._group)
+            any_has_one, any_computes, any_continues = state.tolist()
+            self._any_rank_continues = bool(any_continues)
+            if not any_has_one:
                 return
-            if not anyone_computes:
-                continue  # all have a place here whose group is trained by rule
-            yield own if own is not None else self._filler
+            if not any_computes:
+                continue  # every rank has a place here whose group is trained by rule
+            yield self._filler if microbatch is None else microbatch
 
     def is_last(self) -> bool:
-        """Whether no rank goes on after the microbatch taken last."""
-        return not self._others_go_on
+        """Returns True once every rank has had its last microbatch."""
+        return not self._any_rank_continues
 
 
-def most(number: int, group: dist.ProcessGroup, device: torch.device) -> int:
-    """The largest number of a rank of the group."""
-    said = torch.tensor(number, device=device)
-    dist.all_reduce(said, op=dist.ReduceOp.MAX, group=group)
-    return int(said)
+def largest(number: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    """Returns the largest of the numbers that the ranks of a group have. Collective."""
+    maximum = torch.tensor(number, device=device)
+    dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+    return int(maximum)

@@ -1,4 +1,4 @@
-"""Optimizers of all backends alike: the learning rate by updates, and state in host memory (optimizer.offload)."""
+"""What all backends' optimizers share: the learning rate, and state in host memory."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from pa_npu.platform.base import Platform
 
 
 def learning_rate(config: Config, update: int) -> float:
-    """The rate of an update, from 1: linear warm-up, then decay to the last iteration's.
-
-    Update 1 of a warm-up of n has 1/n.
+    """Returns the rate of an update, counted from 1: linear warm-up, then decay to the last
+    iteration's. Update 1 of a warm-up of n updates has 1/n of the full rate.
     """
     options = config.optimizer
     iterations = config.schedule.iterations
     warmup = config.schedule.updates(options.warmup_of(iterations))
     last = config.schedule.updates(iterations)
-    most, least = options.learning_rate, options.min_learning_rate
+    max_rate = options.learning_rate
+    min_rate = options.min_learning_rate
     if warmup and update <= warmup:
-        return most * update / warmup
+        return max_rate * update / warmup
     last = max(last, warmup + 1)
     if options.decay == "constant":
-        return most
+        return max_rate
     if update > last:
-        return least
+        return min_rate
     share = (update - warmup) / (last - warmup)
     if options.decay == "linear":
-        return least + (most - least) * (1.0 - share)
-    return least + (most - least) * 0.5 * (math.cos(math.pi * share) + 1.0)
+        return min_rate + (max_rate - min_rate) * (1.0 - share)
+    return min_rate + (max_rate - min_rate) * 0.5 * (math.cos(math.pi * share) + 1.0)
 
 
 class OffloadedState:
-    """One rank's state of its optimizer, on the device in a step alone; of nothing where the
-    configuration does not ask for it.
+    """Keeps the state of one rank's optimizer on the host, except during a step (optimizer.offload).
+    Without that key it does nothing.
 
         decoding, forward, backward: on the host ──fetched──> step ──parked──> on the host
 
-    Tensors stay the objects that they are and change their memory, so that optimizers, state dicts
-    and checkpoints know nothing of it. Parks what there is already.
+    Tensors stay the same objects and change their memory, so that optimizers, state dicts and
+    checkpoints need not know. The constructor parks the tensors that exist already.
 
-    tensors: those of the state, each with memory of its own; asked at each step, since an optimizer
-    makes some in its first.
+    tensors: returns those of the state, each with memory of its own; called at each step, since an
+    optimizer makes some of them in its first step.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class OffloadedState:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """To step or to load."""
+        """Has the state on the device inside, to step or to load."""
         for tensor, host in self._parked:
             tensor.data = host.to(self._device, non_blocking=True, copy=True)
         try:
@@ -74,8 +74,8 @@ class OffloadedState:
 
     @contextmanager
     def copied(self) -> Iterator[None]:
-        """To plan a save, which keeps what is here: pinned memory is parked in again, and a forked
-        process may not have it.
+        """Has copies of the state inside, to plan a save. A save keeps the tensors that it gets,
+        while pinned memory is used again at the next step, and a forked process may not have it.
         """
         for tensor, host in self._parked:
             tensor.data = host.clone()
@@ -87,13 +87,14 @@ class OffloadedState:
 
     @torch.no_grad()
     def _park(self) -> None:
-        before = {id(tensor): host for tensor, host in self._parked}
-        found = [(tensor, before.get(id(tensor))) for tensor in self._tensors()]
-        pairs = [
-            (tensor, self._platform.host_memory(tensor) if host is None else host)
-            for tensor, host in found
-        ]
-        self._parked = [(tensor, host) for tensor, host in pairs if host is not tensor]
+        host_memory = {id(tensor): host for tensor, host in self._parked}
+        self._parked = []
+        for tensor in self._tensors():
+            host = host_memory.get(id(tensor))
+            if host is None:
+                host = self._platform.host_memory(tensor)
+            if host is not tensor:  # the same if the device's memory is the host's
+                self._parked.append((tensor, host))
         for tensor, host in self._parked:
             host.copy_(tensor, non_blocking=True)
         self._platform.synchronize()

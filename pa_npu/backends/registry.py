@@ -1,7 +1,7 @@
-"""The training backends by the name that trainer.backend selects; a backend is imported when it is asked for.
+"""The training backends by the name that trainer.backend selects; each is imported when selected.
 
-One of your own: write a module with an object in it that has what BackendModule says, and set
-trainer.backend=module:NAME.
+To use a backend of your own, write a module with an object that has the functions of BackendModule,
+and set trainer.backend=module:NAME.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ def backend_module(name: str) -> BackendModule:
     check_name("trainer.backend", name, _MODULES, "module:NAME")
     if name in _MODULES:
         return cast(BackendModule, importlib.import_module(_MODULES[name]))
-    found = import_object("trainer.backend", name, "module:NAME")
-    missing = [function for function in _OFFERED if not callable(getattr(found, function, None))]
+    module = import_object("trainer.backend", name, "module:NAME")
+    missing = [function for function in _OFFERED if not callable(getattr(module, function, None))]
     if missing:
         raise ConfigError(
             f"trainer.backend: {name} has no {', '.join(missing)}(); see BackendModule in "
             "pa_npu/backends/protocol.py"
         )
-    return cast(BackendModule, found)
+    return cast(BackendModule, module)
 
 
 def export_checkpoint(
     checkpoint: Path, output: Path, model: str | None = None, merged: bool = False
 ) -> None:
-    """Write the policy of `checkpoint` as an HF directory, by the backend that wrote it; see
+    """Writes the policy of `checkpoint` as an HF directory, with the backend that wrote it; see
     BackendModule.
     """
     trainer = read_meta(checkpoint).config.get("trainer") or {}

@@ -1,7 +1,7 @@
-"""The index of a checkpoint by torch.distributed.checkpoint: what ranks tell of their writing, and reading it without running it.
+"""The index of a torch.distributed checkpoint, and the ranks' notes of what they have written.
 
-Both are pickles, which would call whatever they name. They are read by an unpickler that admits the
-classes of an index alone.
+Both are pickles, which would call whatever they name. They are read by an unpickler that admits
+nothing but the classes of an index.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pa_npu.errors import DataError
 
 T = TypeVar("T")
 
-# An index, and what a rank tells, consist of data classes and enumerations of these modules, types
-# of tensors, and the following.
+# An index, and a rank's note, consist of data classes and enumerations of these modules, types of
+# tensors, and the following.
 _INDEX_MODULES = (
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.storage",
@@ -49,13 +49,13 @@ class IndexReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _member_of
-        known = (module, name) in _INDEX_NAMES
-        if known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        is_known = (module, name) in _INDEX_NAMES
+        if is_known or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         if module in _INDEX_MODULES and "." not in name:
-            found = super().find_class(module, name)
-            if isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum)):
-                return found
+            kind = super().find_class(module, name)
+            if isinstance(kind, type) and (is_dataclass(kind) or issubclass(kind, Enum)):
+                return kind
         raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
 
 
@@ -94,16 +94,16 @@ def refusing(directory: str, read: Callable[[], T]) -> T:
 
 
 def note_written(directory: Path, results: Iterable[WriteResult]) -> list[str]:
-    """Tells rank 0, which may be on another node, what this rank or its forked writer has written;
-    returns the files' names.
+    """Leaves a note for rank 0, which may be on another node, of what this rank or its forked
+    writer has written; returns the files' names.
     """
     results = list(results)
     _note_of(directory, dist.get_rank()).write_bytes(pickle.dumps(results))
     return sorted({result.storage_data.relative_path for result in results})
 
 
-def take_written(directory: Path) -> list[list[WriteResult]]:
-    """Returns what each rank has told, and removes it."""
+def collect_written(directory: Path) -> list[list[WriteResult]]:
+    """Returns each rank's note of what it has written, and removes the notes."""
     written = []
     for note in [_note_of(directory, rank) for rank in range(dist.get_world_size())]:
         with note.open("rb") as stream:

@@ -124,27 +124,27 @@ class StoreChannel:
             )
         return data
 
-    def wait_bytes(self, key: str, timeout_s: float, what: str) -> bytes:
+    def wait_bytes(self, key: str, timeout_s: float, awaited: str) -> bytes:
         """Waits for key and returns its value.
 
-        `what` completes "waited 3 s for ...", sender included.
+        `awaited` completes "waited 3 s for ...", sender included.
         """
-        self.wait(key, timeout_s, what)
+        self.wait(key, timeout_s, awaited)
         return self.get_bytes(key)
 
-    async def wait_bytes_async(self, key: str, timeout_s: float, what: str) -> bytes:
+    async def wait_bytes_async(self, key: str, timeout_s: float, awaited: str) -> bytes:
         """Does the same as `wait_bytes` in an event loop, and can be cancelled."""
-        for pause_s in self._polls(key, timeout_s, what):
+        for pause_s in self._polls(key, timeout_s, awaited):
             await asyncio.sleep(pause_s)
         return self.get_bytes(key)
 
-    def wait(self, key: str, timeout_s: float, what: str) -> float:
+    def wait(self, key: str, timeout_s: float, awaited: str) -> float:
         """Waits until key exists and returns the seconds it took.
 
         Raises DeadlineExceeded after timeout_s.
         """
         start = time.monotonic()
-        for pause_s in self._polls(key, timeout_s, what):
+        for pause_s in self._polls(key, timeout_s, awaited):
             time.sleep(pause_s)
         return time.monotonic() - start
 
@@ -163,14 +163,14 @@ class StoreChannel:
             number += 1
         return existed
 
-    def _polls(self, key: str, timeout_s: float, what: str) -> Iterator[float]:
+    def _polls(self, key: str, timeout_s: float, awaited: str) -> Iterator[float]:
         """Yields the seconds to sleep before the next look, until key exists."""
         start = time.monotonic()
         while not self.exists(key):
             waited_s = time.monotonic() - start
             if waited_s >= timeout_s:
                 raise DeadlineExceeded(
-                    f"waited {waited_s:.2f} s for {what}: deadline of {timeout_s:g} s reached "
+                    f"waited {waited_s:.2f} s for {awaited}: deadline of {timeout_s:g} s reached "
                     f"(key {self._prefix}{key}, {self._address})"
                 )
             pause_s = min(max(waited_s * _PAUSE_SHARE, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)

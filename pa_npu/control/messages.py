@@ -117,11 +117,11 @@ def merge_updates(reports: Sequence[UpdateReport]) -> UpdateReport:
 
     def mean(values: list[Any]) -> Any:
         # an update that has computed nothing has no means
-        known = [(v, n) for v, n in zip(values, tokens, strict=True) if v is not None]
-        first = known[0][0]
+        weighted = [(v, n) for v, n in zip(values, tokens, strict=True) if v is not None]
+        first = weighted[0][0]
         if isinstance(first, dict):
             return {key: mean([value and value[key] for value in values]) for key in first}
-        return sum(v * n for v, n in known) / max(1, sum(n for _, n in known))
+        return sum(v * n for v, n in weighted) / max(1, sum(n for _, n in weighted))
 
     merged: dict[str, Any] = {}
     for name, kind in get_type_hints(UpdateReport, include_extras=True).items():

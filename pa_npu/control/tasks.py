@@ -124,13 +124,13 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
     The task that calls this is left out. If the caller is cancelled, that cancellation is raised
     once the tasks have ended.
     """
-    left = [task for task in tasks if not task.done()]
-    if not left:
+    unfinished = [task for task in tasks if not task.done()]
+    if not unfinished:
         return
-    left = [task for task in left if task is not asyncio.current_task()]
-    for task in left:
+    unfinished = [task for task in unfinished if task is not asyncio.current_task()]
+    for task in unfinished:
         task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
+    await asyncio.gather(*unfinished, return_exceptions=True)
 
 
 class GroupSemaphore:

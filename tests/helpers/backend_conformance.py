@@ -9,8 +9,6 @@ do: every member of TrainBackend and of BackendModule occurs in it.
 from __future__ import annotations
 
 import multiprocessing
-import sys
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,148 +18,40 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from pa_npu import platform as platforms
 from pa_npu.algorithm.objective import Objective, PolicyState
-from pa_npu.algorithm.policy_gradient import PolicyGradient
-from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.backends.registry import backend_module
 from pa_npu.checkpoints.directories import directory_name
-from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.config.schema import Config
-from pa_npu.errors import ConfigError, DataError, InvariantViolation
+from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.cpu import CpuPlatform
 from pa_npu.samples.attachments import Attachment, Placeholders
-from pa_npu.samples.group import Group
-from pa_npu.samples.microbatch import Microbatch, build_microbatches
+from pa_npu.samples.microbatch import Microbatch
 from pa_npu.telemetry.timeline import Timeline
-from pa_npu.trainer.learner import Learner, Update
+from pa_npu.trainer.learner import Learner
 from pa_npu.weight_transfer.computation import computation_of, disagreements
 from pa_npu.weight_transfer.contents import Contents
 from pa_npu.weight_transfer.manifest import Assembler, Manifest
 from pa_npu.weight_transfer.transport import Deadline
-from tests.helpers import step_faults
 from tests.helpers.adapters import plain
 from tests.helpers.backend import Source
-from tests.helpers.gradient_faults import FAULTS, faults_of, inject, negated
-from tests.helpers.groups import trained_advantages
-from tests.helpers.megatron import model_config
-from tests.helpers.trainer_rank import make_groups
+from tests.helpers.backend_fault_conformance import BackendFaultConformance
+from tests.helpers.backend_updates import (
+    LEARNING_RATE,
+    Make,
+    by_hand,
+    config_of,
+    microbatches,
+    save,
+    shares,
+    tensors_of,
+)
 
-Make = Callable[[Config], Learner]
-GROUPS, RESPONSES, LEARNING_RATE = 4, 4, 3e-3
 BUCKET_BYTES = 20_000  # a few tensors of the model in each, and its embedding in several
 ALONE_S = 240.0
-
-
-FEW_STEPS = [
-    ("the step skipped", "bf16"),
-    ("norms decayed, by their group", "fp32"),
-    ("clipped twice", "fp32"),
-    ("moments zeroed between updates", "fp32"),
-    ("one tensor's gradient zero", "bf16"),
-    ("gradients not zeroed", "fp32"),
-    ("the gradient behind the log-probs doubled", "bf16"),
-    ("advantages moved within a response", "fp32"),
-    ("a denominator that is off, rightly named", "bf16"),
-    ("the policy's values under the reference's name", "fp32"),
-]
-STEP_CASES = [
-    pytest.param(fault, dtype, marks=[] if (fault, dtype) in FEW_STEPS else [pytest.mark.nightly])
-    for fault in [*step_faults.FAULTS, step_faults.COPIES]
-    for dtype in ("fp32", "bf16")
-    if fault != step_faults.COPIES or dtype == "bf16"
-]
-
-
-FINITE_DIFFERENCE_FAULTS = [
-    "the gradient doubled",
-    "the gradient turned round",
-    "the gradient behind the log-probs doubled",
-    "advantages negated inside the loss",
-]
-
-
-def config_of(model: Path, /, **sections: dict[str, Any]) -> Config:
-    base: dict[str, dict[str, Any]] = {
-        "rollout": {"responses_per_prompt": RESPONSES, "max_response_tokens": 16},
-        "schedule": {"prompts_per_iteration": GROUPS, "updates_per_iteration": 2},
-        "algorithm": {"kl_coef": 0.1},
-        "optimizer": {"learning_rate": LEARNING_RATE, "clip_grad": 0.0, "epsilon": 1e-3},
-        "publish": {"noise_margin": None},
-    }
-    return model_config(
-        model,
-        **{name: {**base.get(name, {}), **sections.get(name, {})} for name in {*base, *sections}},
-    )
-
-
-def shares() -> list[list[Group]]:
-    groups = make_groups(0, GROUPS, RESPONSES, seed=5)
-    return [groups[: GROUPS // 2], groups[GROUPS // 2 :]]
-
-
-def microbatches(groups: list[Group]) -> list[Microbatch]:
-    return [one for group in groups for one in build_microbatches(group, RESPONSES // 2, True, 1)]
-
-
-def by_hand(policy: Any) -> list[dict[str, torch.Tensor]]:
-    """An HF model's weights after each of the two updates: the clip to the first weights, 0.1 K3 to
-    the same.
-    """
-    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        trained, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0
-    )
-
-    def logprobs(group: Group) -> list[torch.Tensor]:
-        found = []
-        for tokens, trained in zip(
-            group.sequences(), np.split(group.trained, group.offsets()[1:-1]), strict=True
-        ):
-            ids = torch.from_numpy(tokens.astype(np.int64))
-            table = policy(ids[None]).logits[0, :-1].log_softmax(-1)
-            found.append(table.gather(-1, ids[1:, None])[:, 0][torch.from_numpy(trained[1:])])
-        return found
-
-    after = []
-    with torch.no_grad():
-        first = {group.index: logprobs(group) for share in shares() for group in share}
-    for share in shares():
-        terms = []
-        for group in share:
-            advantages = np.split(
-                group.advantages[group.trained], np.cumsum(group.trained_lengths)[:-1]
-            )
-            for new, old, advantage in zip(
-                logprobs(group), first[group.index], advantages, strict=True
-            ):
-                value, ratio = torch.from_numpy(advantage), (new - old).exp()
-                kl = (old - new).exp() - 1 - (old - new)
-                terms.append(0.1 * kl - torch.minimum(ratio * value, ratio.clamp(0.8, 1.2) * value))
-        optimizer.zero_grad()
-        torch.cat(terms).mean().backward()
-        optimizer.step()
-        after.append({name: tensor.clone() for name, tensor in policy.state_dict().items()})
-    return after
-
-
-def save(learner: Learner, run: Path, version: int) -> None:
-    """Save the learner as it is, as a run in the directory `run` does."""
-    config = learner._config
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(run)})})
-    Checkpointing(config, learner, lambda version: {}, Timeline(None, "")).finish(version)
-
-
-def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor
-        for file in directory.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
 
 
 def made_and_left(name: str, config: Config, checkpoint: Path, output: Path) -> tuple[int, bool]:
@@ -184,16 +74,13 @@ def made_and_left(name: str, config: Config, checkpoint: Path, output: Path) -> 
     return ranks, joined
 
 
-class BackendConformance:
+class BackendConformance(BackendFaultConformance):
     """Subclass it as a test class with fixtures `make` and `model`, an HF directory, and the
     backend's name in the registry.
     """
 
-    name: str
     offloads = True
     """Whether it reads optimizer.offload."""
-    has_no: frozenset[str] = frozenset()
-    """Faults that it cannot have."""
 
     def train(self, learner: Learner) -> None:
         learner.publish(0)
@@ -488,173 +375,3 @@ class BackendConformance:
                 not torch.equal(wide.float(), own[sources].policy.values)
                 or wide.dtype != narrow.dtype
             )
-
-    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-    @pytest.mark.parametrize("fault", [name for name in faults_of(2, 1) if "buffer" not in name])
-    def test_a_gradient_that_is_another_sum_is_an_invariant_broken(
-        self, fault: str, dtype: str, make: Make, model: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from pa_npu.algorithm import objective as objectives
-        from pa_npu.control.messages import Dispatched, DispatchedGroup
-        from pa_npu.samples import iterator
-        from pa_npu.trainer.invariants import check_normalisers
-
-        for place, name in (
-            *(
-                (objectives.Objective, attribute)
-                for attribute in ("normaliser", "_denominator", "loss")
-            ),
-            *((iterator, "pack"), (torch.autograd, "backward")),
-        ):
-            # put back what the fault changes
-            monkeypatch.setattr(place, name, getattr(place, name))
-        algorithm = {"clip_low": 0.3, "clip_high": 0.3}
-        config = config_of(model, model={"dtype": dtype}, algorithm=algorithm)
-        learner = make(config)
-        inject(fault, learner)
-        learner.publish(0)
-        normalisers = []
-        with pytest.raises(InvariantViolation, match=f"I7 gradient: .*{FAULTS[fault]}"):
-            for share in shares():
-                source = Source(microbatches(share))
-                if "advantages" in fault:
-                    source = Source([negated(one) for one in microbatches(share)])
-                source.advantages = {g.index: trained_advantages(g) for g in share}
-                learner.accumulate(source)
-                normalisers.append(learner.step().normaliser)
-            groups = [
-                DispatchedGroup(g.index, 0, tuple(g.trained_lengths.tolist()))
-                for s in shares()
-                for g in s
-            ]
-            check_normalisers(Dispatched(0, tuple(groups)), normalisers, build_algorithm(config))
-
-    @pytest.mark.parametrize(("fault", "dtype"), STEP_CASES)
-    def test_a_step_or_a_loss_that_is_another_one_is_an_invariant_broken(
-        self, fault: str, dtype: str, make: Make, model: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        if fault in self.has_no:
-            pytest.skip("it cannot have that")
-        config = config_of(model, model={"dtype": dtype}, **step_faults.KEYS)
-        learner = make(config)
-        restored_after(monkeypatch)  # once the backend's modules are there
-        step_faults.inject(fault, learner)
-        learner.publish(0)
-        with pytest.raises(InvariantViolation, match=f"I7 .*({step_faults.ALL[fault]})"):
-            for share in shares():
-                train_share(learner, share)
-
-    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-    def test_without_a_fault_the_same_updates_pass(
-        self, dtype: str, make: Make, model: Path
-    ) -> None:
-        learner = make(config_of(model, model={"dtype": dtype}, **step_faults.KEYS))
-        for iteration in range(3):
-            learner.publish(iteration)
-            for share in shares():
-                assert train_share(learner, share).report.grad_norm > 0
-
-    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-    def test_weights_that_move_along_the_gradient_change_log_probs_as_it_says(
-        self, dtype: str, make: Make, model: Path
-    ) -> None:
-        """Other tensors every time; not a bit of what is trained afterwards is another one."""
-        config = config_of(model, model={"dtype": dtype}, **step_faults.KEYS)
-        learner, untouched = make(config), make(config)
-        for one in (learner, untouched):
-            one.publish(0)
-        for number, share in enumerate([*shares(), *shares()]):
-            before = learner.backend.digest()
-            found = learner.finite_difference(microbatches(share)[:2], {})
-            assert found is not None and found.limit is not None and found.tensors > 0, found
-            assert abs(found.measured - found.predicted) <= found.limit < 0.5 * abs(found.predicted)
-            assert learner.backend.digest() == before
-            if number < 2:
-                for one in (learner, untouched):
-                    train_share(one, share)
-                assert learner.backend.digest() == untouched.backend.digest()
-
-    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-    @pytest.mark.parametrize("fault", FINITE_DIFFERENCE_FAULTS)
-    def test_a_finite_difference_shows_a_gradient_of_something_else(
-        self, fault: str, dtype: str, make: Make, model: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        learner = make(config_of(model, model={"dtype": dtype}, **step_faults.KEYS))
-        restored_after(monkeypatch)
-        factor = {"the gradient doubled": 2.0, "the gradient turned round": -1.0}.get(fault)
-        if factor is None:
-            step_faults.inject(fault, learner)
-        else:
-            accumulate, scale = learner.backend.accumulate, learner.backend.scale_gradients
-
-            def scaled(*arguments: Any) -> Any:
-                reduced = accumulate(*arguments)
-                scale(factor)
-                return reduced
-
-            monkeypatch.setattr(learner.backend, "accumulate", scaled)
-        learner.publish(0)
-        with pytest.raises(
-            InvariantViolation,
-            match=r"I7 gradient: .* moved along the gradient .* the gradient says",
-        ):
-            learner.finite_difference(microbatches(shares()[0])[:2], {})
-
-    @pytest.mark.parametrize("lost", ["both moments", "the square moment", "weights", "nothing"])
-    def test_what_a_resume_lost_ends_it_before_anything_is_trained(
-        self, lost: str, make: Make, model: Path, tmp_path: Path
-    ) -> None:
-        keys = {**step_faults.KEYS, "trainer": {"backend": self.name}}
-        learner = make(config_of(model, **keys))
-        learner.publish(0)
-        for share in shares():
-            train_share(learner, share)
-        save(learner, tmp_path, 1)
-        resumed = make(config_of(model, **keys))
-        load = resumed.backend.load
-
-        def losing(directory: Path) -> Any:
-            meta = load(directory)
-            for tensor in resumed.backend.stepped():
-                parts = {
-                    "both moments": (tensor.mean, tensor.square),
-                    "the square moment": (tensor.square,),
-                }
-                for part in parts.get(lost, (tensor.weights,) if lost == "weights" else ()):
-                    assert part is not None
-                    part.mul_(0.0 if "moment" in lost else 1.001)
-            return meta
-
-        resumed.backend.load = losing  # type: ignore[method-assign]
-        checkpoint = tmp_path / "checkpoints" / directory_name(1)
-        if lost == "nothing":
-            assert resumed.load(checkpoint) == 1
-            resumed.publish(1)
-            train_share(resumed, shares()[0])
-        else:
-            with pytest.raises(
-                DataError, match="the optimizer's state of rank 0 is not the one that was saved"
-            ):
-                resumed.load(checkpoint)
-
-
-def train_share(learner: Learner, share: list[Group]) -> Update:
-    """An update over these groups, whose advantages are known."""
-    source = Source(microbatches(share))
-    source.advantages = {g.index: trained_advantages(g) for g in share}
-    learner.accumulate(source)
-    return learner.step()
-
-
-def restored_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Faults of modules go with the test."""
-    from pa_npu.algorithm import objective as objectives
-
-    places: list[tuple[Any, str]] = [(PolicyGradient, "loss_sums")]
-    places += [(objectives.Objective, name) for name in ("_denominator", "loss")]
-    for module in ("pa_npu.backends.megatron.optimizer", "pa_npu.backends.fsdp.optimizer"):
-        places += [(sys.modules[module], "learning_rate")] if module in sys.modules else []
-    if (toy := sys.modules.get("tests.helpers.toy_backend.backend")) is not None:
-        places.append((toy, "learning_rate"))
-    for place, name in places:
-        monkeypatch.setattr(place, name, getattr(place, name))

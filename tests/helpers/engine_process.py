@@ -15,7 +15,7 @@ from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.registry import engine_kind
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.families.spec import ModelSpec
-from tests.helpers.engine_conformance import MAX_PROMPT, MAX_RESPONSE, VOCAB, Subject
+from tests.helpers.engine_subjects import MAX_PROMPT, MAX_RESPONSE, VOCAB, Subject
 
 ROOT = Path(__file__).resolve().parents[2]
 API_KEY = "key-of-this-test"

@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-from tests.helpers.engine_conformance import MAX_PROMPT, MAX_RESPONSE
+from tests.helpers.engine_subjects import MAX_PROMPT, MAX_RESPONSE
 from tests.helpers.preloaded import Rank, start_rank
 
 KEY = "key-of-this-test"

@@ -27,16 +27,16 @@ from pa_npu.engines.client import EngineClient
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, Generation, LoadedWeights, Sampling
 from tests.helpers.adapters import export_merged, make_adapter, plain
-from tests.helpers.engine_conformance import (
+from tests.helpers.engine_model_conformance import ModelConformance
+from tests.helpers.engine_process import API_KEY, EngineProcess
+from tests.helpers.engine_subjects import (
     DEADLINE_S,
     EOS,
     MAX_PROMPT,
     MAX_RESPONSE,
-    ModelConformance,
     Subject,
     make_engine_model,
 )
-from tests.helpers.engine_process import API_KEY, EngineProcess
 from tests.helpers.models import make_model
 from tests.helpers.weights_rank import start_ranks
 

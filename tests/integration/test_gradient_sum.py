@@ -44,7 +44,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "fsdp, DP2": {"devices": 2, "backend": "fsdp"},
 }
 """Layouts whose steps and losses are broken; one rank of every backend is in
-tests/helpers/backend_conformance.py.
+tests/helpers/backend_fault_conformance.py.
 """
 FEW_STEPS = [
     ("TP2", "bf16", "the gradient behind the log-probs doubled"),

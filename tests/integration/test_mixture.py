@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from pa_npu.control.tasks import gather
 from pa_npu.engines.protocol import Sampling
 from pa_npu.samples.routes import routes_of
-from tests.helpers.engine_conformance import MAX_RESPONSE, VOCAB, make_engine_model
 from tests.helpers.engine_process import KEY, EngineProcess
+from tests.helpers.engine_subjects import MAX_RESPONSE, VOCAB, make_engine_model
 from tests.helpers.launched import random_tiny
 from tests.helpers.megatron import model_config
 from tests.helpers.models import make_model

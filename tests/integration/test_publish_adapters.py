@@ -41,7 +41,7 @@ def run(
 @pytest.mark.parametrize(
     ("backend", "keys"),
     [
-        # both engines merge what they get in tests/helpers/engine_conformance.py, to the bit in
+        # both engines merge what they get in tests/helpers/engine_model_conformance.py, to the bit in
         # unit/test_publish_adapters.py
         pytest.param("transformers", {}, id="transformers", marks=pytest.mark.nightly),
         pytest.param("vllm", {}, id="vllm", marks=pytest.mark.nightly),

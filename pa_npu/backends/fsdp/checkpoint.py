@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from pa_npu.backends.fsdp.lora import Adapted
 from pa_npu.backends.fsdp.model import ScoredModel
 from pa_npu.backends.fsdp.optimizer import ShardedAdamW
-from pa_npu.backends.shard_index import IndexReader, note_written, refusing, take_written
+from pa_npu.backends.shard_index import IndexReader, collect_written, note_written, refusing
 from pa_npu.checkpoints.directories import damaged, read_meta
 
 MODEL = "model."
@@ -106,7 +106,7 @@ class PlannedShards:
     def complete(self) -> None:
         """Write the index from what all ranks have written. Raises OSError."""
         if dist.get_rank() == 0:
-            self._writer.finish(self._metadata, take_written(self._directory))
+            self._writer.finish(self._metadata, collect_written(self._directory))
 
 
 def _on_host(data: Any) -> torch.Tensor:

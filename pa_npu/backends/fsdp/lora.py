@@ -1,12 +1,12 @@
-"""Adapters (LoRA) by peft in a sharded model: trained in fp32 beside frozen weights, several sets of them in one model.
+"""Adapters (LoRA) by peft in a sharded model: several sets, in fp32, over one set of frozen weights.
 
     models = adapted(model, config)          "policy", "old", "reference", ...: one sharded model,
-                                             each with its own set on
-    models["policy"](tokens, layout, ...)    as a ScoredModel; its weights are the set's
+                                             with one set of adapters active in each
+    models["policy"](tokens, layout, ...)    as a ScoredModel; its weights are those of the set
 
-A frozen model costs a set of adapters and no more. The reference, as long as it stays what the run
-began with, has none: it is the pass with every adapter off. One set is on at a time, and the
-policy's last, since recomputation in its backward needs it.
+A frozen model costs a set of adapters and no more. As long as the reference is the model that the
+run began with, it needs no set: it is the pass with every adapter off. One set is active at a time,
+the policy's last, since recomputation in its backward needs that.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _PARTS = ("lora_A", "lora_B")
 
 
 class ModelWithAdapters(ScoredModel):
-    """The model on the host, its weights in model.dtype and all sets of adapters in fp32.
+    """The model on the host, with its weights in model.dtype and all sets of adapters in fp32.
 
-    Raises DataError.
+    Raises DataError if adapters cannot be put into the model.
     """
 
     def __init__(self, config: Config, spec: ModelSpec) -> None:
@@ -54,16 +54,14 @@ class ModelWithAdapters(ScoredModel):
         add_adapters(causal, config)
 
     def base_weights(self) -> dict[str, torch.Tensor]:
-        """The weights and buffers without adapters, under the names that they have in the model
-        without.
+        """Returns weights and buffers without adapters, under the names that they have in a model
+        without adapters.
         """
-        stored = stored_tensors(self.causal).items()
-        own = {
-            name: tensor
-            for name, tensor in stored
-            if not any(f".{part}." in name for part in _PARTS)
-        }
-        return {name.replace(".base_layer.", "."): tensor for name, tensor in own.items()}
+        base = {}
+        for name, tensor in stored_tensors(self.causal).items():
+            if not any(f".{part}." in name for part in _PARTS):
+                base[name.replace(".base_layer.", ".")] = tensor
+        return base
 
     def wire_weights(self) -> list[tuple[str, WireWeight, torch.Tensor]]:
         tensors = self.base_weights()
@@ -71,8 +69,8 @@ class ModelWithAdapters(ScoredModel):
 
 
 def check_adapters(config: Config, spec: ModelSpec) -> None:
-    """Raises DataError where the run's adapters cannot be put into the model: before a run, and
-    without memory for its weights.
+    """Raises DataError if the run's adapters cannot be put into the model. Called before a run;
+    takes no memory for weights.
     """
     causal = bare_model(config_of(spec.path, spec.trust_remote_code), spec.trust_remote_code)
     with torch.device("meta"):
@@ -80,15 +78,16 @@ def check_adapters(config: Config, spec: ModelSpec) -> None:
 
 
 def add_adapters(causal: Any, config: Config) -> None:
-    """Put the run's adapters into a model of transformers on the host, equally on every rank, and
-    freeze all the rest.
+    """Puts the run's adapters into a model of transformers on the host, the same on every rank, and
+    freezes all other weights.
 
-    They begin as peft's do, A random by run.seed and B zero, or as model.adapter's. Raises
-    DataError.
+    Adapters begin as peft's do, A random by run.seed and B zero, or as those of model.adapter.
+    Raises DataError.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    shape, whole = AdapterShape.from_config(config), torch.nn.ModuleDict({"causal": causal})
+    shape = AdapterShape.from_config(config)
+    container = torch.nn.ModuleDict({"causal": causal})
     targets = _chosen(causal, config, shape)
     for name in _sets(config):
         options = LoraConfig(
@@ -101,9 +100,9 @@ def add_adapters(causal: Any, config: Config) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.run.seed)
             try:
-                # by the names that were chosen: of a mixture that it knows, peft would make
-                # adapters of experts' tensors
-                inject_adapter_in_model(options, whole, name)
+                # by the chosen layers' names: by the targets' names peft would make adapters of
+                # experts' tensors too, in a mixture that it knows
+                inject_adapter_in_model(options, container, name)
             except ValueError as error:  # of targets that are no layers with weights
                 cause = str(error).partition("\n")[0].partition(". ")[0]
                 raise DataError(
@@ -111,7 +110,7 @@ def add_adapters(causal: Any, config: Config) -> None:
                 ) from None
             _check_layers(causal, config)
             _start(causal, name)
-        del whole.peft_config  # peft warns of a model that has one when it gets the next set
+        del container.peft_config  # peft warns of a model that has one when it gets the next set
     for name, weight in causal.named_parameters():
         weight.requires_grad_(any(f".{part}.{POLICY}." in name for part in _PARTS))
     for layer in _layers(causal).values():
@@ -122,7 +121,7 @@ def add_adapters(causal: Any, config: Config) -> None:
 
 
 def adapted(model: ModelWithAdapters, config: Config) -> dict[str, Adapted]:
-    """The run's models by name, over the one that is sharded."""
+    """Returns the run's models by name, all over the one sharded model."""
     sets = _sets(config)
     return {
         name: Adapted(model, name if name in sets else None)
@@ -131,8 +130,8 @@ def adapted(model: ModelWithAdapters, config: Config) -> dict[str, Adapted]:
 
 
 class Adapted(Weights):
-    """A model with one set of its adapters on, or none: what the backend takes for a model of its
-    own. Weights are the set's.
+    """The sharded model with one set of its adapters active, or none; the backend uses it like a
+    model of its own. Its weights are those of the set.
     """
 
     def __init__(self, model: ModelWithAdapters, adapters: str | None) -> None:
@@ -149,11 +148,13 @@ class Adapted(Weights):
         return scored
 
     def named_weights(self) -> dict[str, torch.Tensor]:
-        """A and B of every layer under peft's names, with this rank's shard of them."""
-        return {} if self.adapters is None else _weights(self.layers, self.adapters)
+        """Returns this rank's shards of A and B of every layer, under peft's names."""
+        if self.adapters is None:
+            return {}
+        return _weights(self.layers, self.adapters)
 
     def wire_weights(self) -> list[tuple[str, WireWeight, torch.Tensor]]:
-        """See Weights: the adapters alone."""
+        """See Weights; returns the adapters alone."""
         named = self.named_weights().items()
         return [(name, WireWeight(name, 0, tuple(weight.shape)), weight) for name, weight in named]
 
@@ -161,12 +162,12 @@ class Adapted(Weights):
         yield from self.named_weights().values()
 
     def base_digest(self, group: dist.ProcessGroup | None) -> str:
-        """Digest of the weights that are not trained, however they are sharded.
-
-        Collective over `group`.
+        """Returns a digest of the weights that are not trained, which does not depend on how they
+        are sharded. Collective over `group`.
         """
-        found = hashlib.blake2b(digest_size=8)
-        names, sums = [], []
+        digest = hashlib.blake2b(digest_size=8)
+        names = []
+        sums = []
         for name, weight in self.model.base_weights().items():
             names.append(f"{name} {weight.dtype} {tuple(weight.shape)}")
             sums.append(_position_sum(weight, group))
@@ -174,14 +175,14 @@ class Adapted(Weights):
         if group is not None:
             dist.all_reduce(total, group=group)
         for name, value in zip(names, total.tolist(), strict=True):
-            found.update(name.encode() + struct.pack("<q", value))
-        return found.hexdigest()
+            digest.update(name.encode() + struct.pack("<q", value))
+        return digest.hexdigest()
 
     def check_base(
         self, saved: str | None, directory: Path, group: dist.ProcessGroup | None
     ) -> None:
-        """Raises DataError where the checkpoint `directory` has adapters of other weights than
-        these. Collective over `group`.
+        """Raises DataError if the checkpoint `directory` has adapters of other weights than these.
+        Collective over `group`.
         """
         if self.base_digest(group) != saved:
             raise DataError(
@@ -195,7 +196,7 @@ def _sets(config: Config) -> tuple[str, ...]:
 
 
 def _layers(causal: Any) -> dict[str, Any]:
-    """peft's layers by the names of what they stand for."""
+    """Returns peft's layers by the names of the layers that they replace."""
     from peft.tuners.lora import LoraLayer
 
     return {
@@ -204,28 +205,29 @@ def _layers(causal: Any) -> dict[str, Any]:
 
 
 def _chosen(causal: Any, config: Config, shape: AdapterShape) -> list[str]:
-    """Names of what the targets choose. Raises DataError where that is nothing."""
-    head, everything = causal.get_output_embeddings(), shape.targets == "all-linear"
-    found = [
-        name
-        for name, module in causal.named_modules()
-        if shape.chooses(name)
-        and (not everything or (isinstance(module, torch.nn.Linear) and module is not head))
-    ]
-    if not found:
+    """Returns the names of the modules that the targets choose. Raises DataError if there are none."""
+    head = causal.get_output_embeddings()
+    names = []
+    for name, module in causal.named_modules():
+        if not shape.chooses(name):
+            continue
+        is_linear = isinstance(module, torch.nn.Linear) and module is not head
+        if is_linear or shape.targets != "all-linear":
+            names.append(name)
+    if not names:
         raise DataError(
             f"{_key(config)}: {shape.targets}: the model has none of these; name linear layers of "
             "the model"
         )
-    return found
+    return names
 
 
 def _weights(layers: dict[str, Any], adapters: str) -> dict[str, torch.Tensor]:
-    return {
-        f"{PREFIX}{name}.{part}.weight": getattr(layer, part)[adapters].weight
-        for name, layer in layers.items()
-        for part in _PARTS
-    }
+    weights = {}
+    for name, layer in layers.items():
+        for part in _PARTS:
+            weights[f"{PREFIX}{name}.{part}.weight"] = getattr(layer, part)[adapters].weight
+    return weights
 
 
 def _check_layers(causal: Any, config: Config) -> None:
@@ -244,7 +246,7 @@ def _check_layers(causal: Any, config: Config) -> None:
 
 
 def _start(causal: Any, adapters: str) -> None:
-    """Begin a set in fp32, as peft begins one in that type."""
+    """Initialises a set in fp32, with the values that peft gives a set of that type."""
     for layer in _layers(causal).values():
         for part in _PARTS:
             getattr(layer, part)[adapters].float()
@@ -273,13 +275,14 @@ def _load(causal: Any, directory: Path, sets: tuple[str, ...]) -> None:
                 "name another"
             )
     for adapters in sets:
-        own = _weights(_layers(causal), adapters)
-        if odd := sorted(own.keys() ^ stored.keys()):
-            has = "misses" if odd[0] in own else "has"
+        weights = _weights(_layers(causal), adapters)
+        differing = sorted(weights.keys() ^ stored.keys())
+        if differing:
+            has = "misses" if differing[0] in weights else "has"
             raise DataError(
-                f"{where} {has} {odd[0]}, unlike the model; name an adapter of model.path"
+                f"{where} {has} {differing[0]}, unlike the model; name an adapter of model.path"
             )
-        for name, weight in own.items():
+        for name, weight in weights.items():
             if weight.shape != stored[name].shape:
                 raise DataError(
                     f"{where}: {name} is {list(stored[name].shape)}, and {list(weight.shape)} in "
@@ -293,11 +296,11 @@ def _key(config: Config) -> str:
 
 
 def _position_sum(weight: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """int64 []: the sum over this rank's elements of their bits times an odd number by their place,
-    modulo 2^64.
+    """Returns int64 []: the sum, modulo 2^64, of the bits of this rank's elements, each times an odd
+    number that follows from the element's position.
 
-    Sums of shards are the sum of the whole. Any single changed element changes it, since an odd
-    factor has an inverse.
+    The sums of all shards add up to that of the whole weight. Any single changed element changes
+    it, since an odd factor has an inverse.
     """
     rows = rows_of(weight, 0, dist.get_rank(group) == 0 if group is not None else True)
     bits = rows.shard.view(
@@ -305,7 +308,9 @@ def _position_sum(weight: torch.Tensor, group: dist.ProcessGroup | None) -> torc
     )
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for first in range(0, len(bits), 2**22):
-        part = bits[first : first + 2**22].to(torch.int64)
-        place = torch.arange(rows.start + first, rows.start + first + len(part), device=bits.device)
-        total += (part * (place * 0x5851F42D4C957F2D * 2 + 1)).sum()
+        chunk = bits[first : first + 2**22].to(torch.int64)
+        position = torch.arange(
+            rows.start + first, rows.start + first + len(chunk), device=bits.device
+        )
+        total += (chunk * (position * 0x5851F42D4C957F2D * 2 + 1)).sum()
     return total

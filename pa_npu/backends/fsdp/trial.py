@@ -1,15 +1,17 @@
-"""How a model of transformers may be packed, found before a run by a trial of its real configuration with few layers.
+"""Finds out before a run how a model of transformers may be packed, by a trial with few layers.
 
-The model gets random weights large enough for its context to matter, fp32, and short sequences. Its
-windows shrink with them where the run's sequences are longer than they, but not so far that a
-response no longer depends on the beginning of its prompt. What it must give are the log-probs and
-gradients of its own forward over each sequence alone, by transformers' plainest attention. The
-first of these ways that does is the run's:
-    shared      prompts once, by this package's attention (separate, where
-                attention.shared_prompt=false)
+The model has its real configuration, random fp32 weights large enough for its context to matter,
+and short sequences. If the run's sequences are longer than its windows, these shrink, but not so
+far that a response no longer depends on the beginning of its prompt. A packing is right if it gives
+the log-probs and gradients of the model's own forward over each sequence alone, by transformers'
+plainest attention. The run uses the first of these packings that is right:
+
+    shared      prompts once, by this package's attention (`separate` with
+                attention.shared_prompt=false: separate sequences by the same attention)
     packed      separate sequences in a row, by transformers' attention, which keeps them apart by
                 their positions
     alone       one sequence at a time, without padding
+
 Families with a file keep prompts apart by construction, and need no trial.
 """
 
@@ -31,27 +33,32 @@ from pa_npu.errors import ConfigError
 from pa_npu.families.any_model import ACTIVE, EXPERTS, config_of
 from pa_npu.families.spec import ModelSpec
 
-# Equal ways differ by rounding in fp32, some 1e-6; another mask changes log-probs by some tenths.
-MOST_DIFFERENT = 1e-3
-_LAYERS, _VOCABULARY, _INNER, _EXPERTS = 2, 160, 128, 8
+# Right packings differ by rounding in fp32, some 1e-6; a wrong mask changes log-probs by some
+# tenths.
+MAX_DIFFERENCE = 1e-3
+_LAYERS = 2
+_VOCABULARY = 160
+_INNER = 128
+_EXPERTS = 8
 # Sizes that no attention depends on.
 _INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 # (prompt, responses) of two groups.
 _GROUPS = ((20, (7, 12, 3)), (9, (5, 14)))
-# Through all layers together a window reaches back this much further than the longest prompt, so
-# that whatever precedes it is seen.
+# Through all layers together a window reaches back this many times the longest prompt, so that
+# whatever precedes a response is seen.
 _REACH = 1.4
 
 
 @dataclass(frozen=True)
-class Way:
-    """How microbatches go through the model; `attention` as attention.implementation."""
+class Packing:
+    """How microbatches go through the model. attention: as attention.implementation."""
 
     name: str
     attention: str
 
-    def settle(self, config: Config) -> Config:
+    def configure(self, config: Config) -> Config:
+        """Returns the configuration with this packing."""
         attention = {"shared_prompt": self.name == "shared", "implementation": self.attention}
         alone = {"responses": 1, "max_tokens": None} if self.name == "alone" else {}
         return config.model_copy(
@@ -63,30 +70,26 @@ class Way:
 
 
 def fit(config: Config, spec: ModelSpec) -> tuple[Config, list[str]]:
-    """The configuration as this model needs it, and what was found in a line.
+    """Returns the configuration as this model needs it, and the result of the trial in a line.
 
-    Raises ConfigError where no way is right.
+    Raises ConfigError if no packing is right.
     """
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    recompute = config.trainer.recompute == "full"
     refused: list[str] = []
-    for way in ways(config):
-        problem = tried(spec, way, longest, config.trainer.recompute == "full", config.mesh.size)
+    for packing in packings(config):
+        problem = tried(spec, packing, longest, recompute, config.mesh.size)
         if problem is None:
-            said = {
-                "shared": "prompts are shared",
-                "separate": "separate sequences are packed",
-                "packed": f"separate sequences are packed, by transformers' {way.attention} "
-                "attention",
-                "alone": f"one sequence at a time, by transformers' {way.attention} attention",
-            }[way.name]
             because = f"; not {', '.join(refused)}" if refused else ""
-            return way.settle(config), [
-                f"model.path: {spec.family}, {said}, as a trial of few layers found right{because}"
-            ]
-        refused.append(
-            f"{way.name}{f' by {way.attention}' if way.attention in OWN_ATTENTION else ''} "
-            f"({problem})"
-        )
+            line = (
+                f"model.path: {spec.family}, {_described(packing)}, as a trial of few layers "
+                f"found right{because}"
+            )
+            return packing.configure(config), [line]
+        attention = ""
+        if packing.attention in OWN_ATTENTION:
+            attention = f" by {packing.attention}"
+        refused.append(f"{packing.name}{attention} ({problem})")
     raise ConfigError(
         f"model.path: {config.model.path}: {spec.family} gives neither log-probs nor gradients of "
         f"its own forward in any way that trainer.backend=fsdp has: {', '.join(refused)}; use "
@@ -94,31 +97,43 @@ def fit(config: Config, spec: ModelSpec) -> tuple[Config, list[str]]:
     )
 
 
-def ways(config: Config) -> Iterator[Way]:
-    """Those that the configuration allows, the fastest first."""
-    attention = config.attention
-    if attention.implementation not in OWN_ATTENTION:
-        yield Way("shared" if attention.shared_prompt else "separate", attention.implementation)
-    own = (
-        OWN_ATTENTION
-        if attention.implementation not in OWN_ATTENTION
-        else (attention.implementation,)
-    )
+def _described(packing: Packing) -> str:
+    if packing.name == "shared":
+        return "prompts are shared"
+    if packing.name == "separate":
+        return "separate sequences are packed"
+    if packing.name == "packed":
+        return f"separate sequences are packed, by transformers' {packing.attention} attention"
+    return f"one sequence at a time, by transformers' {packing.attention} attention"
+
+
+def packings(config: Config) -> Iterator[Packing]:
+    """Yields the packings that the configuration allows, the fastest first."""
+    implementation = config.attention.implementation
+    transformers_attention: tuple[str, ...] = (implementation,)
+    if implementation not in OWN_ATTENTION:
+        name = "shared" if config.attention.shared_prompt else "separate"
+        yield Packing(name, implementation)
+        transformers_attention = OWN_ATTENTION
     for name in ("packed", "alone"):
-        yield from (Way(name, one) for one in own)
+        for attention in transformers_attention:
+            yield Packing(name, attention)
 
 
 def tried(
-    spec: ModelSpec, way: Way, longest: int, recompute: bool = False, ranks: int = 1
+    spec: ModelSpec, packing: Packing, longest: int, recompute: bool = False, ranks: int = 1
 ) -> str | None:
-    """Why a way is wrong for this model, None where it is right. longest: tokens of the run's
-    longest sequence.
+    """Tries a packing; returns why it is wrong for this model, or None if it is right.
 
-    ranks: trainer ranks, which reduce together what each microbatch has a gradient for, and so must
-    all have one for the same. Raises ConfigError where the model fails by itself.
+    longest: tokens of the run's longest sequence.
+    ranks: number of trainer ranks. They reduce gradients together after each microbatch, so several
+    ranks need a gradient for the same weights whatever the microbatch.
+
+    Raises ConfigError if the model fails by itself.
     """
     try:
-        model, sequences = few_layers(spec, longest), _sequences()
+        model = few_layers(spec, longest)
+        sequences = _sequences()
         expected = _alone(model, sequences)
         if _mixed_up(model, sequences, expected):
             return "a later token changes what comes before it, or the prompt changes nothing"
@@ -128,19 +143,20 @@ def tried(
             f"transformers' own forward ({_line(error)}); use another model"
         ) from error
     try:
-        other = few_layers(spec, longest)
-        other.load_state_dict(model.state_dict())
-        other.train()
+        candidate = few_layers(spec, longest)
+        candidate.load_state_dict(model.state_dict())
+        candidate.train()
         if recompute:
-            other.gradient_checkpointing_enable(
+            candidate.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}
             )
-        scored = ScoredModel(other, way.attention)
-        found = _scored(scored, sequences, way)
-        return _different(model, other, expected, found) or (
-            _depends_on_tokens(scored) if ranks > 1 else None
-        )
-    except Exception as error:  # whatever a model's code raises, it does not take this way
+        scored = ScoredModel(candidate, packing.attention)
+        logprobs = _scored(scored, sequences, packing)
+        difference = _different(model, candidate, expected, logprobs)
+        if difference is None and ranks > 1:
+            return _depends_on_tokens(scored)
+        return difference
+    except Exception as error:  # whatever a model's code raises, it cannot be packed like this
         return _line(error)
 
 
@@ -149,29 +165,33 @@ def _line(error: Exception) -> str:
 
 
 def _different(
-    model: Any, other: Any, expected: list[torch.Tensor], found: list[torch.Tensor]
+    model: Any, candidate: Any, expected: list[torch.Tensor], logprobs: list[torch.Tensor]
 ) -> str | None:
-    """Say what of `other`, its log-probs `found` or its gradients, is not the model's."""
-    worst = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
-    if not worst <= MOST_DIFFERENT:
+    """Describes a difference of the candidate's log-probs or gradients from the model's; None if
+    there is none. expected, logprobs: of each sequence, the model's and the candidate's.
+    """
+    worst = max(float((a - b).abs().max()) for a, b in zip(logprobs, expected, strict=True))
+    if not worst <= MAX_DIFFERENCE:
         return f"log-probs differ by {worst:.2g}"
-    for (name, parameter), wanted in zip(other.named_parameters(), model.parameters(), strict=True):
-        if parameter.grad is None or wanted.grad is None:
-            if parameter.grad is not wanted.grad:
+    for (name, parameter), reference in zip(
+        candidate.named_parameters(), model.parameters(), strict=True
+    ):
+        if parameter.grad is None or reference.grad is None:
+            if parameter.grad is not reference.grad:
                 return f"{name} gets no gradient"
             continue
-        size = float(wanted.grad.abs().max())
-        difference = float((parameter.grad - wanted.grad).abs().max()) / max(size, 1e-6)
-        if not difference <= MOST_DIFFERENT:
+        size = float(reference.grad.abs().max())
+        difference = float((parameter.grad - reference.grad).abs().max()) / max(size, 1e-6)
+        if not difference <= MAX_DIFFERENCE:
             return f"the gradient of {name} differs by {difference:.2g} of it"
     return None
 
 
 def _depends_on_tokens(model: ScoredModel) -> str | None:
-    """Name a weight that has a gradient from the trial's sequences, but none from a microbatch of
-    one token.
+    """Names a weight that has a gradient from the trial's sequences, but none from a microbatch of
+    one token; None if there is none.
     """
-    had = [
+    with_gradient = [
         (name, parameter)
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
@@ -179,17 +199,18 @@ def _depends_on_tokens(model: ScoredModel) -> str | None:
     model.zero_grad(set_to_none=True)
     zero = torch.zeros(1, dtype=torch.int64)
     model(zero, PrefixLayout.from_sequences([1]), zero, zero, 1.0, 16)[0].sum().backward()
-    missing = [name for name, parameter in had if parameter.grad is None]
-    return (
-        f"{missing[0]} gets no gradient from some microbatches, which several trainer devices need"
-        if missing
-        else None
-    )
+    for name, parameter in with_gradient:
+        if parameter.grad is None:
+            return (
+                f"{name} gets no gradient from some microbatches, which several trainer devices "
+                "need"
+            )
+    return None
 
 
 def few_layers(spec: ModelSpec, longest: int) -> Any:
-    """The model with random weights, by transformers' plainest attention; windows that the run
-    exceeds are exceeded here too.
+    """Returns the model with few layers and random weights, by transformers' plainest attention.
+    Windows that the run exceeds are exceeded by the trial's sequences too.
     """
     from transformers import AutoModelForCausalLM
 
@@ -197,21 +218,17 @@ def few_layers(spec: ModelSpec, longest: int) -> Any:
     without_dropout(config)
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
-    kept = sorted({kinds.index(kind) for kind in kinds} | {0, 1}) if kinds else range(_LAYERS)
-    layers = min(len(kept), text.num_hidden_layers)
-    for part in {id(one): one for one in (config, text)}.values():
-        for names, most in ((_INNER_SIZES, _INNER), (EXPERTS, _few_experts(part))):
-            for name in names:
-                if isinstance(value := getattr(part, name, None), int):
-                    setattr(part, name, min(value, most))
-        for name in _WINDOWS:
-            if isinstance(value := getattr(part, name, None), int) and value < longest:
-                setattr(part, name, _window(layers))
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            setattr(part, name, None)
-    text.vocab_size, text.num_hidden_layers = _VOCABULARY, layers
+    kept_layers = (
+        sorted({kinds.index(kind) for kind in kinds} | {0, 1}) if kinds else range(_LAYERS)
+    )
+    layers = min(len(kept_layers), text.num_hidden_layers)
+    _shrink(config, layers, longest)
+    if text is not config:
+        _shrink(text, layers, longest)
+    text.vocab_size = _VOCABULARY
+    text.num_hidden_layers = layers
     if kinds:
-        text.layer_types = [kinds[index] for index in kept][: text.num_hidden_layers]
+        text.layer_types = [kinds[index] for index in kept_layers][: text.num_hidden_layers]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
@@ -229,9 +246,27 @@ def few_layers(spec: ModelSpec, longest: int) -> Any:
     return model.eval()
 
 
+def _shrink(config: Any, layers: int, longest: int) -> None:
+    """Makes inner sizes, numbers of experts and windows of transformers' configuration as small as
+    a trial with so many layers needs them.
+    """
+    num_experts = _few_experts(config)
+    max_sizes = dict.fromkeys(_INNER_SIZES, _INNER) | dict.fromkeys(EXPERTS, num_experts)
+    for name, max_size in max_sizes.items():
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            setattr(config, name, min(value, max_size))
+    for name in _WINDOWS:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value < longest:
+            setattr(config, name, _window(layers))
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(config, name, None)
+
+
 def _window(layers: int) -> int:
-    """Tokens that a window holds: the sequences exceed it, and yet a response sees all of its
-    prompt through the layers.
+    """Returns the tokens of a window that the trial's sequences exceed, and through which a response
+    still sees all of its prompt by way of the layers.
 
     Each layer reaches window - 1 tokens further back. A model whose layers all have windows sees
     nothing else.
@@ -241,15 +276,18 @@ def _window(layers: int) -> int:
 
 
 def _few_experts(config: Any) -> int:
-    """As many as a token passes through, in groups of two or more, of which routers take the sum of
-    the two largest scores.
+    """Returns a number of experts that is enough for the experts of one token, in groups of two or
+    more: routers add the two largest scores of each group.
     """
-    active = next(
-        (number for name in ACTIVE if isinstance(number := getattr(config, name, None), int)), 1
-    )
+    active = 1
+    for name in ACTIVE:
+        number = getattr(config, name, None)
+        if isinstance(number, int):
+            active = number
+            break
     groups = getattr(config, "n_group", None) or 1
-    taken = getattr(config, "topk_group", None) or groups
-    return groups * max(2, -(-active // taken), -(-_EXPERTS // groups))
+    chosen_groups = getattr(config, "topk_group", None) or groups
+    return groups * max(2, -(-active // chosen_groups), -(-_EXPERTS // groups))
 
 
 @dataclass(frozen=True)
@@ -264,66 +302,73 @@ def _sequences() -> list[_Sequence]:
     def draw(number: int) -> torch.Tensor:
         return torch.randint(0, _VOCABULARY, (number,), generator=generator)
 
-    found = []
+    sequences = []
     for prompt, responses in _GROUPS:
         first = draw(prompt)
-        found += [_Sequence(torch.cat([first, draw(length)]), prompt) for length in responses]
-    return found
+        sequences += [_Sequence(torch.cat([first, draw(length)]), prompt) for length in responses]
+    return sequences
 
 
 def _weights(number: int) -> torch.Tensor:
-    """Weights for the sum of a response's log-probs, so that no gradients cancel by themselves."""
+    """Returns weights for the sum of a response's log-probs with which no gradients cancel."""
     return torch.linspace(0.5, 1.5, number)
 
 
 def _forward(model: Any, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
-    """transformers' own forward: log-probs of the tokens behind the prompt."""
+    """Returns the log-probs of the tokens behind the prompt by transformers' own forward."""
     logits = model(tokens[None], use_cache=False).logits[0, prompt - 1 : -1]
     return logits.float().log_softmax(-1).gather(-1, tokens[prompt:, None])[:, 0]
 
 
 def _alone(model: Any, sequences: list[_Sequence]) -> list[torch.Tensor]:
-    found = []
-    for one in sequences:
-        logprobs = _forward(model, one.tokens, one.prompt)
+    logprobs_by_sequence = []
+    for sequence in sequences:
+        logprobs = _forward(model, sequence.tokens, sequence.prompt)
         (logprobs * _weights(len(logprobs))).sum().backward()
-        found.append(logprobs.detach())
-    return found
+        logprobs_by_sequence.append(logprobs.detach())
+    return logprobs_by_sequence
 
 
 @torch.no_grad()
 def _mixed_up(model: Any, sequences: list[_Sequence], expected: list[torch.Tensor]) -> bool:
-    """Whether the model is not causal, or so little of a context that a wrong one would not be
-    seen.
+    """Returns whether the model is not causal, or depends on its context so little that a wrong
+    context would not be detected.
     """
-    one, short = sequences[0], len(expected[0]) - 1
-    cut = _forward(model, one.tokens[:-1], one.prompt)
-    if float((cut - expected[0][:short]).abs().max()) > MOST_DIFFERENT:
+    sequence = sequences[0]
+    short = len(expected[0]) - 1
+    cut = _forward(model, sequence.tokens[:-1], sequence.prompt)
+    if float((cut - expected[0][:short]).abs().max()) > MAX_DIFFERENCE:
         return True
-    foreign = torch.cat([sequences[1].tokens, one.tokens])
+    foreign = torch.cat([sequences[1].tokens, sequence.tokens])
     seen = _forward(model, foreign, len(foreign) - len(expected[0]))
-    return float((seen - expected[0]).abs().max()) < 10 * MOST_DIFFERENT
+    return float((seen - expected[0]).abs().max()) < 10 * MAX_DIFFERENCE
 
 
-def _scored(model: ScoredModel, sequences: list[_Sequence], way: Way) -> list[torch.Tensor]:
-    """Each sequence's log-probs as the backend computes them, with gradients summed over
-    microbatches as there.
+def _scored(model: ScoredModel, sequences: list[_Sequence], packing: Packing) -> list[torch.Tensor]:
+    """Returns each sequence's log-probs as the backend computes them, and sums gradients over
+    microbatches as the backend does.
     """
-    found = []
-    for part in [[one] for one in sequences] if way.name == "alone" else [sequences]:
-        if way.name == "shared":
-            packed = pack([one.tokens.numpy() for one in part])
-            layout, tokens, leaves = packed.layout, packed.tokens, packed.leaves
+    microbatches = [sequences]
+    if packing.name == "alone":
+        microbatches = [[sequence] for sequence in sequences]
+    scores: list[torch.Tensor] = []
+    for microbatch in microbatches:
+        if packing.name == "shared":
+            packed = pack([sequence.tokens.numpy() for sequence in microbatch])
+            layout = packed.layout
+            tokens = packed.tokens
+            leaves = packed.leaves
         else:
-            layout = PrefixLayout.from_sequences([len(one.tokens) for one in part])
-            tokens, leaves = torch.cat([one.tokens for one in part]), tuple(range(len(part)))
-        rows = [
-            layout.path_rows(leaf)[one.prompt - 1 : -1]
-            for leaf, one in zip(leaves, part, strict=True)
-        ]
-        targets = torch.cat([one.tokens[one.prompt :] for one in part])
-        scores = model(tokens, layout, torch.cat(rows), targets, 1.0, 16)
-        split = scores.logprobs.split([len(some) for some in rows])
-        torch.stack([(some * _weights(len(some))).sum() for some in split]).sum().backward()
-        found += [some.detach() for some in split]
-    return found
+            layout = PrefixLayout.from_sequences([len(sequence.tokens) for sequence in microbatch])
+            tokens = torch.cat([sequence.tokens for sequence in microbatch])
+            leaves = tuple(range(len(microbatch)))
+        rows = []
+        for leaf, sequence in zip(leaves, microbatch, strict=True):
+            rows.append(layout.path_rows(leaf)[sequence.prompt - 1 : -1])
+        targets = torch.cat([sequence.tokens[sequence.prompt :] for sequence in microbatch])
+        row_scores = model(tokens, layout, torch.cat(rows), targets, 1.0, 16)
+        responses = row_scores.logprobs.split([len(response_rows) for response_rows in rows])
+        losses = [(response * _weights(len(response))).sum() for response in responses]
+        torch.stack(losses).sum().backward()
+        scores += [response.detach() for response in responses]
+    return scores

@@ -23,7 +23,7 @@ from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout
-from pa_npu.backends.in_step import InStep, most, or_nothing
+from pa_npu.backends.in_step import InStep, largest, zero_for_fillers
 from pa_npu.backends.logprob import MostLikely, RowScores
 from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.checkpoint import CheckpointContents, PlannedShards
@@ -293,11 +293,12 @@ class MegatronBackend:
         forward_only = is_last is None
         group = self._step_group
         # fillers take the places of groups that are trained by rule, too
-        loss = or_nothing(loss)
+        loss = zero_for_fillers(loss)
         if group is not None and self._config.trainer.pipeline_parallel > 1:
-            total = most(num_microbatches, group, self.device)
+            total = largest(num_microbatches, group, self.device)
             fillers = (self._filler() for _ in range(total - num_microbatches))
-            microbatches, num_microbatches = chain(microbatches, fillers), total
+            microbatches = chain(microbatches, fillers)
+            num_microbatches = total
         elif group is not None:
             microbatches = in_step = InStep(microbatches, group, self._filler, is_last)
             is_last = None if forward_only else in_step.is_last

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from pa_npu.backends.megatron.patches.known_classes import known_classes_only
 from pa_npu.backends.megatron.stage import TriModel
-from pa_npu.backends.shard_index import note_written, take_written
+from pa_npu.backends.shard_index import collect_written, note_written
 from pa_npu.checkpoints.directories import CheckpointMeta, damaged, read_meta
 from pa_npu.checkpoints.provenance import layout_of
 from pa_npu.config.schema import Config
@@ -279,7 +279,7 @@ class PlannedShards:
         """Write the index from what all ranks have written. Raises OSError."""
         if dist.get_rank() != 0:
             return
-        self._strategy.writer.finish(self._strategy.metadata, take_written(self._directory))
+        self._strategy.writer.finish(self._strategy.metadata, collect_written(self._directory))
         save_config(
             CheckpointingConfig(self._strategy.backend, self._strategy.version),
             str(self._directory),

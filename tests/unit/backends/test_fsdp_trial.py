@@ -12,7 +12,7 @@ import torch
 from pa_npu.attention import huggingface
 from pa_npu.attention.layout import PrefixLayout
 from pa_npu.backends.fsdp import trial
-from pa_npu.backends.fsdp.trial import Way, fit, tried
+from pa_npu.backends.fsdp.trial import Packing, fit, tried
 from pa_npu.backends.logprob import score_rows
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
@@ -24,7 +24,7 @@ from tests.helpers.megatron import model_config
 from tests.helpers.models import OTHERS, make_model, make_other
 from tools.try_models import make_usable
 
-SHARED = Way("shared", "auto")
+SHARED = Packing("shared", "auto")
 
 
 def run_of(model: Path, **sections: dict[str, Any]) -> tuple[Config, ModelSpec]:
@@ -41,11 +41,11 @@ WAYS = {
         ("mistral", "phi", "phi3", "glm4", "granite", "olmo2", "gpt2", "qwen3_moe", "mixtral"),
         SHARED,
     ),
-    **dict.fromkeys(("gemma3_text", "cohere2", "deepseek_v3"), Way("packed", "sdpa")),
-    "gemma2": Way("packed", "eager"),  # whose soft caps sdpa leaves out
+    **dict.fromkeys(("gemma3_text", "cohere2", "deepseek_v3"), Packing("packed", "sdpa")),
+    "gemma2": Packing("packed", "eager"),  # whose soft caps sdpa leaves out
     # a state runs on through the packed row
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), Way("alone", "sdpa")),
-    "gpt_oss": Way("alone", "eager"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text"), Packing("alone", "sdpa")),
+    "gpt_oss": Packing("alone", "eager"),
 }
 
 
@@ -114,7 +114,7 @@ def test_a_model_whose_layers_all_have_windows_is_packed_and_sequences_that_see_
     assert model.config.sliding_window < max(len(one.tokens) for one in trial._sequences())
     settled, (line,) = fit(config, spec)
     assert settled.attention.implementation == "sdpa" and "separate sequences are packed" in line
-    packed = Way("packed", "sdpa")
+    packed = Packing("packed", "sdpa")
     assert tried(spec, packed, 128) is None
     # by which transformers' attention keeps the sequences of a row apart
     _positions_go_on(monkeypatch)

@@ -31,7 +31,7 @@ from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Learner
 from tests.helpers.adapters import make_adapter, merged_by_hand, peft_model, plain, received
 from tests.helpers.backend import Source
-from tests.helpers.backend_conformance import RESPONSES, by_hand, config_of, shares
+from tests.helpers.backend_updates import RESPONSES, by_hand, config_of, shares
 from tests.helpers.megatron import PLATFORM, model_config, single_process
 from tests.helpers.models import make_model, make_other
 

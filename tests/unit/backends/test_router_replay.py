@@ -36,8 +36,8 @@ from pa_npu.samples.types import SampleBuilder
 from pa_npu.samples.wire import from_bytes, to_bytes
 from pa_npu.trainer.loop import consume
 from tests.helpers.backend import make_learner
-from tests.helpers.engine_conformance import make_engine_model
 from tests.helpers.engine_process import EngineProcess
+from tests.helpers.engine_subjects import make_engine_model
 from tests.helpers.groups import with_random_routes
 from tests.helpers.megatron import (
     TriModel,
@@ -307,7 +307,7 @@ def test_many_experts_have_two_bytes() -> None:
             object.__setattr__(ids, name, value)
     replay = replay_of(ids)
     assert replay is not None
-    values, known = replay.of_rows(slice(0, 4), 0, 256)
+    values, known = replay.in_layer(slice(0, 4), 0, 256)
     assert known.flatten().tolist() == [True, True, False, False] and values[1, 0] == 255
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from pa_npu.engines.registry import engine_kind
-from tests.helpers.engine_conformance import Conformance, Subject
+from tests.helpers.engine_conformance import Conformance
+from tests.helpers.engine_subjects import Subject
 from tests.helpers.stand_in_engine import API_KEY, Served
 from tools.stand_in import Speed
 

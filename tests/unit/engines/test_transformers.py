@@ -16,8 +16,9 @@ from pa_npu.engines.transformers.server import load_server
 from pa_npu.errors import ConfigError, DataError
 from pa_npu.families.model_directory import end_token_ids, end_tokens_line, load_tokenizer
 from pa_npu.families.spec import ModelSpec
-from tests.helpers.engine_conformance import ModelConformance, Subject, make_engine_model
+from tests.helpers.engine_model_conformance import ModelConformance
 from tests.helpers.engine_process import EngineProcess
+from tests.helpers.engine_subjects import Subject, make_engine_model
 
 
 @pytest.fixture(scope="module")

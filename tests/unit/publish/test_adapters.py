@@ -33,7 +33,7 @@ from pa_npu.weight_transfer.manifest import Manifest
 from pa_npu.weight_transfer.receiver import Receiver
 from pa_npu.weight_transfer.transport import WeightSyncError
 from tests.helpers.adapters import make_adapter, received
-from tests.helpers.backend_conformance import config_of
+from tests.helpers.backend_updates import config_of
 from tests.helpers.megatron import PLATFORM, model_config, single_process
 from tests.helpers.models import make_model
 

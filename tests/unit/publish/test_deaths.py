@@ -30,7 +30,7 @@ from pa_npu.publish.trainer_side import TrainerPublish
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.contents import Contents
-from tests.helpers.engine_conformance import VOCAB, bits, make_engine_model
+from tests.helpers.engine_subjects import VOCAB, bits, make_engine_model
 from tests.helpers.forked_engine import KEY, ForkedEngine
 from tests.helpers.policies import probe_plan
 from tests.helpers.publish import ServesNobodyLate
