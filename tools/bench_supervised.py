@@ -139,7 +139,7 @@ class TrlTrainer:
         self.seconds = (0.0, 0.0)
         program = self
 
-        class Timer(TrainerCallback):  # type: ignore[misc]
+        class Timer(TrainerCallback):
             def on_step_begin(self, *_: Any, **__: Any) -> None:
                 self.start = time.process_time(), time.perf_counter()
 
@@ -297,7 +297,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    result = {}
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model or make_random_model(Path(scratch) / "model")
         spec = ModelSpec.read(model)

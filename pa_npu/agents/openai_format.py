@@ -364,7 +364,7 @@ def whole_answer(
         "completion_tokens": num_written,
         "total_tokens": len(prompt) + num_written,
     }
-    answer: dict[str, Any] = {
+    whole: dict[str, Any] = {
         "id": completion_id,
         "object": "chat.completion" if is_chat else "text_completion",
         "created": 0,
@@ -374,8 +374,8 @@ def whole_answer(
         "usage": usage,
     }
     if request.token_ids:
-        answer["prompt_token_ids"] = [int(token) for token in prompt]
-    return answer
+        whole["prompt_token_ids"] = [int(token) for token in prompt]
+    return whole
 
 
 def events(answer: dict[str, Any], usage: bool) -> Iterator[bytes]:

@@ -444,6 +444,7 @@ def token_batch(
     weights: torch.Tensor,
     group_size: int,
     columns: Mapping[str, torch.Tensor] | None = None,
+    choices: Choices | None = None,
 ) -> TokenBatch:
     """Joins a microbatch's targets and the models' outputs for them into what losses read.
 
@@ -452,6 +453,7 @@ def token_batch(
         weights: float32 [N].
         group_size: responses of a prompt.
         columns: those of the batch; None: the microbatch's.
+        choices: a teacher's most likely tokens; None without a divergence.
     """
     reference = outputs.frozen.get("reference")
     return TokenBatch(
@@ -466,6 +468,7 @@ def token_batch(
         num_responses=len(microbatch.response_lengths),
         group_size=group_size,
         columns=microbatch.columns if columns is None else columns,
+        choices=choices,
     )
 
 

@@ -110,9 +110,10 @@ def _broken_demonstrations(algorithm: Algorithm) -> Iterator[str]:
     """Yields what demonstrations cannot be trained with."""
     config = algorithm.config
     groups = config.demonstration_groups
-    if not groups or algorithm.samples_from == "rows":
+    demonstrated = config.data.demonstrated
+    if not groups or demonstrated is None or algorithm.samples_from == "rows":
         return
-    named = f"data.demonstrations: {config.data.demonstrated.path}"
+    named = f"data.demonstrations: {demonstrated.path}"
     if not config.mesh.shares(groups):
         yield (
             f"data.demonstrations.share: makes {groups} groups an iteration, which "

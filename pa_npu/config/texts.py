@@ -46,7 +46,7 @@ def broken_texts(c: ConfigTree) -> Iterator[str]:
             (c.evaluate.key_of(name), dataset.path)
             for name, dataset in c.evaluate.all_sets(c.data.test).items()
         ),
-        ("data.demonstrations", c.data.demonstrated and c.data.demonstrated.path),
+        ("data.demonstrations", c.data.demonstrated.path if c.data.demonstrated else None),
         ("rollout.python", c.rollout.python),
         ("checkpoint.load", c.checkpoint.load),
     ):

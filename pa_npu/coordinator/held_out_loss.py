@@ -94,7 +94,7 @@ class HeldOutLosses(Evaluations):
         chosen = sets.get(name) or next(iter(sets.values()))
         return float(chosen["loss"])
 
-    def _send(self, name: str, held_out: TrainedSet) -> HeldOutSet:
+    def _send(self, name: str, held_out: AnySet) -> HeldOutSet:
         algorithm = build_algorithm(self.config)
         columns = run_columns(self.config)
         groups = groups_of_set(held_out, self.config.microbatch_responses)

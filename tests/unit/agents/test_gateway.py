@@ -115,7 +115,7 @@ def test_the_gateways_key_is_in_a_file_also_where_engines_are_attached(tmp_path:
             environment = make_environment(chosen, TOKENIZER, sessions)
             assert isinstance(environment, AgentEnvironment)
             assert environment.sessions is sessions, "agents and gateway share them"
-            gateway_of_run = make_gateway(chosen.rollout.temperature, environment, sessions, None)
+            gateway_of_run = make_gateway(environment, sessions, None)
             assert gateway_of_run is not None and gateway_of_run.sessions.key == written
             assert written == key or (not key and len(written) == 64)
         assert not (tmp_path / "api_key").exists()

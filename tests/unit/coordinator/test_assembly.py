@@ -38,7 +38,7 @@ def constructed(sections: dict[str, dict[str, Any]]) -> set[str]:
             train=none,
         ).choose(0, []),
         service := assembly.make_service(config, pool, Sampling(8, 1.0), tokenizer),
-        assembly.make_gateway(1.0, none, "key", service),
+        assembly.make_gateway(none, "key", service),
         assembly.make_roles(config, pool, Timeline(None, ""), SimpleNamespace(speeds=none)),
     )
     return {type(part).__name__ for part in objects if part is not None}
