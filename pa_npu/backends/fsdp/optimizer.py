@@ -17,12 +17,6 @@ from pa_npu.config.schema import Config
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OF_MIXTURES = (".experts.", ".gate.", ".router.")  # of which a part may get no token
-# So many reductions of a group in an update are looked at in whole samples, and a sample is dealt
-# out to so many of the others, where each gets so many elements of a rank's chunk. A whole sample of
-# a layer of 0.8 million weights takes 0.5 ms on a CPU, nearly all of it for waiting for memory.
-_WHOLE = 2
-_TURNS = 16
-_ELEMENTS_OF_TURN = 64
 # of a group's samples, kept on the device until they are summed up
 _MAX_KEPT_ELEMENTS = 2**20
 # named so from torch 2.13 on
@@ -150,11 +144,8 @@ class CountedReduceScatter:
 
     The hook runs for every group of every microbatch, when no cache holds its memory or its code
     any more. So it makes three calls, one of which computes: it copies the elements that are looked
-    at. They are summed up at the update's end, or earlier where they are many. The first reductions
-    of an update are looked at in one element of SAMPLED_EVERY. Behind them a large group's sample
-    is dealt out to _TURNS reductions in turn: what is lost at the same place in all of these is
-    seen as if each had been looked at whole, and what is lost in one of them is seen unless it is
-    smaller than the turn's distances.
+    at, one of SAMPLED_EVERY. They are summed up at the update's end, or earlier where they are
+    many.
     """
 
     def __init__(self, copies: int, summed_in: torch.dtype = torch.float32) -> None:
@@ -169,7 +160,6 @@ class CountedReduceScatter:
         self._samples: list[torch.Tensor] = []
         self._num_kept_elements = 0
         self._counts: torch.Tensor | None = None
-        self._num_reductions = 0
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -193,7 +183,7 @@ class CountedReduceScatter:
         brought, self._input = self._input, None
         assert brought is not None, "its memory was allocated here"
         chunk = len(reduced)
-        first, every = self._next_sample(chunk)
+        first, every = self.first, SAMPLED_EVERY
         num_sampled = max(0, -(-(chunk - first) // every))
         num_chunks = brought.numel() // chunk
         # of every rank's chunk the elements that this rank looks at in its own, once it is reduced
@@ -215,17 +205,6 @@ class CountedReduceScatter:
         counts = torch.stack([own.sum(), own.square().sum(), left.sum() / self._copies])
         self._counts = counts if self._counts is None else self._counts + counts
         self._samples, self._num_kept_elements = [], 0
-
-    def _next_sample(self, chunk: int) -> tuple[int, int]:
-        """The first element of every rank's chunk that is looked at in this reduction, and the
-        distance to the next ones; the same on all ranks, which have as many reductions.
-        """
-        turn = self._num_reductions - _WHOLE
-        self._num_reductions += 1
-        every = _TURNS * SAMPLED_EVERY
-        if turn < 0 or chunk < _ELEMENTS_OF_TURN * every:
-            return self.first, SAMPLED_EVERY
-        return self.first + turn % _TURNS * SAMPLED_EVERY, every
 
     def counts(self) -> torch.Tensor:
         """[3]: the update's own, squares and reduced of ReducedGradient; NaN where nothing was

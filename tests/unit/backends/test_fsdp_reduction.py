@@ -108,33 +108,7 @@ def _reduction_of(
 
 
 LARGE = 64 * 16 * SAMPLED_EVERY + 100
-"""Elements of a chunk that is looked at in turns."""
-
-
-@pytest.mark.parametrize("first", [0, 17, SAMPLED_EVERY - 1])
-def test_behind_two_reductions_sixteen_look_at_every_element_of_a_sample_once(first: int) -> None:
-    one = CountedReduceScatter(copies=1, summed_in=torch.float64)
-    one.first = first
-    sample = torch.arange(LARGE) % SAMPLED_EVERY == first
-    elements = torch.full((LARGE,), torch.nan)
-    elements[sample] = torch.arange(float(sample.sum())) + 1
-    whole = float(elements[sample].sum())
-    for update in range(2):
-        for number in range(2):
-            assert _reduction_of(one, elements) == (whole, whole), (update, number)
-        for round_of_turns in range(2):
-            turns = [_reduction_of(one, elements) for _ in range(16)]
-            assert len({own for own, _ in turns}) == 16, (update, round_of_turns)
-            assert sum(own for own, _ in turns) == whole, (update, round_of_turns)
-            assert all(own == reduced for own, reduced in turns), (update, round_of_turns)
-        one.restart()
-
-
-def test_a_small_group_is_looked_at_in_a_whole_sample_in_every_reduction() -> None:
-    one = CountedReduceScatter(copies=1, summed_in=torch.float64)
-    elements = torch.ones(64 * 16 * SAMPLED_EVERY - 1)
-    sampled = len(range(0, len(elements), SAMPLED_EVERY))
-    assert {_reduction_of(one, elements) for _ in range(40)} == {(sampled, sampled)}
+"""Elements of a chunk of a layer."""
 
 
 def test_samples_that_are_many_are_summed_up_before_the_update_ends(
@@ -157,23 +131,18 @@ def test_samples_that_are_many_are_summed_up_before_the_update_ends(
 
 @pytest.mark.parametrize("first", [0, 5, 60])
 @pytest.mark.parametrize("place", [0, 61 * 16 * 7 + 1, LARGE - 61])
-def test_sixty_one_neighbours_lost_in_all_later_reductions_and_a_part_lost_in_one_show(
-    first: int, place: int
-) -> None:
+def test_sixty_one_neighbours_that_are_lost_in_any_reduction_show(first: int, place: int) -> None:
     generator = torch.Generator().manual_seed(first)
     elements = torch.randn(LARGE, generator=generator)
     one = CountedReduceScatter(copies=1, summed_in=torch.float64)
     one.first = first
-    without_neighbours, without_part = elements.clone(), elements.clone()
+    without_neighbours = elements.clone()
     without_neighbours[place : place + SAMPLED_EVERY] = 0
-    without_part[min(place, LARGE - 1000) :][:1000] = 0
-    for _ in range(2):
-        _reduction_of(one, elements)
-    turns = [_reduction_of(one, elements, without_neighbours) for _ in range(16)]
-    assert sum(own != reduced for own, reduced in turns) == 1
-    for turn in range(16):
-        own, reduced = _reduction_of(one, elements, without_part)
-        assert own != reduced, turn
+    for number in range(20):
+        own, reduced = _reduction_of(one, elements, without_neighbours)
+        assert own != reduced, number
+        own, reduced = _reduction_of(one, elements)
+        assert own == reduced, f"negative control {number}"
 
 
 def test_a_gradients_size_around_its_division_is_that_of_a_sample(tmp_path: Any) -> None:
