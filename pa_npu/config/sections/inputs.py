@@ -166,8 +166,8 @@ class DataConfig(Section):
     demonstrations: Annotated[FilePath, Field(min_length=1)] | Demonstrations | None = Field(
         None,
         description="Rows that are trained by cross-entropy in the same updates as what the policy "
-        "writes, such as solutions by a person or a stronger model, in the formats of "
-        "algorithm.name=sft. Trainers have them before the first response is there. null has none.",
+        "writes, such as solutions by a person or a stronger model, in the formats of the "
+        "supervised stage. Trainers have them before the first response is there. null has none.",
     )
     question_column: str | None = Field(
         None,
