@@ -64,7 +64,7 @@ def run_to_the_end(directory: Path, *given: str) -> None:
         run.close()
 
 
-@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+@pytest.mark.parametrize("backend", [pytest.param("megatron", marks=pytest.mark.nightly), "fsdp"])
 def test_periodic_synchronous_and_killed_runs_end_with_the_same_weights(
     backend: str, tiny: Path, tmp_path: Path
 ) -> None:
