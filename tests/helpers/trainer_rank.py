@@ -256,10 +256,11 @@ def put_groups(
         with_advantages(group, advantages) for group, advantages in zip(groups, every, strict=True)
     ]
     taken = len(groups) if sizes is None else sizes[iteration] * config.mesh.data
+    trains_by_rule = build_algorithm(config).trains_by_rule
     sent = []
     for place, index in enumerate(order or range(taken)):
         group = groups[index]
-        by_rule = config.schedule.skip_zero_advantage and not group.advantages.any()
+        by_rule = trains_by_rule and not group.advantages.any()
         replica, slot = place % config.mesh.data, place // config.mesh.data
         buffer.put(group, replica, slot, by_rule=by_rule)
         lengths = tuple(group.trained_lengths.tolist())
