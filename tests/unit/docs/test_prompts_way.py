@@ -92,6 +92,7 @@ HANDS_ON = {
     "control/worker_process.py": "the pipe to a worker",
     "control/channel.py": "bytes into the store",
     "platform/ops.py": "norm and rotation on this platform",
+    "algorithm/choices.py": "which teachers a microbatch asks, of which it has none here",
     "attention/layout.py": "what a layout knows of itself",
     "attention/plans.py": "which kernel calls a form makes of a layout",
     "attention/rows.py": "which rows a form gathers",
