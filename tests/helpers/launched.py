@@ -120,9 +120,9 @@ def random_tiny(directory: Path, *options: str) -> Path:
 
 
 def settings(tiny: Path, run_dir: Path, **others: object) -> list[str]:
-    """The arguments of a small run.
+    """Returns the arguments of a small run.
 
-    A transformers engine starts in seconds; a test of vLLM says rollout__backend="vllm".
+    It computes every group: a random model earns equal rewards in most of them. A transformers engine starts in seconds; a test of vLLM says rollout__backend="vllm".
     """
     keys: dict[str, object] = {
         "run.dir": run_dir,
@@ -139,6 +139,7 @@ def settings(tiny: Path, run_dir: Path, **others: object) -> list[str]:
         "rollout.kv_cache_gib": 0.125,
         "schedule.iterations": 2,
         "schedule.prompts_per_iteration": 4,
+        "schedule.skip_zero_advantage": "false",
     } | {name.replace("__", "."): value for name, value in others.items()}
     return [f"{key}={value}" for key, value in keys.items()]
 

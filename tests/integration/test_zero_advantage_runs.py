@@ -63,8 +63,7 @@ def run(
             "telemetry.samples": "all",
             "checkpoint.every": 1,
         }
-        if skips is not None:
-            chosen["schedule.skip_zero_advantage"] = str(skips).lower()
+        chosen["schedule.skip_zero_advantage"] = "null" if skips is None else str(skips).lower()
         merged = {name: value for name, value in (chosen | others).items() if value is not None}
         arguments = settings(tiny, directory / "run", **merged)
         launched.append(Launched(directory, "run", *arguments, variables=KEY))
