@@ -122,7 +122,8 @@ def random_tiny(directory: Path, *options: str) -> Path:
 def settings(tiny: Path, run_dir: Path, **others: object) -> list[str]:
     """Returns the arguments of a small run.
 
-    It computes every group: a random model earns equal rewards in most of them. A transformers engine starts in seconds; a test of vLLM says rollout__backend="vllm".
+    It computes every group: a random model earns equal rewards in most of them. A transformers
+    engine starts in seconds; a test of vLLM says rollout__backend="vllm".
     """
     keys: dict[str, object] = {
         "run.dir": run_dir,
