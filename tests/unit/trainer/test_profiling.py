@@ -78,8 +78,10 @@ class NoChecks(IterationChecks):
 
 
 class NoMicrobatches:
-    first = None
     by_rule = ()
+
+    def first(self, number: int, *, only_written: bool = False) -> list[Any]:
+        return []
 
     def updates(self, number: int) -> list[Any]:
         return [self] * number
