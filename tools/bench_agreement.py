@@ -50,7 +50,8 @@ from pa_npu.algorithm.agreement import (
     limits,
     stray_evidence,
 )
-from pa_npu.algorithm.objective import Objective, Outputs, Targets
+from pa_npu.algorithm.model_outputs import Outputs, Targets
+from pa_npu.algorithm.objective import Objective
 from pa_npu.backends.megatron.patches.table import prepare
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from pa_npu.agents.openai_format import MODEL, CompletionRequest, RequestRefused
-from pa_npu.agents.server_events import named_event
+from pa_npu.agents.other_formats import list_of_objects, named_event, shared_fields
 
 if TYPE_CHECKING:
     from pa_npu.agents.session import AnsweredTurn
@@ -68,18 +68,7 @@ def chat_body(body: Any) -> dict[str, Any]:
 
     Raises RequestRefused for what is not of this API or is not served here.
     """
-    if not isinstance(body, Mapping):
-        raise RequestRefused("the body must be a JSON object")
-    chat = {name: body[name] for name in _AS_IN_CHAT if name in body}
-    for name, value in body.items():
-        if name in _AS_IN_CHAT or name in _READ or value is None:
-            continue
-        if name not in _FIXED or value not in _FIXED[name]:
-            raise RequestRefused(
-                f"{name}: {value!r:.60} is not served here; leave it out",
-                code="unsupported_parameter",
-                param=name,
-            )
+    chat = shared_fields(body, as_in_chat=_AS_IN_CHAT, read=_READ, fixed=_FIXED)
     chat["messages"] = chat_messages(body.get("system"), body.get("messages"))
     chat["tools"] = _chat_tools(body.get("tools"))
     chat["tool_choice"] = _chat_tool_choice(body.get("tool_choice"))
@@ -186,10 +175,8 @@ def _block_text(block: Mapping[str, Any], param: str) -> str:
 def _chat_tools(value: Any) -> list[dict[str, Any]] | None:
     if value is None:
         return None
-    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise RequestRefused("tools: must be a list of objects", param="tools")
     tools = []
-    for tool in value:
+    for tool in list_of_objects(value, "tools"):
         if tool.get("type", "custom") not in ("custom", None):
             raise RequestRefused(
                 f"tools: {tool['type']!r:.40} is a tool of Anthropic's servers; give tools with an "

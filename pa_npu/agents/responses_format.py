@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pa_npu.agents.openai_format import MODEL, CompletionRequest, RequestRefused
-from pa_npu.agents.server_events import named_event
+from pa_npu.agents.other_formats import list_of_objects, named_event, shared_fields
 
 if TYPE_CHECKING:
     from pa_npu.agents.session import AnsweredTurn
@@ -58,18 +58,7 @@ def chat_body(body: Any, conversations: Mapping[str, Sequence[Message]]) -> dict
     conversations: the messages before each response that this one may continue, by its id.
     Raises RequestRefused for what is not of this API or is not served here.
     """
-    if not isinstance(body, Mapping):
-        raise RequestRefused("the body must be a JSON object")
-    chat = {name: body[name] for name in _AS_IN_CHAT if name in body}
-    for name, value in body.items():
-        if name in _AS_IN_CHAT or name in _READ or value is None:
-            continue
-        if name not in _FIXED or value not in _FIXED[name]:
-            raise RequestRefused(
-                f"{name}: {value!r:.60} is not served here; leave it out",
-                code="unsupported_parameter",
-                param=name,
-            )
+    chat = shared_fields(body, as_in_chat=_AS_IN_CHAT, read=_READ, fixed=_FIXED)
     chat["messages"] = [
         *_instructions(body.get("instructions")),
         *_earlier_messages(body.get("previous_response_id"), conversations),
@@ -185,10 +174,8 @@ def _text_of(content: Any, kind: str) -> str:
 def _chat_tools(value: Any) -> list[dict[str, Any]] | None:
     if value is None:
         return None
-    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise RequestRefused("tools: must be a list of objects", param="tools")
     tools = []
-    for tool in value:
+    for tool in list_of_objects(value, "tools"):
         if tool.get("type") != "function":
             raise RequestRefused(
                 f"tools: {tool.get('type')!r:.40} is executed by OpenAI's servers; give functions",
@@ -254,46 +241,8 @@ def response(
     logprobs: of the written tokens, in the chat's form; empty if the request did not ask.
     temperature: the run's.
     """
-    message = turn.answer.message
     is_complete = turn.written.finished
     status = "completed" if is_complete else "incomplete"
-    output: list[dict[str, Any]] = []
-    calls = message.get("tool_calls") or ()
-    if message["content"] or not calls:
-        part = {
-            "type": "output_text",
-            "text": message["content"],
-            "annotations": [],
-            "logprobs": list(logprobs),
-        }
-        output.append(
-            {
-                "type": "message",
-                "id": f"msg-{response_id}",
-                "status": status,
-                "role": "assistant",
-                "content": [part],
-            }
-        )
-    for call in calls:
-        output.append(
-            {
-                "type": "function_call",
-                "id": f"fc-{call['id']}",
-                "call_id": call["id"],
-                "name": call["function"]["name"],
-                "arguments": call["function"]["arguments"],
-                "status": "completed",
-            }
-        )
-    num_shown, num_written = len(turn.prompt), len(turn.written.tokens)
-    usage = {
-        "input_tokens": num_shown,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": num_written,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": num_shown + num_written,
-    }
     return {
         "id": response_id,
         "object": "response",
@@ -307,7 +256,7 @@ def response(
         "max_output_tokens": request.max_tokens,
         "metadata": body.get("metadata") or {},
         "model": MODEL,
-        "output": output,
+        "output": _output_items(turn, response_id, status, logprobs),
         "parallel_tool_calls": True,
         "previous_response_id": body.get("previous_response_id"),
         "reasoning": {"effort": None, "summary": None},
@@ -319,8 +268,60 @@ def response(
         "tools": body.get("tools") or [],
         "top_p": 1.0,
         "truncation": "disabled",
-        "usage": usage,
+        "usage": _usage(turn),
         "weight_version": turn.written.version or 0,
+    }
+
+
+def _output_items(
+    turn: AnsweredTurn, response_id: str, status: str, logprobs: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Returns a message, and a function_call for each of the answer's calls.
+
+    There is no message beside calls if the answer has no text.
+    """
+    message = turn.answer.message
+    calls = message.get("tool_calls") or ()
+    items: list[dict[str, Any]] = []
+    if message["content"] or not calls:
+        part = {
+            "type": "output_text",
+            "text": message["content"],
+            "annotations": [],
+            "logprobs": list(logprobs),
+        }
+        items.append(
+            {
+                "type": "message",
+                "id": f"msg-{response_id}",
+                "status": status,
+                "role": "assistant",
+                "content": [part],
+            }
+        )
+    for call in calls:
+        items.append(
+            {
+                "type": "function_call",
+                "id": f"fc-{call['id']}",
+                "call_id": call["id"],
+                "name": call["function"]["name"],
+                "arguments": call["function"]["arguments"],
+                "status": "completed",
+            }
+        )
+    return items
+
+
+def _usage(turn: AnsweredTurn) -> dict[str, Any]:
+    num_shown = len(turn.prompt)
+    num_written = len(turn.written.tokens)
+    return {
+        "input_tokens": num_shown,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": num_written,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": num_shown + num_written,
     }
 
 

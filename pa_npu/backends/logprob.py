@@ -7,9 +7,8 @@ and needs no collective but the sum of the hidden states' gradient. The last chu
 kept, because backward starts with them; so one chunk's logits exist at a time, and a microbatch of
 one chunk recomputes nothing.
 
-    vocab_parallel_logprobs     of the targets, with the entropy
-    score_rows                  the same, and of further tokens of every row: those that are given,
-                                or the most likely ones
+Beside the targets, further tokens of every row may be scored: those that are given, or the most
+likely ones.
 """
 
 from __future__ import annotations
@@ -37,37 +36,6 @@ class RowScores(NamedTuple):
     entropy: torch.Tensor
     choices: torch.Tensor | None = None
     choice_logprobs: torch.Tensor | None = None
-
-
-def vocab_parallel_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    vocab_size: int,
-    temperature: float = 1.0,
-    cap: float | None = None,
-    chunk: int = 2048,
-    group: dist.ProcessGroup | None = None,
-    entropy: bool = True,
-    entropy_grad: bool = False,
-    reduce_hidden_grad: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log p(target) [rows], entropy [rows]); see score_rows."""
-    scores = score_rows(
-        hidden,
-        weight,
-        targets,
-        vocab_size=vocab_size,
-        temperature=temperature,
-        cap=cap,
-        chunk=chunk,
-        group=group,
-        entropy=entropy,
-        entropy_grad=entropy_grad,
-        reduce_hidden_grad=reduce_hidden_grad,
-    )
-    return scores.logprobs, scores.entropy
 
 
 def score_rows(
@@ -235,20 +203,20 @@ class _ChunkedLogprob(torch.autograd.Function):
     def backward(
         ctx: Any, *grads: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
-        (
-            hidden,
-            weight,
-            local_targets,
-            is_local,
-            maxima,
-            log_sums,
-            entropy,
-            choices,
-            log_rests,
-        ) = ctx.saved_tensors
+        hidden, weight, local_targets, is_local = ctx.saved_tensors[:4]
+        maxima, log_sums, entropy, choices, log_rests = ctx.saved_tensors[4:]
         settings: _Settings = ctx.settings
-        cap, chunk, group = settings.cap, settings.chunk, settings.group
-        grad_logprobs, grad_entropy, _, grad_choices = grads
+        forward = _ForwardPass(
+            local_targets=local_targets,
+            is_local=is_local,
+            maxima=maxima,
+            log_sums=log_sums,
+            entropy=entropy,
+            choices=choices,
+            log_rests=log_rests,
+            settings=settings,
+        )
+        chunk, group = settings.chunk, settings.group
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         num_rows = hidden.shape[0]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -259,65 +227,97 @@ class _ChunkedLogprob(torch.autograd.Function):
         for start in reversed(range(0, num_rows, chunk)):
             rows = slice(start, min(start + chunk, num_rows))
             if shifted is None:
-                shifted = _logits(
-                    hidden[rows], weight, settings.inverse_temperature, maxima.dtype, cap
-                )
-                shifted.sub_(maxima[rows].unsqueeze(-1))
-            log_softmax = shifted - log_sums[rows].unsqueeze(-1)
-            # of the cap: 1 - tanh^2, and the tanh is the capped logit over the cap
-            slope = (
-                None
-                if cap is None
-                else (shifted + maxima[rows].unsqueeze(-1))
-                .div_(settings.inverse_temperature * cap)
-                .square_()
-                .neg_()
-                .add_(1)
-            )
+                shifted = forward.shifted_logits(rows, hidden[rows], weight)
+            grad_logits = forward.gradient(rows, shifted, grads).to(weight.dtype)
             shifted = None
-            # d log p(t) / d logit_j = [j = t] - p_j;  d entropy / d logit_j = -p_j (log p_j +
-            #                                          entropy)
-            down = grad_logprobs[rows]
-            if choices is not None:
-                down = down + grad_choices[rows].sum(-1)
-            if settings.entropy_grad:
-                softmax = log_softmax.exp()
-                factor = log_softmax.add_(entropy[rows].unsqueeze(-1)).mul_(
-                    grad_entropy[rows].unsqueeze(-1)
-                )
-                factor = factor.add_(down.unsqueeze(-1)).neg_()
-            else:
-                softmax = log_softmax.exp_()
-                factor = -down.unsqueeze(-1)
-            if choices is None:
-                grad_logits = softmax.mul_(factor)
-            else:
-                grad_logits = _with_choices(
-                    softmax,
-                    factor,
-                    grad_choices[rows],
-                    log_rests[rows],
-                    choices[rows],
-                    settings.first_token,
-                )
-            grad_logits.scatter_add_(
-                -1,
-                local_targets[rows].unsqueeze(-1),
-                (grad_logprobs[rows] * is_local[rows]).unsqueeze(-1),
-            )
-            if slope is not None:
-                grad_logits.mul_(slope)
-            grad_narrow = grad_logits.mul_(settings.inverse_temperature).to(weight.dtype)
             if grad_hidden is not None:
-                grad_hidden[rows] = grad_narrow @ weight
+                grad_hidden[rows] = grad_logits @ weight
             if grad_weight is not None:
-                grad_weight.add(grad_narrow, hidden[rows])
-            # before the next chunk's logits exist
-            del log_softmax, softmax, factor, grad_logits, grad_narrow
+                grad_weight.add(grad_logits, hidden[rows])
+            del grad_logits  # before the next chunk's logits exist
         if grad_hidden is not None and group is not None and settings.reduce_hidden_grad:
             dist.all_reduce(grad_hidden, group=group)
         grad = None if grad_weight is None else grad_weight.result()
         return grad_hidden, grad, None, None, None
+
+
+@dataclass(frozen=True, eq=False)
+class _ForwardPass:
+    """What backward needs of the forward pass beside its inputs.
+
+    local_targets, is_local: as _localise returns them. maxima: [rows], of the logits.
+    log_sums: [rows], log of the sum of exp(logit - maximum). log_rests: [rows], log-prob of all
+    tokens that are no choice.
+    """
+
+    local_targets: torch.Tensor
+    is_local: torch.Tensor
+    maxima: torch.Tensor
+    log_sums: torch.Tensor
+    entropy: torch.Tensor
+    choices: torch.Tensor | None
+    log_rests: torch.Tensor | None
+    settings: _Settings
+
+    def shifted_logits(
+        self, rows: slice, hidden: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns a chunk's logits less their rows' maxima, computed again."""
+        settings = self.settings
+        logits = _logits(
+            hidden, weight, settings.inverse_temperature, self.maxima.dtype, settings.cap
+        )
+        return logits.sub_(self.maxima[rows].unsqueeze(-1))
+
+    def gradient(
+        self, rows: slice, shifted: torch.Tensor, grads: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """Returns the gradient at a chunk's products of hidden states and LM head, [rows, tokens of
+        this rank].
+
+        shifted: their logits less the maxima, which are overwritten.
+        grads: those at the outputs of the forward pass, for all rows.
+        """
+        settings = self.settings
+        grad_logprobs, grad_entropy, _, grad_choices = grads
+        slope = None if settings.cap is None else self._slope_of_cap(rows, shifted, settings.cap)
+        log_softmax = shifted.sub_(self.log_sums[rows].unsqueeze(-1))
+        # d log p(t) / d logit_j = [j = t] - p_j
+        # d entropy / d logit_j = -p_j (log p_j + entropy)
+        down = grad_logprobs[rows]
+        if self.choices is not None:
+            down = down + grad_choices[rows].sum(-1)
+        if settings.entropy_grad:
+            softmax = log_softmax.exp()
+            factor = log_softmax.add_(self.entropy[rows].unsqueeze(-1))
+            factor.mul_(grad_entropy[rows].unsqueeze(-1)).add_(down.unsqueeze(-1)).neg_()
+        else:
+            softmax = log_softmax.exp_()
+            factor = -down.unsqueeze(-1)
+        if self.choices is None or self.log_rests is None:
+            grad_logits = softmax.mul_(factor)
+        else:
+            grad_logits = _with_choices(
+                softmax,
+                factor,
+                grad_choices[rows],
+                self.log_rests[rows],
+                self.choices[rows],
+                settings.first_token,
+            )
+        at_targets = (grad_logprobs[rows] * self.is_local[rows]).unsqueeze(-1)
+        grad_logits.scatter_add_(-1, self.local_targets[rows].unsqueeze(-1), at_targets)
+        if slope is not None:
+            grad_logits.mul_(slope)
+        return grad_logits.mul_(settings.inverse_temperature)
+
+    def _slope_of_cap(self, rows: slice, shifted: torch.Tensor, cap: float) -> torch.Tensor:
+        """Returns the soft cap's derivative, 1 - tanh^2; the tanh is the capped logit over the
+        cap.
+        """
+        capped = shifted + self.maxima[rows].unsqueeze(-1)
+        tanh = capped.div_(self.settings.inverse_temperature * cap)
+        return tanh.square_().neg_().add_(1)
 
 
 def _most_likely(

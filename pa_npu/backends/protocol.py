@@ -15,7 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pa_npu.algorithm.objective import Objective, Outputs, Weights
+from pa_npu.algorithm.model_outputs import Outputs, Weights
+from pa_npu.algorithm.objective import Objective
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.checkpoints.directories import CheckpointMeta
 from pa_npu.checkpoints.saving import PlannedSave

@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from pa_npu.algorithm.objective import Targets
+from pa_npu.algorithm.model_outputs import Targets
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.trie import PackedSequences
 from pa_npu.attention.trie import pack as pack_trie

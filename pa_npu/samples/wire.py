@@ -62,6 +62,7 @@ from pa_npu.samples.columns import (
     RunColumns,
 )
 from pa_npu.samples.group import IDENTITY, Group
+from pa_npu.samples.wire_rows import full_column, restored, shared_lengths, trained_rows
 
 FORMAT_VERSION = 4
 _READABLE = (3, 4)
@@ -89,8 +90,6 @@ _OPTIONAL = (_COMPONENTS, WEIGHT, _PLACEHOLDERS, _DIGESTS)
 _ATTACHMENT_NAME = re.compile(r"attachments/(\d{1,9})/(\w+)")
 _TYPES = {stored: dtype for dtype, stored in STORED_TYPES.items()}
 Tensors = dict[str, np.ndarray]
-# A group of more tokens than this is damage, not data.
-_MAX_TOKENS = 2**31 - 1
 
 
 def to_bytes(group: Group, columns: RunColumns = NONE) -> bytes:
@@ -103,13 +102,14 @@ def to_bytes(group: Group, columns: RunColumns = NONE) -> bytes:
     spans = np.empty((group.num_samples + len(starts), _SPAN_NUMBERS), "<i4")
     samples = spans[: group.num_samples]
     samples[:, 0] = group.lengths
-    samples[:, 1] = shared_lengths = _shared_lengths(group)
+    num_shared = shared_lengths(group)
+    samples[:, 1] = num_shared
     samples[:, 2] = group.finished
     runs = spans[group.num_samples :]
     runs[:, 0] = starts
     runs[:, 1] = ends - starts
     runs[:, 2] = group.versions[starts]
-    places = zip(pairwise(group.offsets().tolist()), shared_lengths, strict=True)
+    places = zip(pairwise(group.offsets().tolist()), num_shared, strict=True)
     unshared = [slice(start + shared, end) for (start, end), shared in places]
     identity = [getattr(group, name) for name in IDENTITY]
     numbers = [*identity, group.num_samples, *(group.part or ())]
@@ -326,32 +326,6 @@ def _placeholders(
     )
 
 
-def _shared_lengths(group: Group) -> list[int]:
-    """Returns how many tokens before the first that the policy wrote each sample has in common with
-    the sample before it.
-    """
-    keys = group.prefix_keys
-    prompt_lengths = group.prompt_lengths()
-    starts = group.offsets().tolist()[:-1]
-    previous = keys[: prompt_lengths[0]].tobytes()
-    shared = [0]
-    for start, length in zip(starts[1:], prompt_lengths[1:], strict=True):
-        prompt = keys[start : start + length].tobytes()
-        if prompt == previous:  # nearly always
-            shared.append(length)
-        else:
-            shared.append(_num_common_keys(previous, prompt, keys.dtype))
-        previous = prompt
-    return shared
-
-
-def _num_common_keys(first: bytes, second: bytes, dtype: np.dtype[Any]) -> int:
-    """Returns the number of leading keys that two prompts share."""
-    shorter = min(len(first), len(second)) // dtype.itemsize
-    differs = np.frombuffer(first, dtype, shorter) != np.frombuffer(second, dtype, shorter)
-    return int(differs.argmax()) if differs.any() else shorter
-
-
 def _array(column: Column, tensor: dict[str, Any]) -> np.ndarray:
     shape = tensor["shape"]
     stored = STORED[column.dtype]
@@ -399,8 +373,8 @@ def _group(
             f"group bytes: finished must be 0 or 1, found {finished.tolist()[:8]}"
         )
     shared = spans[:num_samples, 1].tolist()
-    tokens = _restored("tokens", lengths.tolist(), shared, arrays["tokens"])
-    rows, run_lengths = _trained_rows(spans[num_samples:], len(tokens))
+    tokens = restored("tokens", lengths.tolist(), shared, arrays["tokens"])
+    rows, run_lengths = trained_rows(spans[num_samples:], len(tokens))
     weight = arrays.get(WEIGHT.name)
     sent: dict[Column, Any] = {
         LOGPROBS: np.float32(0),
@@ -411,15 +385,15 @@ def _group(
     full = {}
     for column, sent_values in sent.items():
         if column.tokens == "context":
-            full[column] = _restored(column.name, lengths.tolist(), shared, sent_values)
+            full[column] = restored(column.name, lengths.tolist(), shared, sent_values)
         else:
-            full[column] = _full(column, sent_values, len(tokens), rows)
+            full[column] = full_column(column, sent_values, len(tokens), rows)
     group = Group(
         **dict(zip(IDENTITY, identity, strict=True)),
         lengths=lengths,
         tokens=tokens,
         component=_component(arrays.get(_COMPONENTS.name), len(tokens), rows, run_lengths),
-        weight=None if weight is None else _full(WEIGHT, weight, len(tokens), rows),
+        weight=None if weight is None else full_column(WEIGHT, weight, len(tokens), rows),
         logprobs=full.pop(LOGPROBS),
         versions=full.pop(VERSIONS),
         advantages=full.pop(ADVANTAGES),
@@ -449,84 +423,3 @@ def _component(
         )
     component[rows] = np.repeat(components, run_lengths)
     return component
-
-
-def _full(column: Column, values: np.ndarray, num_tokens: int, rows: np.ndarray) -> np.ndarray:
-    """Returns the column of all tokens, [num_tokens, *shape].
-
-    values: those of the trained tokens, which are at `rows`, or of all tokens, as the column
-    declares; without dimensions, one value for all trained tokens.
-    """
-    expected = len(rows) if column.tokens == "trained" else num_tokens
-    if values.ndim and len(values) != expected:
-        raise GroupFormatError(
-            f"group bytes: {column.name} has {len(values)} values for {expected} {column.tokens} "
-            "tokens"
-        )
-    if column.tokens == "all":
-        return values.copy()
-    full = column.blank(num_tokens)
-    full[rows] = values
-    return full
-
-
-def _restored(name: str, lengths: list[int], shared: list[int], unshared: np.ndarray) -> np.ndarray:
-    """Returns all samples' tokens, or a column of them, [sum of lengths, ...].
-
-    shared: how many leading tokens each sample has in common with the one before it. unshared: the
-    values of all other tokens.
-    """
-    previous_length = 0
-    for length, common in zip(lengths, shared, strict=True):
-        if not 0 <= common <= min(previous_length, length):
-            raise GroupFormatError(
-                f"group bytes: shared {shared[:8]} does not fit to lengths {lengths[:8]}: a sample "
-                f"of {length} tokens, after one of {previous_length}, shares {common}"
-            )
-        previous_length = length
-    total = sum(lengths)
-    if total > _MAX_TOKENS or total - sum(shared) != len(unshared):
-        raise GroupFormatError(
-            f"group bytes: {len(unshared)} {name}, but samples of {total} tokens that share "
-            f"{sum(shared)} need {total - sum(shared)}"
-        )
-    values = np.empty((total, *unshared.shape[1:]), unshared.dtype)
-    previous_start = 0
-    start = 0
-    position = 0  # in `unshared`
-    for length, common in zip(lengths, shared, strict=True):
-        num_unshared = length - common
-        middle = start + common
-        end = start + length
-        values[start:middle] = values[previous_start : previous_start + common]
-        values[middle:end] = unshared[position : position + num_unshared]
-        previous_start = start
-        start = end
-        position += num_unshared
-    return values
-
-
-def _trained_rows(runs: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns int64 [N], where the runs' tokens are in the group, and int64 [R], the runs' lengths.
-
-    Raises GroupFormatError unless the runs follow one another within num_tokens tokens.
-    """
-    starts = runs[:, 0].astype(np.int64)
-    lengths = runs[:, 1].astype(np.int64)
-    ends = starts + lengths
-    if (
-        not len(runs)
-        or (lengths < 1).any()
-        or starts[0] < 0
-        or (starts[1:] < ends[:-1]).any()
-        or ends[-1] > num_tokens
-    ):
-        raise GroupFormatError(
-            f"group bytes: runs {runs[:8, :2].tolist()} of trained tokens must follow one another "
-            f"within {num_tokens} tokens"
-        )
-    # the k-th trained token of the group is token `start + k - first` of it, where `first` trained
-    # tokens come before its run
-    num_trained = int(lengths.sum())
-    firsts = np.cumsum(lengths) - lengths
-    return np.arange(num_trained) + np.repeat(starts - firsts, lengths), lengths

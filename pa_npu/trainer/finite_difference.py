@@ -30,7 +30,8 @@ import torch
 from pa_npu.algorithm.algorithm import Algorithm
 from pa_npu.algorithm.component_sums import all_gradients
 from pa_npu.algorithm.loss_gradient import Values
-from pa_npu.algorithm.objective import Objective, Outputs, Targets
+from pa_npu.algorithm.model_outputs import Outputs, Targets
+from pa_npu.algorithm.objective import Objective
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.backends.protocol import DTYPES, SteppedTensor, TrainBackend
 from pa_npu.config.schema import Config

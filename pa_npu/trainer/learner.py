@@ -18,15 +18,8 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.algorithm.agreement import DifferenceSums
-from pa_npu.algorithm.objective import (
-    FixedWeights,
-    Objective,
-    Outputs,
-    PolicyState,
-    Targets,
-    TrainedResponse,
-    measure,
-)
+from pa_npu.algorithm.model_outputs import FixedWeights, Outputs, PolicyState, Targets
+from pa_npu.algorithm.objective import Objective, TrainedResponse, measure
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, MetricSums, Statistics, Totals

@@ -26,7 +26,7 @@ from pa_npu.algorithm.loss_gradient import (
     on_host,
     slope_of,
 )
-from pa_npu.algorithm.objective import PolicyState
+from pa_npu.algorithm.model_outputs import PolicyState
 from pa_npu.algorithm.policy_losses import TokenBatch
 from pa_npu.config.schema import Config
 from pa_npu.trainer.invariants import GradientSum

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from pa_npu import platform as platforms
-from pa_npu.algorithm.objective import Objective, PolicyState
+from pa_npu.algorithm.model_outputs import PolicyState
+from pa_npu.algorithm.objective import Objective
 from pa_npu.backends.registry import backend_module
 from pa_npu.checkpoints.directories import directory_name
 from pa_npu.config.schema import Config

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pa_npu.attention import PrefixLayout
-from pa_npu.backends.logprob import MostLikely, score_rows, vocab_parallel_logprobs
+from pa_npu.backends.logprob import MostLikely, score_rows
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from tests.helpers.megatron import (
@@ -271,7 +271,7 @@ def _vocab_parallel_errors(rank: int, world_size: int) -> torch.Tensor:
     weight = full[rank * local_rows : (rank + 1) * local_rows].clone().requires_grad_()
     targets = torch.randint(0, vocab, (num_rows,), generator=generator)
     down, down_entropy = torch.randn(2, num_rows, generator=generator, dtype=torch.float64)
-    logprobs, entropy = vocab_parallel_logprobs(
+    logprobs, entropy, *_ = score_rows(
         hidden,
         weight,
         targets,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from pa_npu.algorithm import objective as objectives
-from pa_npu.algorithm.objective import Logprobs
+from pa_npu.algorithm.model_outputs import Logprobs
 from pa_npu.algorithm.policy_gradient import PolicyGradient
 from pa_npu.trainer.learner import Learner
 

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pa_npu.algorithm.choices import asked_models, by_target
 from pa_npu.algorithm.loss_gradient import HeadGradient
-from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, Weights
+from pa_npu.algorithm.model_outputs import Logprobs, Outputs, Weights
+from pa_npu.algorithm.objective import Objective
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout

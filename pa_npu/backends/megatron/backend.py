@@ -18,7 +18,8 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from pa_npu.algorithm.choices import asked_models, by_target
-from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, Weights
+from pa_npu.algorithm.model_outputs import Logprobs, Outputs, Weights
+from pa_npu.algorithm.objective import Objective
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions

@@ -38,7 +38,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pa_npu.algorithm.loss_gradient import HeadGradient
-from pa_npu.algorithm.objective import Weights
+from pa_npu.algorithm.model_outputs import Weights
 from pa_npu.attention import PrefixLayout
 from pa_npu.backends.logprob import MostLikely, RowScores
 from pa_npu.backends.megatron import parallel

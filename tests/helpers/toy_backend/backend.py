@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from pa_npu.algorithm.objective import Logprobs, Objective, Outputs, PolicyState
+from pa_npu.algorithm.model_outputs import Logprobs, Outputs, PolicyState
+from pa_npu.algorithm.objective import Objective
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
 from pa_npu.backends.optimizer import learning_rate

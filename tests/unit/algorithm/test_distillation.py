@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from pa_npu.algorithm.distillation import discounted_sums
 from pa_npu.algorithm.loss_gradient import on_host
-from pa_npu.algorithm.objective import FixedWeights
+from pa_npu.algorithm.model_outputs import FixedWeights
 from pa_npu.algorithm.policy_losses import TokenBatch
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.backends.registry import backend_module

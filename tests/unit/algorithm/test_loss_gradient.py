@@ -12,7 +12,7 @@ import torch
 from pa_npu.algorithm.loss_gradient import HeadGradient, on_host, slope_of
 from pa_npu.algorithm.normaliser import token_weights
 from pa_npu.algorithm.policy_losses import PolicyTerms, TokenBatch
-from pa_npu.backends.logprob import vocab_parallel_logprobs
+from pa_npu.backends.logprob import score_rows
 from pa_npu.config.sections.learning import AlgorithmConfig
 from tests.helpers.algorithms import algorithm_of
 
@@ -135,9 +135,7 @@ def test_the_gradient_behind_the_log_probs_is_told_from_one_that_is_doubled_turn
         head = HeadGradient()
         states = hidden * 1.0
         head.watch(states)
-        logprobs, entropy = vocab_parallel_logprobs(
-            states, weight, targets, vocab_size=500, temperature=0.7
-        )
+        logprobs, entropy, *_ = score_rows(states, weight, targets, vocab_size=500, temperature=0.7)
         logprobs.backward(factor * arrived)
         assert head.products is not None and head.sizes is not None
         expected = (arrived * (logprobs + entropy)).detach().double().numpy()[:: head.every]

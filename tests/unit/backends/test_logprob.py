@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pa_npu.backends.logprob import MostLikely, score_rows, vocab_parallel_logprobs
+from pa_npu.backends.logprob import MostLikely, score_rows
 
 ROWS, HIDDEN, VOCAB = 13, 16, 50
 
@@ -40,7 +40,7 @@ def test_values_and_gradients_equal_the_full_softmax(
 ) -> None:
     hidden, weight, targets = make_inputs(dtype)
     down, down_entropy = torch.randn(2, ROWS, generator=torch.Generator().manual_seed(1)).to(dtype)
-    logprobs, entropy = vocab_parallel_logprobs(
+    logprobs, entropy, *_ = score_rows(
         hidden,
         weight,
         targets,
@@ -161,7 +161,7 @@ def test_a_rest_that_is_nearly_nothing_keeps_its_digits(gap: float) -> None:
 
 def test_large_logits_neither_overflow_nor_lose_the_target() -> None:
     hidden, weight, targets = make_inputs(torch.float32, scale=300.0)
-    logprobs, entropy = vocab_parallel_logprobs(hidden, weight, targets, vocab_size=VOCAB)
+    logprobs, entropy, *_ = score_rows(hidden, weight, targets, vocab_size=VOCAB)
     expected, _ = full_softmax(hidden, weight, targets, 1.0)
     assert logprobs.isfinite().all() and entropy.isfinite().all()
     assert (logprobs - expected).abs().max() < 1e-6 * expected.abs().max()
@@ -172,18 +172,18 @@ def test_padding_rows_are_no_part_of_the_softmax() -> None:
     padded = torch.cat(
         [weight.detach(), torch.full((6, HIDDEN), 9.0, dtype=weight.dtype)]
     ).requires_grad_()
-    expected, _ = vocab_parallel_logprobs(hidden, weight, targets, vocab_size=VOCAB)
-    logprobs, _ = vocab_parallel_logprobs(hidden, padded, targets, vocab_size=VOCAB)
+    expected, _, *_ = score_rows(hidden, weight, targets, vocab_size=VOCAB)
+    logprobs, _, *_ = score_rows(hidden, padded, targets, vocab_size=VOCAB)
     assert torch.equal(logprobs, expected)
     logprobs.sum().backward()
     assert padded.grad is not None and not padded.grad[VOCAB:].any()
-    as_tokens, _ = vocab_parallel_logprobs(hidden, padded, targets, vocab_size=VOCAB + 6)
+    as_tokens, _, *_ = score_rows(hidden, padded, targets, vocab_size=VOCAB + 6)
     assert (as_tokens - expected).abs().max() > 0.1, "the padding rows must matter when they count"
 
 
 def test_bf16_head_gradient_is_summed_over_chunks_in_fp32() -> None:
     hidden, weight, targets = make_inputs(torch.bfloat16)
-    logprobs, _ = vocab_parallel_logprobs(hidden, weight, targets, vocab_size=VOCAB, chunk=1)
+    logprobs, _, *_ = score_rows(hidden, weight, targets, vocab_size=VOCAB, chunk=1)
     logprobs.sum().backward()
     assert (
         logprobs.dtype == torch.float32
@@ -219,7 +219,7 @@ def test_logits_of_all_rows_never_exist() -> None:
         torch.randn(vocab, 4, requires_grad=True),
     )
     with LargestTensor() as largest:
-        logprobs, entropy = vocab_parallel_logprobs(
+        logprobs, entropy, *_ = score_rows(
             hidden,
             weight,
             torch.zeros(rows, dtype=torch.long),

@@ -93,10 +93,12 @@ HANDS_ON = {
     "control/channel.py": "bytes into the store",
     "platform/ops.py": "norm and rotation on this platform",
     "algorithm/choices.py": "which teachers a microbatch asks, of which it has none here",
+    "algorithm/model_outputs.py": "joins targets and outputs for the losses",
     "attention/layout.py": "what a layout knows of itself",
     "attention/plans.py": "which kernel calls a form makes of a layout",
     "attention/rows.py": "which rows a form gathers",
     "backends/in_step.py": "the loss of a microbatch, or of a filler, which is zero",
+    "samples/wire_rows.py": "which tokens the wire leaves out",
     "samples/notice.py": "whether a payload is a group or the notice of one without a gradient",
 }
 # Looks at it, and nothing goes on from there.
