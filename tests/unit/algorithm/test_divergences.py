@@ -251,17 +251,21 @@ def test_the_second_calculation_of_the_gradient_agrees_with_autograd(kind: dict[
         expected = algorithm.expected_choice_gradient(wide, factors)
         assert (np.abs(found.numpy() - expected.values) <= expected.limit).all()
         shifted = replace(wide, teacher=wide.teacher - 0.01)
-        moved = algorithm.expected_choice_gradient(shifted, weights.double())
+        moved = algorithm.expected_choice_gradient(shifted, factors)
         assert (np.abs(found.numpy() - moved.values) > moved.limit).any(), "a hundredth must show"
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_a_gradient_that_is_not_the_divergences_ends_the_run(
-    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    backend: str, dtype: str, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loss that was given the teacher's log-probs of other rows."""
     from pa_npu.algorithm import divergences
 
-    config = config_of(models["policy"], models["larger"], distill_divergence="forward")
+    config = config_of(models["policy"], models["larger"], backend, distill_divergence="forward")
+    model = config.model.model_copy(update={"dtype": dtype})
+    config = config.model_copy(update={"model": model})
     groups = make_groups(0, GROUPS, RESPONSES, seed=4)
     update(learner_of(config), groups)
     right = divergences.divergence
