@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pa_npu.control.keeper import descendants
+from tests.helpers.processes import running
 from tools import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,13 +93,6 @@ def environment(pid: int) -> str:
         )
     except OSError:
         return ""
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def random_tiny(directory: Path, *options: str) -> Path:

@@ -15,7 +15,8 @@ import pytest
 
 from pa_npu.control.keeper import descendants
 from tests.helpers.coordinator_run import ROOT, WAIT_S, Run
-from tests.helpers.launched import command_line, running
+from tests.helpers.launched import command_line
+from tests.helpers.processes import running
 from tests.helpers.stand_in_engine import API_KEY
 from tools.stand_in import Speed, write_interpreter
 

@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.control.messages import SHARD
-from tests.helpers.launched import Launched, environment, running, settings
+from tests.helpers.launched import Launched, environment, settings
+from tests.helpers.processes import running
 from tests.helpers.raylets import HEAD, OTHER, Raylets, raylets
 from tests.helpers.sockets import listening
 

@@ -18,6 +18,7 @@ import pytest
 from pa_npu.control import keeper
 from pa_npu.launcher.process.commands import Command
 from pa_npu.launcher.process.process_tree import MarkedLines, Process, ProcessTree
+from tests.helpers.processes import running
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -75,13 +76,6 @@ def start_family(tree: ProcessTree, directory: Path, *arguments: str) -> tuple[P
 
 
 def alive(pids: list[int]) -> list[int]:
-    def running(pid: int) -> bool:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return False
-        return state != "Z"
-
     return [pid for pid in pids if running(pid)]
 
 

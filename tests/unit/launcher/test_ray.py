@@ -13,7 +13,8 @@ import pytest
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.cluster.host import forwarded_environment
 from pa_npu.launcher.cluster.ray_connection import connected
-from tests.helpers.ray_launcher import UP_AND_SLEEP, RayLauncher, alive, parent
+from tests.helpers.processes import running
+from tests.helpers.ray_launcher import UP_AND_SLEEP, RayLauncher, parent
 from tests.helpers.raylets import HEAD, OTHER, Raylets, raylets
 
 pytest.importorskip("ray")
@@ -47,7 +48,7 @@ def test_roles_run_on_their_nodes_and_a_good_end_leaves_nothing(launcher: RayLau
     launcher.start()
     seen = launcher.wait_up(*ALL)
     assert launcher.code() == 0, launcher.output
-    assert not alive(seen["engine-0"][0])
+    assert not running(seen["engine-0"][0])
     nodes = {name: where for name, (_, where) in seen.items()}
     assert nodes["coordinator"] == "launcher" and nodes["engine-0"] == nodes["trainer-1"]
     assert {nodes["trainer-0"], nodes["trainer-1"]} == {HEAD, OTHER}
@@ -81,7 +82,7 @@ def test_a_launcher_that_is_stopped_or_killed_leaves_nothing_on_any_node(
     assert launcher.popen
     os.kill(launcher.popen.pid, number)
     assert launcher.code() == (130 if number == signal.SIGINT else -9), launcher.output
-    launcher.wait_for(lambda: not any(alive(pid) for pid in pids), "nothing is left")
+    launcher.wait_for(lambda: not any(running(pid) for pid in pids), "nothing is left")
 
 
 @pytest.mark.nightly  # each is a start of a cluster's processes
@@ -95,7 +96,7 @@ def test_a_killed_raylet_is_named_not_those_who_lost_contact_and_its_processes_a
     peer = "trainer-0" if lost == "trainer-1" else "trainer-1"
     two.kill(OTHER)
     try:
-        launcher.wait_for(lambda: not alive(up[lost][0]), f"its keeper has killed {lost}")
+        launcher.wait_for(lambda: not running(up[lost][0]), f"its keeper has killed {lost}")
         os.kill(up[peer][0], signal.SIGTERM)
         assert launcher.code() == 1
     finally:
@@ -106,7 +107,7 @@ def test_a_killed_raylet_is_named_not_those_who_lost_contact_and_its_processes_a
         f"ended: lost with node {number} ({OTHER})"
         in launcher.output.partition("failed: ")[2].splitlines()[0]
     )
-    assert not any(alive(pid) for pid, _ in up.values())
+    assert not any(running(pid) for pid, _ in up.values())
 
 
 def test_a_node_that_comes_back_gets_its_processes_and_the_run_starts_again(
@@ -130,7 +131,7 @@ def test_a_node_that_comes_back_gets_its_processes_and_the_run_starts_again(
         and f"({OTHER}) is back" in launcher.output
     )
     pids = {pid for pid, _ in first.values()}, {pid for pid, _ in second.values()}
-    assert not pids[0] & pids[1] and not any(map(alive, pids[0] | pids[1]))
+    assert not pids[0] & pids[1] and not any(map(running, pids[0] | pids[1]))
 
 
 @pytest.mark.nightly  # each is a start of a cluster's processes
@@ -146,7 +147,7 @@ def test_a_host_that_is_silent_is_lost_and_its_processes_end(launcher: RayLaunch
         and "is lost: no sign of life for 60 s" in launcher.output
     )
     launcher.wait_for(
-        lambda: not any(alive(pid) for pid, _ in up.values()),
+        lambda: not any(running(pid) for pid, _ in up.values()),
         "its keepers have ended its processes",
     )
 
@@ -210,7 +211,7 @@ def test_an_extra_engine_comes_with_a_node_and_goes_with_it(
         two.kill(third)
         launcher.wait_for(lambda: "engine-1: lost with node 2" in launcher.output, "it is missed")
         assert launcher.popen and launcher.popen.poll() is None, "the run goes on"
-        assert not alive(pid)
+        assert not running(pid)
     finally:
         launcher.close()
 

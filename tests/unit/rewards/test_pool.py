@@ -16,16 +16,10 @@ from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import PaNpuError
 from pa_npu.rewards import worker_processes
 from pa_npu.rewards.pool import RewardPool
+from tests.helpers.processes import running
 from tests.helpers.users_rewards import group, users_config
 
 pytestmark = pytest.mark.usefixtures("users_module")
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 async def until_gone(pid: int, deadline_s: float = 10.0) -> None:
