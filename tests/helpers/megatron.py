@@ -21,6 +21,7 @@ prepare(PLATFORM.name)
 
 # these import megatron, which must come after its preparation: tests take them from here
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
 from pa_npu.backends.megatron import parallel  # noqa: E402
@@ -74,6 +75,12 @@ def _let_go() -> None:
         "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO",
     ):
         setattr(parallel_state, name, None)
+    # The distributed optimizer's fp32 shards are views with a graph: view, accumulator of the
+    # gradient, the wrapper's hook, the wrapper, its configuration, the backend, the optimizer. The
+    # collector does not see the part of that cycle which is torch's.
+    for wrapped in gc.get_objects():
+        if type(wrapped) is DistributedDataParallel:
+            vars(wrapped).clear()
     gc.collect()
 
 
