@@ -96,7 +96,7 @@ class Run:
             rewards = (
                 [reward] if isinstance(reward, str) or not isinstance(reward, Sequence) else reward
             )
-            chosen["reward.functions"] = [{"name": self._name_of(one)} for one in rewards]
+            chosen["reward.functions"] = [{"name": self._name_of(function)} for function in rewards]
         self.config = _load(config, chosen)
         self.dir = Path(self.config.run.dir)
         self._inputs = Path(f"{self.config.run.dir}-inputs")
@@ -249,11 +249,11 @@ class Run:
             getattr(reward, "__qualname__", ""),
         )
         module = sys.modules.get(module_name)
-        found: Any = module
+        value: Any = module
         for part in name.split("."):
-            found = getattr(found, part, None)
+            value = getattr(value, part, None)
         file = getattr(module, "__file__", None)
-        if file is None or module_name == "__main__" or found is not reward:
+        if file is None or module_name == "__main__" or value is not reward:
             raise UserError(
                 f"reward: {name or repr(reward)} of {module_name} cannot be imported by the run's "
                 "workers; write it at the top level of a module that you import, without a "

@@ -192,18 +192,18 @@ def measure(load: Load, cores: Sequence[int], *, through_gateway: bool) -> Measu
         assert process.stdout is not None
         url = process.stdout.readline().split()[-1]
         if not through_gateway:
-            return said(start(stack, __file__, "--as-agents", told(load, url, None)))
+            return figures_of(start(stack, __file__, "--as-agents", agents_input(load, url, None)))
 
         def start_agents(gateway_url: str, key: str) -> subprocess.Popen[str]:
             pin(cores[1:])
-            child = start(stack, __file__, "--as-agents", told(load, gateway_url, key))
+            child = start(stack, __file__, "--as-agents", agents_input(load, gateway_url, key))
             pin(cores[:1])
             return child
 
         return asyncio.run(serve(load, url, start_agents))
 
 
-def told(load: Load, url: str, key: str | None) -> str:
+def agents_input(load: Load, url: str, key: str | None) -> str:
     return json.dumps({"load": vars(load), "url": url, "key": key})
 
 
@@ -218,7 +218,7 @@ def start(stack: contextlib.ExitStack, *command: str) -> subprocess.Popen[str]:
     return process
 
 
-def said(process: subprocess.Popen[str], **more: Any) -> Measured:
+def figures_of(process: subprocess.Popen[str], **more: Any) -> Measured:
     """The figures of agents that have ended."""
     output, _ = process.communicate(timeout=WAIT_S)
     if process.returncode != 0:
@@ -288,7 +288,7 @@ async def serve(
         begin_cpu_s = time.process_time()
         await asyncio.gather(*(work() for _ in range(load.at_once)))
         cpu_s = time.process_time() - begin_cpu_s
-        return await asyncio.to_thread(said, child, cpu_s=cpu_s, rss_mib=rss_mib)
+        return await asyncio.to_thread(figures_of, child, cpu_s=cpu_s, rss_mib=rss_mib)
 
 
 def resident_mib() -> float:

@@ -262,33 +262,31 @@ def measure(
         reaches.
         """
         stops = 0
-        most = 0.0
+        largest_share = 0.0
         for start in range(0, iterations, DRAWN_AT_ONCE):
             drawn = rows.draws(rng, number, min(DRAWN_AT_ONCE, iterations - start))
-            for first, other in enumerate(
+            for first, sums_of_draw in enumerate(
                 yardstick.draws(rng, YARDSTICK_RESPONSES, -(-len(drawn) // YARDSTICK_EVERY))
             ):
                 some = drawn[first * YARDSTICK_EVERY :][:YARDSTICK_EVERY]
-                measured = DifferenceSums(*other)
+                measured = DifferenceSums(*sums_of_draw)
                 for row in some:
                     sums = DifferenceSums(*row.tolist())
                     bound = bounds(measured, sums)
                     stops += bool(bound.broken(sums))
-                    most = max(most, _largest_shares(row[None], bound)[0])
-        return stops, most
+                    largest_share = max(largest_share, _largest_shares(row[None], bound)[0])
+        return stops, largest_share
 
-    noise, own = (
+    noise, rounding_sums = (
         DifferenceSums(*part.draws(rng, 50_000, 1)[0].tolist()) for part in (against, rounding)
     )
     chance = []
     for number in (GROUP, *RESPONSES):
-        stops, most = judged(against, rounding, number, draws)
-        numbers = (
-            f"{noise.odds_mean:.2g} | {own.odds_mean:.2g} | {noise.odds_mean / own.odds_mean:.2f}"
-        )
-        slopes = f"{abs(noise.slope):.1g} | {abs(own.slope):.1g}"
+        stops, largest_share = judged(against, rounding, number, draws)
+        numbers = f"{noise.odds_mean:.2g} | {rounding_sums.odds_mean:.2g} | {noise.odds_mean / rounding_sums.odds_mean:.2f}"
+        slopes = f"{abs(noise.slope):.1g} | {abs(rounding_sums.slope):.1g}"
         chance.append(
-            f"| {dtype} | {number:,} | {numbers} | {slopes} | {stops} of {draws:,} | {most:.2f} |"
+            f"| {dtype} | {number:,} | {numbers} | {slopes} | {stops} of {draws:,} | {largest_share:.2f} |"
         )
 
     caught: list[str] = []

@@ -389,7 +389,7 @@ def time_routes(
     num_prompt_tokens = len(prompt.tokens)
     rng = np.random.default_rng(1)
     shapes = [(len(generation.tokens), *asked.column.shape) for generation in generations]
-    own = [
+    own_choices = [
         base64.b64encode(rng.integers(0, EXPERTS.count, shape, np.uint16).tobytes())
         for shape in shapes
     ]
@@ -410,7 +410,8 @@ def time_routes(
     def with_them() -> bytes:
         prompts = base64.b64decode(shared)
         recorded = [
-            np.frombuffer(prompts + base64.b64decode(generation), "<u2") for generation in own
+            np.frombuffer(prompts + base64.b64decode(generation), "<u2")
+            for generation in own_choices
         ]
         pairs = zip(generations, recorded, strict=True)
         return build(

@@ -276,14 +276,14 @@ class Started:
     popen: subprocess.Popen[bytes]
     log: Path
 
-    def said(self, text: str) -> str | None:
+    def line_with(self, text: str) -> str | None:
         """The first line with `text` in it."""
         return next((line for line in self.log.read_text().splitlines() if text in line), None)
 
 
 def wait_for_line(process: Started, text: str) -> str:
     deadline = time.monotonic() + WAIT_S
-    while (line := process.said(text)) is None:
+    while (line := process.line_with(text)) is None:
         if process.popen.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(f"no {text!r}:\n{process.log.read_text()}")
         time.sleep(0.05)
@@ -331,7 +331,7 @@ def measure(job: Job, iterations: int) -> list[Row]:
     for _ in range(iterations):
         iterate(one)
     joiner = job.join()
-    while not joiner.said("joined as engine"):
+    while not joiner.line_with("joined as engine"):
         if joiner.popen.poll() is not None:
             raise SystemExit(f"the engine did not join:\n{joiner.log.read_text()}")
         iterate(starts)

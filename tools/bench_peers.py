@@ -290,13 +290,15 @@ def install(directory: Path) -> None:
         return
     print(f"# installing {REQUIREMENTS.name} into {directory}", file=sys.stderr, flush=True)
     _checked([sys.executable, "-m", "venv", "--clear", "--without-pip", str(directory)])
-    own = Path(
+    site_packages = Path(
         _checked(
             [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
         ).strip()
     )
     here = [path for path in sys.path if path.endswith("site-packages")]
-    (own / "project.pth").write_text("".join(f"{path}\n" for path in here), encoding="utf-8")
+    (site_packages / "project.pth").write_text(
+        "".join(f"{path}\n" for path in here), encoding="utf-8"
+    )
     if importlib.util.find_spec("uv"):
         command = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python)]
     else:

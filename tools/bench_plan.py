@@ -52,7 +52,7 @@ from pa_npu.planning.prediction.virtual_run import Basis, Predicted
 from pa_npu.planning.prediction.workload import Shape, Workload
 from pa_npu.platform.typical import typical_speed
 from pa_npu.telemetry.records import read_records
-from tools.bench_schedule import MOST_OF_MEAN, drawn_lengths, median_for
+from tools.bench_schedule import MAX_OF_MEAN, drawn_lengths, median_for
 from tools.cluster.calibration import Calibration
 from tools.cluster.fit import against_itself, calibrate
 from tools.cluster.records import read_run, seen_workload
@@ -263,7 +263,7 @@ def predict_case(
     prompts = [rng.randint(low, high) for _ in seen.shapes]
     lengths = [[case.mean] * RESPONSES for _ in prompts]
     if case.heavy:
-        limit = MOST_OF_MEAN * case.mean
+        limit = MAX_OF_MEAN * case.mean
         median = median_for(case.mean, limit)
         lengths = [
             drawn_lengths(number, 0, RESPONSES, median, limit) for number in range(len(prompts))
@@ -361,11 +361,11 @@ class Bench:
         ]
         if case.free:
             settings += [
-                f"rollout.max_response_tokens={MOST_OF_MEAN * case.mean}",
+                f"rollout.max_response_tokens={MAX_OF_MEAN * case.mean}",
                 "rollout.ignore_eos=false",
             ]
         if case.heavy:
-            limit = MOST_OF_MEAN * case.mean
+            limit = MAX_OF_MEAN * case.mean
             settings += [
                 f"rollout.max_response_tokens={limit}",
                 "environment.name=tools.bench_schedule:HeavyTailed",

@@ -324,8 +324,8 @@ class Job:
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             with contextlib.suppress(Exception):
-                if len(found := read_records(self._run_dir)) >= count:
-                    return list(found[:count])
+                if len(records := read_records(self._run_dir)) >= count:
+                    return list(records[:count])
             time.sleep(0.05)
         raise SystemExit(f"bench_scaling: {self._run_dir} has fewer than {count} records")
 

@@ -94,7 +94,7 @@ PACED_PROMPT = 128
 EPOCH = 2  # iterations after which prompts come again
 PROMPT_SIGMA = 0.6
 RESPONSE_SIGMA = 0.4
-MOST_OF_MEAN = 4
+MAX_OF_MEAN = 4
 # Of the family of schedules whose best is the optimum: shares of the trainers' time, of the widest
 # window, and waves.
 SLACKS = (1.0, 0.95, 0.85)
@@ -114,7 +114,7 @@ class Case:
     heavy: bool = False
     engines: int = 1
     prompt: int | None = None
-    most: float = MOST_OF_MEAN
+    max_of_mean: float = MAX_OF_MEAN
     spread: float = 1.0
     epoch: int = EPOCH
 
@@ -134,8 +134,8 @@ CASES = tuple(_cases())
 # with the longest 1 : 8.
 SHARED = (
     Case("equal", 24),
-    Case("answers", 24, heavy=True, most=1024 / 200, epoch=1),
-    Case("heavy-tails", 24, heavy=True, most=8, spread=1.25, epoch=1),
+    Case("answers", 24, heavy=True, max_of_mean=1024 / 200, epoch=1),
+    Case("heavy-tails", 24, heavy=True, max_of_mean=8, spread=1.25, epoch=1),
 )
 # iterations: nothing is known in the first, and roles change for the first time in the second
 SHARED_WARMUP = 3
@@ -789,7 +789,7 @@ class Bench:
         ]
 
     def _heavy(self, case: Case) -> tuple[float, int]:
-        limit = round(case.most * self._args.response)
+        limit = round(case.max_of_mean * self._args.response)
         return median_for(self._args.response, limit, case.spread), limit
 
     def _records(
@@ -865,7 +865,7 @@ class Bench:
             "rollout.engines": engines,
             "rollout.responses_per_prompt": RESPONSES,
             "rollout.max_response_tokens": round(
-                max(case.most for case in SHARED) * self._args.response
+                max(case.max_of_mean for case in SHARED) * self._args.response
             ),
             "rollout.max_num_seqs": self._args.max_num_seqs,
             "rollout.ignore_eos": "true",
@@ -980,7 +980,7 @@ def simulated(response: int, max_num_seqs: int = MAX_NUM_SEQS) -> str:
     another cost nothing.
     """
     sequence_s = 2.5e-4
-    limit = MOST_OF_MEAN * response
+    limit = MAX_OF_MEAN * response
     cases = [case for case in CASES if case.engines == 1 and case.prompt is None]
     lines = [
         f"| step / sequence | {' | '.join(case.name for case in cases)} |",

@@ -61,7 +61,7 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
 }
 ON_POLICY = "on-policy"
 _VARY = ("tokens_response", "grad_norm")
-_SAID = ("age_mean", "effective_sample_size", "importance_truncated_ratio", "clip_ratio")
+_MEANS = ("age_mean", "effective_sample_size", "importance_truncated_ratio", "clip_ratio")
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,8 @@ def render(chosen: Sequence[Case], seeds: Sequence[int], work: Path) -> str:
         records = [
             record for directory in directories for record in _last_quarter(read_records(directory))
         ]
-        said = [_mean(records, name) for name in _SAID]
-        said += [
+        columns = [_mean(records, name) for name in _MEANS]
+        columns += [
             statistics.fmean(found) if (found := [v for v in values if v is not None]) else None
             for values in (
                 [variation(read_records(d), name) for d in directories] for name in _VARY
@@ -203,7 +203,7 @@ def render(chosen: Sequence[Case], seeds: Sequence[int], work: Path) -> str:
         ]
         numbers = (statistics.fmean(accuracy), min(accuracy), max(accuracy))
         cells = [str(case.staleness), case.correction, *(f"{number:.3f}" for number in numbers)]
-        cells += ["" if value is None else f"{value:.3f}" for value in said]
+        cells += ["" if value is None else f"{value:.3f}" for value in columns]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -203,11 +203,11 @@ class Keeper:
 class Consumer:
     """An actor that takes and parses groups one after another."""
 
-    def take(self, keeper: Any, count: int, told: tuple[Any, ...]) -> None:
+    def take(self, keeper: Any, count: int, connection_address: tuple[Any, ...]) -> None:
         from multiprocessing.connection import Client
 
         ray = ray_module()
-        with Client(told[0], authkey=told[1]) as connection:
+        with Client(connection_address[0], authkey=connection_address[1]) as connection:
             for index in range(count):
                 value = ray.get(keeper.take.remote(index), timeout=LIMIT_S)
                 if isinstance(value, list):  # a reference

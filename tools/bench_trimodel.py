@@ -114,8 +114,8 @@ class Row:
     stages: int
     name: str
     seconds: float
-    least_s: float
-    most_s: float
+    min_s: float
+    max_s: float
     streamed_s: float
     messages: int
     sent_bytes: int
@@ -553,8 +553,8 @@ def render(rows: list[Row]) -> list[str]:
             f"PP{row.stages}",
             row.name,
             f"{row.seconds:.2f}",
-            f"{row.least_s:.2f}",
-            f"{row.most_s:.2f}",
+            f"{row.min_s:.2f}",
+            f"{row.max_s:.2f}",
             f"{base[row.stages] / row.seconds:.2f}x",
             f"{row.streamed_s:.2f}",
             str(row.messages),

@@ -69,10 +69,10 @@ def _count(text: str) -> int:
 
 def _translate(options: argparse.Namespace) -> None:
     origin: Origin = options.origin
-    given = _read(options.file, origin)
+    source = _read(options.file, origin)
     try:
         imported = import_config(
-            origin, given.values, given.unread, Extent(options.devices, options.rows)
+            origin, source.values, source.unread, Extent(options.devices, options.rows)
         )
     except ConfigError as error:
         raise UserError(f"{options.file}: {error}") from None

@@ -28,7 +28,7 @@ from tools.cluster.plan import KnownBasis, plan_cluster, planning_base
 from tools.cluster.records import read_run, seen_workload
 from tools.cluster.report import as_json, plan_lines, write_plot
 
-_MOST_DEVICES = 65536
+_MAX_DEVICES = 65536
 _DEFAULT_DEVICES = "8..4096"
 
 
@@ -89,12 +89,12 @@ def device_counts(text: str) -> list[int]:
     if (
         not counts
         or min(counts) < 2
-        or max(counts) > _MOST_DEVICES
+        or max(counts) > _MAX_DEVICES
         or (dots and counts[0] > counts[1])
     ):
         raise UserError(
             f"command line: --devices {text[:40]!r}: give a number of devices from 2 to "
-            f"{_MOST_DEVICES}, several with commas, or a range such as {_DEFAULT_DEVICES}"
+            f"{_MAX_DEVICES}, several with commas, or a range such as {_DEFAULT_DEVICES}"
         )
     if not dots:
         return sorted(set(counts))

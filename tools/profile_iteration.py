@@ -136,8 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--markdown", type=Path, help="also write the tables there")
     args = parser.parse_args(arguments)
     shapes, systems = args.shapes.split(","), args.systems.split(",")
-    for option, given, known in (("--shapes", shapes, SHAPES), ("--systems", systems, OURS)):
-        if unknown := set(given) - known.keys():
+    for option, values, known in (("--shapes", shapes, SHAPES), ("--systems", systems, OURS)):
+        if unknown := set(values) - known.keys():
             parser.error(f"{option}: {', '.join(sorted(unknown))} not among {', '.join(known)}")
     end_on_sigterm()
     hook = str(Path(__file__).resolve().parent / "iteration_profile")

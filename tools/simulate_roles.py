@@ -16,6 +16,7 @@ import argparse
 import heapq
 import itertools
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,7 @@ class Shape:
     mean: int
     limit: int
     spread: float
-    most: int
+    max_sequences: int
     ratio: float
     step_s: float = 0.018
     sequence_s: float = 0.000045
@@ -54,7 +55,7 @@ SHAPES = (  # on 8 devices
     Shape("32B, 2k to 8k", 8, 128, 8, 2000, 8192, 0.8, 256, 0.7, 0.03, 0.00009, 0.00004),
     Shape("32B, 4k to 16k", 8, 128, 16, 4000, 16384, 0.9, 256, 0.5, 0.03, 0.00009, 0.00004),
 )
-MOST_GROUPS = 1024  # of an iteration, however many devices there are
+MAX_GROUPS = 1024  # of an iteration, however many devices there are
 # Seconds of a core that a decision takes per sequence in flight (20 rules, x86-64), and the share
 # that decisions may take.
 _DECISION_S = 5e-6
@@ -62,9 +63,9 @@ _SHARE_OF_CORE = 0.01
 
 
 def on(shape: Shape, devices: int) -> Shape:
-    """The shape with as many groups per device, up to MOST_GROUPS."""
+    """The shape with as many groups per device, up to MAX_GROUPS."""
     return replace(
-        shape, devices=devices, groups=min(MOST_GROUPS, shape.groups * devices // shape.devices)
+        shape, devices=devices, groups=min(MAX_GROUPS, shape.groups * devices // shape.devices)
     )
 
 
@@ -84,10 +85,10 @@ def draw(shape: Shape, seed: int, visit: int = 1) -> Lengths:
     if not shape.spread:
         return np.full((shape.groups, shape.size), shape.mean)
     noise = np.random.default_rng([seed, 0]).normal(0, 0.7 * shape.spread, (shape.groups, 1))
-    own = np.random.default_rng([seed, 1, visit]).normal(
+    visit_noise = np.random.default_rng([seed, 1, visit]).normal(
         0, 0.714 * shape.spread, (shape.groups, shape.size)
     )
-    noise = noise + own
+    noise = noise + visit_noise
     return np.clip(np.exp(np.log(shape.mean) - shape.spread**2 / 2 + noise), 1, shape.limit).astype(
         np.int64
     )
@@ -132,7 +133,9 @@ def iterate(
     """One iteration. mode: turns, roles, or split, with so many engines. earlier: lengths that the
     policy has seen, of the same prompts."""
     decode_alone_s = (
-        float(np.sum(lengths)) * (shape.step_s / shape.most + shape.sequence_s) / shape.devices
+        float(np.sum(lengths))
+        * (shape.step_s / shape.max_sequences + shape.sequence_s)
+        / shape.devices
     )
     trains_s = _work(lengths, shape) / replica
     change_s = 0.01 * decode_alone_s
@@ -150,17 +153,19 @@ def iterate(
 
     def admit(engine: _Engine) -> None:
         nonlocal number
-        while number < shape.groups and len(engine.running) + shape.size <= shape.most:
+        while number < shape.groups and len(engine.running) + shape.size <= shape.max_sequences:
             for tokens in lengths[order[number]]:
                 engine.add(int(tokens), int(order[number]))
             began[int(order[number])] = engine
             number += 1
 
     while number < shape.groups:  # in turn, a group each
-        with_room = [engine for engine in engines if len(engine.running) + shape.size <= shape.most]
+        with_room = [
+            engine for engine in engines if len(engine.running) + shape.size <= shape.max_sequences
+        ]
         if not with_room:
             break
-        engine = min(with_room, key=lambda one: len(one.running))
+        engine = min(with_room, key=lambda engine: len(engine.running))
         for tokens in lengths[order[number]]:
             engine.add(int(tokens), int(order[number]))
         number += 1
@@ -203,7 +208,7 @@ def iterate(
         )
         for _ in range(len(decoding) - wanted):
             decoding = [unit for unit in units if unit[0] in living]
-            unit = min(decoding, key=lambda one: sum(len(engines[k].running) for k in one))
+            unit = min(decoding, key=lambda unit: sum(len(engines[k].running) for k in unit))
             moved = []
             for k in living:
                 engines[k].advance(clock)
@@ -216,7 +221,7 @@ def iterate(
                 living.remove(k)
                 free_at[k] = clock + change_s
             for tokens, group, written in sorted(moved, reverse=True):
-                target = min((engines[k] for k in living), key=lambda one: len(one.running))
+                target = min((engines[k] for k in living), key=lambda engine: len(engine.running))
                 target.now_s += shape.prompt_token_s * (written + 200)
                 target.add(tokens, group, written)
     decoded_s = max([clock, *(e.now_s for e in engines)])
@@ -269,7 +274,7 @@ def _decide(
                 if engine.running
                 else engine.steps
             )
-            for _, group, at in sorted(engine.running, key=lambda one: one[1:]):
+            for _, group, at in sorted(engine.running, key=itemgetter(1, 2)):
                 age = max(0.0, steps - at)
                 longer = seen[np.searchsorted(seen, age, side="right") :]
                 quantile = (0.5 + len(groups)) * 0.6180339887 % 1.0
@@ -282,15 +287,15 @@ def _decide(
                 groups.append(numbers.setdefault(group, len(numbers)))
                 written.append(age + 200.0)
     costs = float(np.mean(trains_s))
-    given = _given(ended, free_at, trains_s, replica, clock)
+    costs_and_times = _finished(ended, free_at, trains_s, replica, clock)
     rest = Rest(
         np.asarray(remaining), np.asarray(groups, np.int64), np.asarray(written), len(decoding), float(replica), 1.0,
-        np.full(len(numbers), costs), given[0], given[1], shape.most, shape.size, change_s,
+        np.full(len(numbers), costs), costs_and_times[0], costs_and_times[1], shape.max_sequences, shape.size, change_s,
     )  # fmt: skip
     return decoding_units(rest, speed)[0]
 
 
-def _given(
+def _finished(
     ended: list[tuple[float, int]],
     free_at: dict[int, float],
     trains_s: npt.NDArray[np.float64],
@@ -301,7 +306,7 @@ def _given(
     now.
     """
     units = sorted({k // replica: at for k, at in free_at.items()}.items())
-    waiting = sorted(((at, trains_s[g]) for at, g in ended), key=lambda one: one[0])
+    waiting = sorted(((at, trains_s[g]) for at, g in ended), key=itemgetter(0))
     if not units:
         return [cost for _, cost in waiting], []
     free = [at for _, at in units]
@@ -337,7 +342,7 @@ def _decoding_s(lengths: Lengths, shape: Shape) -> float:
     key = (shape, int(lengths.sum()))
     if key not in _DECODING:
         ends = np.sort(lengths.ravel())[::-1]
-        places = shape.devices * shape.most
+        places = shape.devices * shape.max_sequences
         waves = [float(ends[at : at + places].max()) for at in range(0, len(ends), places)]
         per_engine = min(len(ends), places) / shape.devices
         _DECODING[key] = sum(waves) * (shape.step_s + 0.5 * shape.sequence_s * per_engine)
@@ -348,7 +353,7 @@ def row(
     shape: Shape, replica: int, seeds: range, splits: bool = True
 ) -> tuple[float, float, float, float, float]:
     """Mean seconds: best split, turns, roles; floor; changes."""
-    found = []
+    results = []
     for seed in seeds:
         lengths = draw(shape, seed)
         earlier = draw(shape, seed, visit=0)
@@ -370,8 +375,8 @@ def row(
         floor = max(
             float(lengths.max()) * shape.step_s, float(_work(lengths, shape).sum()) / shape.devices
         )
-        found.append((split, turns, roles.end_s, floor, float(roles.changes)))
-    return tuple(np.mean(found, axis=0).tolist())
+        results.append((split, turns, roles.end_s, floor, float(roles.changes)))
+    return tuple(np.mean(results, axis=0).tolist())
 
 
 def main() -> None:

@@ -200,11 +200,11 @@ def run(kind: str, engine: str, tiny: Path, work: Path) -> tuple[list[dict[str, 
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         return lines[-1][:200] if lines else f"code {done.returncode}"
-    found = re.search(
+    match = re.search(
         r"model\.path: transformers \w+, (.*?)(?:, as a trial|$)", done.stdout, re.MULTILINE
     )
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    return records, found[1] if found else "prompts are shared (family file)"
+    return records, match[1] if match else "prompts are shared (family file)"
 
 
 def row(kind: str, engine: str, records: list[dict[str, float]], way: str) -> str:
@@ -246,14 +246,14 @@ def main(argv: list[str] | None = None) -> int:
         for engine in (
             ("vllm", "transformers") if arguments.engine == "auto" else (arguments.engine,)
         ):
-            found = run(kind, engine, work / "tiny", work)
-            if isinstance(found, tuple):
-                line = row(kind, engine, *found)
+            outcome = run(kind, engine, work / "tiny", work)
+            if isinstance(outcome, tuple):
+                line = row(kind, engine, *outcome)
                 print(line, flush=True)
                 if arguments.write:
                     write(kind, line)
                 break
-            print(f"{kind} by {engine}: {found}", flush=True)
+            print(f"{kind} by {engine}: {outcome}", flush=True)
         else:
             failed += 1
     return min(failed, 1)
@@ -264,7 +264,7 @@ def write(kind: str, line: str) -> None:
     before, _, rest = PAGE.read_text().partition(BEGIN)
     table, _, after = rest.partition(END)
     head, rule, *rows = table.strip().splitlines()
-    known = {one.split("|")[1].strip(): one for one in rows} | {kind: line}
+    known = {row_text.split("|")[1].strip(): row_text for row_text in rows} | {kind: line}
     PAGE.write_text(f"{before}{BEGIN}\n{chr(10).join([head, rule, *known.values()])}\n{END}{after}")
 
 

@@ -59,10 +59,10 @@ class PacedEngine:
     first token.
     """
 
-    def __init__(self, name: str, pace: EngineSpeed, most: int) -> None:
+    def __init__(self, name: str, pace: EngineSpeed, max_running: int) -> None:
         self.name = name
         self._pace = pace
-        self._most = most
+        self._max_running = max_running
         self.lengths: Lengths = ()
         self.by_seed: dict[int, int] = {}
         self._now_s = self._steps = self._prompts_s = 0.0
@@ -133,7 +133,7 @@ class PacedEngine:
             self._steps += (seconds - spent) / self._step_s()
 
     def _set_timer(self) -> None:
-        while self._waiting and len(self._running) < self._most:
+        while self._waiting and len(self._running) < self._max_running:
             sequence = self._waiting.popleft()
             self._count = self._count + 1
             sequence.begins = self._steps
@@ -244,11 +244,11 @@ def run(
                 produced = await producer.produce(iteration, prompts)
                 end_s, train_s = producer.buffer.trained()
                 seconds = max(end_s, loop.time()) - begin_s
-                found = controller.end_iteration(
+                end = controller.end_iteration(
                     IterationTimes(seconds, 0.0, train_s, 0.0), iteration
                 )
                 records.append(
-                    produced.numbers | {"iteration_s": seconds, "prediction_error": found.error}
+                    produced.numbers | {"iteration_s": seconds, "prediction_error": end.error}
                 )
                 await asyncio.sleep(max(0.0, end_s - loop.time()))
 

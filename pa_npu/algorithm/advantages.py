@@ -79,8 +79,8 @@ def find_group_advantage(name: str) -> GroupAdvantage:
 
     Raises ConfigError when there is none.
     """
-    found: GroupAdvantage = find_function("algorithm.advantage", name, GROUP_ADVANTAGES)
-    return found
+    function: GroupAdvantage = find_function("algorithm.advantage", name, GROUP_ADVANTAGES)
+    return function
 
 
 def group_advantages(rewards: Rewards, kind: str) -> Rewards:

@@ -276,12 +276,12 @@ def difference_sums(
     is_response = (n > 0).float()
     odds, square = summed(z.abs()), summed(z.square())
     moment, weight = summed(z * log_odds), summed(log_odds.square())
-    own = (difference.abs() > STRAY).float()
+    is_stray = (difference.abs() > STRAY).float()
     expected = torch.full_like(difference, STRAY_SHARE)
     if ages is not None:
         expected = (expected * (1 + ages)).clamp(max=0.5)
     strays = [
-        summed(own),
+        summed(is_stray),
         summed(_neighbours_strays(logprobs, engine_logprobs, response_index)),
         summed(expected),
     ]
@@ -333,24 +333,24 @@ def _neighbours_strays(
     return strays
 
 
-def added(sums: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def added(sums: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
     """Returns two results of `difference_sums` as one, as DifferenceSums adds."""
     return torch.cat(
-        [sums[:NUM_SUMS] + other[:NUM_SUMS], torch.maximum(sums[NUM_SUMS:], other[NUM_SUMS:])]
+        [sums[:NUM_SUMS] + more[:NUM_SUMS], torch.maximum(sums[NUM_SUMS:], more[NUM_SUMS:])]
     )
 
 
 def stray_evidence(
-    n: torch.Tensor, own: torch.Tensor, others: torch.Tensor, expected: torch.Tensor
+    n: torch.Tensor, strays: torch.Tensor, neighbours_strays: torch.Tensor, expected: torch.Tensor
 ) -> torch.Tensor:
     """Returns the nats by which chance is against as many strays: -log of Chernoff's bound; 0 where
     they are allowed. Any shape.
     """
-    share, allowed = own / n.clamp(min=1.0), expected / n.clamp(min=1.0)
+    share, allowed = strays / n.clamp(min=1.0), expected / n.clamp(min=1.0)
     divergence = torch.xlogy(share, share / allowed) + torch.xlogy(
         1 - share, (1 - share) / (1 - allowed)
     )
-    counts = (share > allowed) & (own >= _FITS_OTHERS * others)
+    counts = (share > allowed) & (strays >= _FITS_OTHERS * neighbours_strays)
     return torch.where(counts, n * divergence, torch.zeros_like(n))
 
 

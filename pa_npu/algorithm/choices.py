@@ -57,12 +57,12 @@ def by_target(
     for model in models:
         if model.name not in values:
             continue
-        own = values[model.name]
+        of_model = values[model.name]
         if merged is None or model.targets is None:
-            merged = own
+            merged = of_model
             continue
         rows = _targets_of(model, columns)
-        merged = torch.where(rows.reshape(-1, *[1] * (own.dim() - 1)), own, merged)
+        merged = torch.where(rows.reshape(-1, *[1] * (of_model.dim() - 1)), of_model, merged)
     return merged
 
 

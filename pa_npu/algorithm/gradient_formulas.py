@@ -76,8 +76,8 @@ class _Tokens:
         self.weights = (
             1.0 / self.lengths[self.response] if of_sequences else np.ones(len(self.logprobs))
         )
-        if (given := batch.columns.get("weight")) is not None:
-            self.weights = self.weights * _fp64(given)
+        if (weight := batch.columns.get("weight")) is not None:
+            self.weights = self.weights * _fp64(weight)
         self.advantages = _fp64(batch.advantages)
         self.size_of_advantage = np.abs(self.advantages)
         if kl_in_reward:

@@ -91,8 +91,8 @@ class GivenChoices:
             policy.register_hook(self._arrived)
 
     def _arrived(self, gradient: torch.Tensor) -> None:
-        own = gradient[:: self._every].detach()
-        self.gradient = own.clone() if self.gradient is None else self.gradient + own
+        sampled = gradient[:: self._every].detach()
+        self.gradient = sampled.clone() if self.gradient is None else self.gradient + sampled
 
 
 @dataclass(eq=False)

@@ -243,12 +243,12 @@ class Objective:
         that the datum gives.
         """
         weights = self._algorithm.token_weights(microbatch.leading, self._device)
-        component, given = microbatch.columns.get("component"), microbatch.columns.get("weight")
+        component, factors = microbatch.columns.get("component"), microbatch.columns.get("weight")
         if component is not None:
             of_all = torch.ones(len(component), device=self._device)
             of_all[component == 1] = weights
             weights = of_all
-        return weights if given is None else weights * given
+        return weights if factors is None else weights * factors
 
     def _watch(self, microbatch: Targets, outputs: Outputs, batch: TokenBatch) -> None:
         """Keeps what the gradient of this microbatch must follow from, its denominators as the
@@ -273,15 +273,15 @@ class Objective:
         if batch.choices is not None:
             weights = self._algorithm.choice_weights(batch)
             watched = GivenChoices(batch, weights, every_target=self._watch_all)
-        given = GivenLoss(
+        loss = GivenLoss(
             seen,
             tuple(microbatch.sources),
             tuple(microbatch.response_lengths),
             outputs.head,
             choices=watched,
         )
-        given.watch(policy)
-        self.given.append(given)
+        loss.watch(policy)
+        self.given.append(loss)
 
     def _enter(self, microbatch: Targets, output: torch.Tensor) -> None:
         self.begin()
@@ -318,24 +318,25 @@ class Objective:
         return replace(outputs.policy, values=outputs.policy.values.detach())
 
     def _check_denominator(
-        self, microbatch: Targets, found: Logprobs, policy: Weights | Literal["engine"] | None
+        self, microbatch: Targets, denominator: Logprobs, policy: Weights | Literal["engine"] | None
     ) -> None:
         """Raises InvariantViolation where these are not of the policy that the algorithm names
         (I7).
         """
         if not isinstance(policy, PolicyState):
             return  # nobody has named the weights
-        what = f"a microbatch of groups {microbatch.group_indices}"
+        subject = f"a microbatch of groups {microbatch.group_indices}"
         if self._algorithm.ratio != "sampling" and not self._computes_old:
-            self._freshness.check(policy.version + policy.updates, microbatch.versions, what)
+            self._freshness.check(policy.version + policy.updates, microbatch.versions, subject)
             if not self._algorithm.reads_old_logprobs:
                 return
         wanted = "engine" if self._algorithm.ratio == "sampling" else PolicyState(policy.version)
-        if found.weights != wanted:
+        if denominator.weights != wanted:
             raise InvariantViolation(
-                f"I7 gradient: iteration {microbatch.iteration}: {what} has ratios against "
-                f"{named_weights(found.weights)}, where algorithm.ratio = {self._algorithm.ratio} takes "
-                f"{named_weights(wanted)}; give the log-probs of that one"
+                f"I7 gradient: iteration {microbatch.iteration}: {subject} has ratios against "
+                f"{named_weights(denominator.weights)}, where "
+                f"algorithm.ratio = {self._algorithm.ratio} takes {named_weights(wanted)}; give "
+                "the log-probs of that one"
             )
 
     def _check_reference(self, microbatch: Targets, reference: Logprobs | None) -> None:

@@ -57,14 +57,14 @@ class TokenBatch:
         )
 
     def _with_columns(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TokenBatch:
-        own: dict[str, Any] = {
+        changed: dict[str, Any] = {
             name: change(values)
             for name, values in vars(self).items()
             if isinstance(values, torch.Tensor)
         }
         return replace(
             self,
-            **own,
+            **changed,
             columns={name: change(values) for name, values in self.columns.items()},
             choices=None if self.choices is None else self.choices.map(change),
         )
@@ -198,8 +198,8 @@ def find_policy_loss(name: str) -> PolicyLoss:
 
     Raises ConfigError when there is none.
     """
-    found: PolicyLoss = find_function("algorithm.loss", name, POLICY_LOSSES)
-    return found
+    function: PolicyLoss = find_function("algorithm.loss", name, POLICY_LOSSES)
+    return function
 
 
 def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig) -> PolicyTerms:
@@ -217,7 +217,7 @@ def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmCon
     if config.delta is not None:
         clipped = clipped | ((ratio > config.delta) & (advantages < 0))
     if config.dual_clip is not None:
-        most = -config.dual_clip * advantages
-        beyond = (advantages < 0) & (loss > most)
-        loss, clipped = torch.where(beyond, most, loss), clipped | beyond
+        limit = -config.dual_clip * advantages
+        beyond = (advantages < 0) & (loss > limit)
+        loss, clipped = torch.where(beyond, limit, loss), clipped | beyond
     return PolicyTerms(loss, clipped)

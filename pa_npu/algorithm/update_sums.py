@@ -61,14 +61,14 @@ class ReducedGradient:
     """Sums that show that every replica's part is in the gradient, bucket by bucket, [buckets] each
     (invariant I7).
 
-    own, squares: sums of the elements, and of their squares, that this rank brings to a bucket,
+    sums, squares: of the elements, and of their squares, that this rank brings to a bucket,
     before any of it is reduced.
     reduced: its share of the sum of the elements afterwards; the shares of all make the whole. NaN
     where a bucket was not reduced. Elements may be a sample, the same on all replicas. In fp64, or
     in fp32 on a device that has none.
     """
 
-    own: torch.Tensor
+    sums: torch.Tensor
     squares: torch.Tensor
     reduced: torch.Tensor
 

@@ -99,11 +99,11 @@ class Deadlines:
     @property
     def wait_timeout_s(self) -> float:
         """trainer.wait_timeout_s, resolved."""
-        given = self.trainer.wait_timeout_s
+        timeout_s = self.trainer.wait_timeout_s
         return (
             max(WAIT_TIMEOUT_S, self.group_limit_s + self.reward_limit_s)
-            if given is None
-            else given
+            if timeout_s is None
+            else timeout_s
         )
 
     @property

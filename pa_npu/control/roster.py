@@ -125,7 +125,7 @@ def claimed_config(channel: StoreChannel, timeout_s: float) -> dict[str, Any]:
     Use it only to find out which API key the signature has to be checked with.
     Raises DeadlineExceeded if there is none.
     """
-    data = channel.wait_bytes(CONFIG.key, timeout_s, CONFIG.what)
+    data = channel.wait_bytes(CONFIG.key, timeout_s, CONFIG.description)
     try:
         return dict(json.loads(data[_MARK_BYTES:])["fields"]["tree"])
     except (ValueError, LookupError, TypeError):

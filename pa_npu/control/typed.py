@@ -36,7 +36,7 @@ class Topic(Generic[T]):
 
     key: a template; its fields are the keyword arguments of every method.
     message: a frozen dataclass.
-    what: completes "waited 3 s for ...", sender included; may contain the key's fields.
+    description: completes "waited 3 s for ...", sender included; may contain the key's fields.
 
     Fields of a message are int, float, str, bool, None, Any, dataclasses of these, and their
     tuple[X, ...], list[X], dict[str, X] and unions; msgspec reads them.
@@ -44,7 +44,7 @@ class Topic(Generic[T]):
 
     key: str
     message: type[T]
-    what: str
+    description: str
 
     def at(self, **place: Any) -> str:
         """Returns the key for these fields. Raises TypeError if one is missing or unknown."""
@@ -78,13 +78,13 @@ class Topic(Generic[T]):
 
     def wait(self, channel: StoreChannel, timeout_s: float, **place: Any) -> T:
         """Waits for the message. Raises DeadlineExceeded after timeout_s, MessageError as `get`."""
-        awaited = self.what.format(**place)
+        awaited = self.description.format(**place)
         data = channel.wait_bytes(self.at(**place), timeout_s, awaited)
         return self._decode(data, place)
 
     async def wait_async(self, channel: StoreChannel, timeout_s: float, **place: Any) -> T:
         """Does the same as `wait` in an event loop, and can be cancelled."""
-        awaited = self.what.format(**place)
+        awaited = self.description.format(**place)
         data = await channel.wait_bytes_async(self.at(**place), timeout_s, awaited)
         return self._decode(data, place)
 

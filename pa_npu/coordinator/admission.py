@@ -102,7 +102,9 @@ class Planner:
             and not iterations_ahead(schedule, publish)
             and not self.config.devices.follows_work
         )
-        windows = {name: own for name in names if (own := uses[name].settings.window) is not None}
+        windows = {
+            name: window for name in names if (window := uses[name].settings.window) is not None
+        }
         speeds = {name: speed for name in names if (speed := uses[name].settings.speed) != 1.0}
         return IterationOutlook(groups, names, streams, windows, speeds)
 

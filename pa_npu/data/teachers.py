@@ -24,9 +24,9 @@ def check_teacher_names(prompts: Sequence[Prompt], path: str, config: Config) ->
     for prompt in prompts:
         name = prompt.row.get(column)
         if not isinstance(name, str) or name not in config.teacher:
-            found = "is missing" if column not in prompt.row else f"is {name!r:.60}"
+            fault = "is missing" if column not in prompt.row else f"is {name!r:.60}"
             known = choose_among(str(name), list(config.teacher))
             raise DataError(
                 f"data.train: {path}: row {prompt.prompt_id}: column {column} "
-                f"(data.teacher_column) {found}, which is no key of `teacher`; {known}"
+                f"(data.teacher_column) {fault}, which is no key of `teacher`; {known}"
             )

@@ -164,10 +164,10 @@ def _base(tree: Mapping[str, Any], auto_keys: Sequence[str], places: Places) -> 
     many where the same engines on the trainers' devices are not.
     """
     smallest = _smallest(tree, auto_keys)
-    given = smallest.get("placement")
-    if not isinstance(given, Mapping):
+    section = smallest.get("placement")
+    if not isinstance(section, Mapping):
         return validated(smallest, places, broken_rules)
-    placement = dict(given)
+    placement = dict(section)
     devices_per_node = placement.get("devices_per_node")
     if isinstance(devices_per_node, int) and devices_per_node > 0:
         placement["devices_per_node"] = _ENOUGH_DEVICES

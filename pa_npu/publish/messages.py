@@ -35,7 +35,7 @@ MANIFEST = Topic(
     StageManifest,
     "trainers: the leader of pipeline stage {stage} to announce its weights",
 )
-LATE_MANIFEST = Topic("late/manifest/{stage}", StageManifest, MANIFEST.what)
+LATE_MANIFEST = Topic("late/manifest/{stage}", StageManifest, MANIFEST.description)
 
 
 @dataclass(frozen=True)
@@ -218,4 +218,4 @@ LATE_DECISION = Topic(
 LATE_SENT = Topic(
     "late/{number}/sent/{stage}", SentWeights, "stage {stage} to say what it sent to a late engine"
 )
-LATE_BROKEN = Topic("late/{number}/broken", PublishBroken, BROKEN.what)
+LATE_BROKEN = Topic("late/{number}/broken", PublishBroken, BROKEN.description)

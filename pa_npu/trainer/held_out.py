@@ -74,8 +74,8 @@ class HeldOutRows:
         numbers = list(mesh.numbers_of(replica, len(held_out.microbatches)))
         counted = len(numbers)
         # All replicas compute equally many, since a pass is collective: the first one has the most.
-        most = len(mesh.numbers_of(0, len(held_out.microbatches)))
-        numbers += [0] * (most - counted)
+        num_collective = len(mesh.numbers_of(0, len(held_out.microbatches)))
+        numbers += [0] * (num_collective - counted)
         microbatches = [self._microbatch(held_out, number) for number in numbers]
         return _Share(held_out, microbatches, counted)
 

@@ -95,10 +95,10 @@ class GradientSum:
             if replicas == 1:
                 return
             raise self.broken(f"{replicas} replicas have summed no gradients")
-        parts = torch.stack([gradient.own, gradient.squares, gradient.reduced])
+        parts = torch.stack([gradient.sums, gradient.squares, gradient.reduced])
         unit = torch.finfo(parts.dtype).eps
         # the sums themselves are rounded, unless they are fp64
-        rounded = 64 * unit * gradient.own.abs()
+        rounded = 64 * unit * gradient.sums.abs()
         brought, squares, reduced, rounding = reductions.gradients(
             torch.cat([parts, rounded[None]])
         ).cpu()

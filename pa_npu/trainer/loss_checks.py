@@ -106,7 +106,7 @@ class LossGradient:
         """Of a teacher's most likely tokens, in a sample of the targets."""
         if not given:
             return
-        arrived = np.concatenate([arrived_at(one) for one in given])
+        arrived = np.concatenate([arrived_at(choices) for choices in given])
         expected = expected_choice_gradient(self._algorithm, given)
         wrong = expected.is_sure & ~(np.abs(arrived - expected.values) <= expected.limit)
         if not wrong.any():

@@ -99,12 +99,14 @@ def get(tree: Any, path: Path) -> Any:
 
 
 @st.composite
-def changed_tree(draw: st.DrawFn, tree: Any, values: list[Any] | None = None, most: int = 3) -> Any:
-    """`tree` (dictionaries, lists, scalars) with 1 to `most` nodes replaced, removed, repeated,
+def changed_tree(
+    draw: st.DrawFn, tree: Any, values: list[Any] | None = None, max_changes: int = 3
+) -> Any:
+    """`tree` (dictionaries, lists, scalars) with 1 to `max_changes` nodes replaced, removed, repeated,
     wrapped or swapped.
     """
     tree = copy.deepcopy(tree)
-    for _ in range(draw(st.integers(1, most))):
+    for _ in range(draw(st.integers(1, max_changes))):
         paths = list(places(tree))
         path = draw(st.sampled_from(paths))
         action = draw(
@@ -139,12 +141,12 @@ def changed_tree(draw: st.DrawFn, tree: Any, values: list[Any] | None = None, mo
 
 
 @st.composite
-def changed_bytes(draw: st.DrawFn, data: bytes, most: int = 3) -> bytes:
-    """`data` with 1 to `most` bits flipped, ranges cut, repeated or replaced, or hostile bytes put
+def changed_bytes(draw: st.DrawFn, data: bytes, max_changes: int = 3) -> bytes:
+    """`data` with 1 to `max_changes` bits flipped, ranges cut, repeated or replaced, or hostile bytes put
     in.
     """
     changed = bytearray(data)
-    for _ in range(draw(st.integers(1, most))):
+    for _ in range(draw(st.integers(1, max_changes))):
         at = draw(st.integers(0, len(changed)))
         end = min(len(changed), at + draw(st.integers(0, 40)))
         action = draw(st.sampled_from(["flip", "cut", "insert", "replace", "repeat", "truncate"]))
@@ -168,8 +170,10 @@ def to_json(tree: Any) -> bytes:
     return json.dumps(tree).encode()
 
 
-def json_near(tree: Any, most: int = 3) -> st.SearchStrategy[bytes]:
+def json_near(tree: Any, max_changes: int = 3) -> st.SearchStrategy[bytes]:
     """JSON text of a changed tree, or changed JSON text (duplicate keys, broken UTF-8, cuts, deep
     nesting).
     """
-    return changed_tree(tree, most=most).map(to_json) | changed_bytes(to_json(tree), most)
+    return changed_tree(tree, max_changes=max_changes).map(to_json) | changed_bytes(
+        to_json(tree), max_changes
+    )

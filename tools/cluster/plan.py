@@ -112,7 +112,7 @@ def plan_cluster(basis: KnownBasis, devices: int) -> ClusterPlan:
         devices,
         Choices(),
         _PREDICTED,
-        lambda config, found: limited_s(found.iteration_s, around(config, found)),
+        lambda config, prediction: limited_s(prediction.iteration_s, around(config, prediction)),
     )
     seconds, config, best = tried[0]
     error = basis.relative_error

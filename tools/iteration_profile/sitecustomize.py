@@ -103,7 +103,7 @@ def thread_seconds() -> dict[int, float]:
 
 def sample(folder: Path) -> None:
     """Samples until the process ends."""
-    own = threading.get_native_id()
+    own_thread = threading.get_native_id()
     before = thread_seconds()
     causes: dict[str, float] = defaultdict(float)
     written_s = time.time()
@@ -117,7 +117,7 @@ def sample(folder: Path) -> None:
             now_seconds = thread_seconds()
             for native_id, seconds in now_seconds.items():
                 taken_s = seconds - before.get(native_id, 0.0)
-                if native_id == own or taken_s <= 0:
+                if native_id == own_thread or taken_s <= 0:
                     continue
                 cause = NATIVE
                 if native_id in natives:

@@ -200,11 +200,11 @@ class FsdpBackend:
         microbatches: list[Microbatch],
         take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
     ) -> bool:
-        own = DTYPES[self._config.model.dtype]
-        wide = self._platform.widest_dtype if own == torch.float32 else torch.float32
-        if wide == own:
+        narrow_dtype = DTYPES[self._config.model.dtype]
+        wide = self._platform.widest_dtype if narrow_dtype == torch.float32 else torch.float32
+        if wide == narrow_dtype:
             return False
-        on_device = [one.to(self.device) for one in microbatches]
+        on_device = [microbatch.to(self.device) for microbatch in microbatches]
         narrow = self._logprobs("old" if "old" in self._frozen else "policy", on_device)
         with widened(self._module, wide):
             widest = self._logprobs("policy", on_device)
@@ -272,14 +272,14 @@ class FsdpBackend:
     def _logprobs(self, name: str, microbatches: list[Microbatch]) -> list[torch.Tensor]:
         """One model's, of each microbatch."""
         temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
-        found = []
+        logprobs = []
         for microbatch in self._in_step(iter(microbatches)):
             scores = self._models[name](
                 *self._inputs(microbatch), temperature, chunk, entropy=False
             )
             if not microbatch.is_filler:
-                found.append(scores.logprobs)
-        return found
+                logprobs.append(scores.logprobs)
+        return logprobs
 
     def _state(self, with_reference: bool) -> dict[str, torch.Tensor]:
         return state_of(

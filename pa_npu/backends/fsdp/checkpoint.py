@@ -138,10 +138,11 @@ def load_state(state: dict[str, torch.Tensor], directory: Path, *, alone: bool =
     mine = dict(list(stamps.items())[rank::ranks])
     dcp.load({**state, **mine}, storage_reader=_Reader(directory), no_dist=alone)
     expected = read_meta(directory).updates
-    for found in map(int, mine.values()):
-        if found != expected:
+    for updates in map(int, mine.values()):
+        if updates != expected:
             raise damaged(
-                directory, f"a file is of a checkpoint after {found} updates instead of {expected}"
+                directory,
+                f"a file is of a checkpoint after {updates} updates instead of {expected}",
             )
 
 
@@ -153,10 +154,10 @@ class _Reader(FileSystemReader):
 
         def read() -> Metadata:
             with index.open("rb") as stream:
-                found: Metadata = IndexReader(stream).load()
-            return found
+                metadata: Metadata = IndexReader(stream).load()
+            return metadata
 
-        found = refusing(str(self.path), read)
-        found.storage_meta = found.storage_meta or StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+        metadata = refusing(str(self.path), read)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata

@@ -123,11 +123,11 @@ def _copies(config: Config, spec: ModelSpec, mesh: DeviceMesh) -> dict[str, Scor
         held = torch.float32 if name == "policy" else dtype
         causal = load_model(spec.path, held, trust_remote_code=spec.trust_remote_code)
         model = ScoredModel(causal, config.attention.implementation)
-        for own, policys in zip(
+        for module, policy_module in zip(
             model.modules(), models.get("policy", model).modules(), strict=True
         ):
             # transformers rounds some when it loads a model in bf16
-            own._buffers.update(policys._buffers)
+            module._buffers.update(policy_module._buffers)
         models[name] = shard(
             model, mesh, compute=dtype, trained=name == "policy", recompute=recompute
         )

@@ -50,11 +50,11 @@ class Merged(Weights):
             self._adapted.layers.get(weight.source.removesuffix(".weight")),
             self._adapted.adapters,
         )
-        own = rows_of(whole, weight.start, alone)
+        rows = rows_of(whole, weight.start, alone)
         if layer is None or adapters is None:
-            return own
+            return rows
         down, up = layer.lora_A[adapters].weight, layer.lora_B[adapters].weight
-        return _MergedRows(own.shard, own.start, down, up, layer.scaling[adapters])
+        return _MergedRows(rows.shard, rows.start, down, up, layer.scaling[adapters])
 
 
 def base_of(adapted: Adapted, directory: str, dtype: torch.dtype) -> Base:
@@ -66,8 +66,12 @@ def base_of(adapted: Adapted, directory: str, dtype: torch.dtype) -> Base:
     files, stored = weight_files(directory), []
     headers = {file: read_header(Path(directory) / file) for file in set(files.values())}
     for name, weight, whole in adapted.model.wire_weights():
-        found = headers.get(files.get(name, ""), {}).get(name)
-        if found is None or found.shape != weight.shape or found.dtype not in _TORCH_NAMES:
+        stored_tensor = headers.get(files.get(name, ""), {}).get(name)
+        if (
+            stored_tensor is None
+            or stored_tensor.shape != weight.shape
+            or stored_tensor.dtype not in _TORCH_NAMES
+        ):
             raise DataError(
                 f"publish.lora=adapter: {directory} does not have {name} as it would be sent, "
                 f"shape {list(weight.shape)}; set publish.lora=merged"
@@ -78,13 +82,19 @@ def base_of(adapted: Adapted, directory: str, dtype: torch.dtype) -> Base:
             if layer in adapted.layers
             else ("", 0)
         )
-        place = (found.begin, found.begin + found.num_bytes, row)
+        place = (stored_tensor.begin, stored_tensor.begin + stored_tensor.num_bytes, row)
         loaded = str(dtype if isinstance(whole, torch.nn.Parameter) else whole.dtype).removeprefix(
             "torch."
         )
         stored.append(
             StoredWeight(
-                name, files[name], *place, _TORCH_NAMES[found.dtype], loaded, weight.shape, layer
+                name,
+                files[name],
+                *place,
+                _TORCH_NAMES[stored_tensor.dtype],
+                loaded,
+                weight.shape,
+                layer,
             )
         )
     (factor,) = {layer.scaling[adapted.adapters] for layer in adapted.layers.values()}
@@ -105,12 +115,12 @@ class _MergedRows(Rows):
 
     def gather(self, group: dist.ProcessGroup | None, memory: torch.device) -> None:
         if not self._whole:
-            own = rows_of(self.down, 0, True)
+            rows = rows_of(self.down, 0, True)
             whole = torch.zeros(self.down.numel(), dtype=torch.float32, device=memory)
-            whole[own.start : own.start + own.shard.numel()].copy_(own.shard)
+            whole[rows.start : rows.start + rows.shard.numel()].copy_(rows.shard)
             if group is not None:
                 dist.all_reduce(whole, group=group)  # a sum with zeros
-            self._whole.append(whole.to(own.shard.device).view(self.down.shape))
+            self._whole.append(whole.to(rows.shard.device).view(self.down.shape))
 
     def pieces(self, size: int) -> Iterator[torch.Tensor]:
         """See Part.

@@ -143,8 +143,8 @@ def load_model(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False
             f"model.path: {path} cannot be loaded by transformers ({reason}); use a causal "
             "language model"
         ) from error
-    model, found = loaded
-    wrong = sorted(map(str, (*found["missing_keys"], *found["mismatched_keys"])))
+    model, loading_info = loaded
+    wrong = sorted(map(str, (*loading_info["missing_keys"], *loading_info["mismatched_keys"])))
     if wrong:
         raise DataError(
             f"model.path: {path} lacks {len(wrong)} tensor(s) of the model, or has them in another "
@@ -159,7 +159,9 @@ def without_dropout(config: Any) -> None:
     """Make a configuration's model deterministic: with dropout, or noise in a router, two passes
     would differ in every ratio.
     """
-    for part in {id(one): one for one in (config, config.get_text_config())}.values():
+    for part in {
+        id(part_config): part_config for part_config in (config, config.get_text_config())
+    }.values():
         for name, value in part.to_dict().items():
             if ("drop" in name or "jitter" in name) and isinstance(value, float) and value:
                 setattr(part, name, 0.0)
@@ -206,9 +208,9 @@ def count_reductions(
     counted, below = [], set[torch.nn.Parameter]()
     for module in reversed(list(model.modules())):  # from the layers to the root
         if isinstance(module, FSDPModule):
-            own = set(module.parameters()) - below
-            below |= own
-            if not any(parameter.requires_grad for parameter in own):
+            parameters = set(module.parameters()) - below
+            below |= parameters
+            if not any(parameter.requires_grad for parameter in parameters):
                 continue
             counted.append(CountedReduceScatter(copies, summed_in))
             module.set_custom_reduce_scatter(counted[-1])  # type: ignore[arg-type]  # its interface, of an unnamed module

@@ -187,13 +187,13 @@ class CountedReduceScatter:
         num_sampled = max(0, -(-(chunk - first) // every))
         num_chunks = brought.numel() // chunk
         # of every rank's chunk the elements that this rank looks at in its own, once it is reduced
-        own = brought.as_strided(
+        before = brought.as_strided(
             (num_chunks, num_sampled), (chunk, every), brought.storage_offset() + first
         )
-        left = reduced.as_strided(
+        after = reduced.as_strided(
             (1, num_sampled), (chunk, every), reduced.storage_offset() + first
         )
-        self._samples.append(torch.cat((own, left)))
+        self._samples.append(torch.cat((before, after)))
         self._num_kept_elements += (num_chunks + 1) * num_sampled
         if self._num_kept_elements > _MAX_KEPT_ELEMENTS:
             self._sum_up()
@@ -201,13 +201,13 @@ class CountedReduceScatter:
     def _sum_up(self) -> None:
         """Adds the samples that are kept to the counts, and forgets them."""
         elements = torch.cat(self._samples, dim=1).to(self._summed_in)
-        own, left = elements[:-1], elements[-1]
-        counts = torch.stack([own.sum(), own.square().sum(), left.sum() / self._copies])
+        before, after = elements[:-1], elements[-1]
+        counts = torch.stack([before.sum(), before.square().sum(), after.sum() / self._copies])
         self._counts = counts if self._counts is None else self._counts + counts
         self._samples, self._num_kept_elements = [], 0
 
     def counts(self) -> torch.Tensor:
-        """[3]: the update's own, squares and reduced of ReducedGradient; NaN where nothing was
+        """[3]: the update's sums, squares and reduced of ReducedGradient; NaN where nothing was
         reduced.
         """
         if self._samples:

@@ -104,10 +104,10 @@ def rows_of(whole: torch.Tensor, start: int, alone: bool) -> Rows:
     cut, as buffers are."""
     if not isinstance(whole, DTensor):
         return Rows(whole.detach().reshape(-1) if alone else whole.new_empty(0), -start)
-    mesh, own = whole.device_mesh, local(whole).detach()
+    mesh, rows_here = whole.device_mesh, local(whole).detach()
     (axis,) = [
         number for number, placement in enumerate(whole.placements) if isinstance(placement, Shard)
     ]
     rows = -(-whole.shape[0] // mesh.size(axis))  # as torch.chunk cuts
     first = min(rows * mesh.get_local_rank(axis), whole.shape[0])
-    return Rows(own.reshape(-1), first * math.prod(whole.shape[1:]) - start)
+    return Rows(rows_here.reshape(-1), first * math.prod(whole.shape[1:]) - start)

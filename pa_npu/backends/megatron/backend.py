@@ -222,7 +222,7 @@ class MegatronBackend:
             take(microbatch, self._outputs(output))
             return torch.zeros((), device=self.device)
 
-        on_device = [one.to(self.device) for one in microbatches]
+        on_device = [microbatch.to(self.device) for microbatch in microbatches]
         self._run(
             on_device, len(microbatches), partial(self._forward, entropy_gradient=False), loss
         )
@@ -232,9 +232,9 @@ class MegatronBackend:
         microbatches: list[Microbatch],
         take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
     ) -> bool:
-        own = self._stage.config.params_dtype
-        wide = self._platform.widest_dtype if own == torch.float32 else torch.float32
-        if wide == own:
+        narrow_dtype = self._stage.config.params_dtype
+        wide = self._platform.widest_dtype if narrow_dtype == torch.float32 else torch.float32
+        if wide == narrow_dtype:
             return False
         on_device = [one.to(self.device) for one in microbatches]
         narrow: list[torch.Tensor] = []

@@ -85,7 +85,7 @@ class CheckpointContents:
         with_reference = "reference" in self._stage.frozen and bool(
             meta.reference and meta.reference["saved"]
         )
-        own = [
+        settings = [
             {key: group[key] for key in group if key not in _GROUP_STATE}
             for group in self._optimizer.param_groups
         ]
@@ -103,7 +103,7 @@ class CheckpointContents:
             }
             self._optimizer.load_state_dict(loaded["optimizer"])
             self._check_masters(model, directory)
-        for group, values in zip(self._optimizer.param_groups, own, strict=True):
+        for group, values in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(values)
         if same_layout:
             _set_rng_state(loaded["rng"], self._platform)

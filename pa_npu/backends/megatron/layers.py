@@ -219,9 +219,9 @@ def block_spec(
         return layer(ModuleSpec(module=MixtureMLP, params={**place, "ops": ops}), SparseLayer)
 
     first = get_transformer_layer_offset(config)
-    own = range(first, first + get_num_layers_to_build(config))
+    numbers = range(first, first + get_num_layers_to_build(config))
     return TransformerBlockSubmodules(
-        layer_specs=[sparse(number) if spec.has_experts(number) else dense for number in own],
+        layer_specs=[sparse(number) if spec.has_experts(number) else dense for number in numbers],
         layer_norm=norm,
     )
 

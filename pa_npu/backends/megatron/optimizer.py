@@ -95,10 +95,10 @@ class WatchedReduction:
         """Returns the sums of the reduction that has ended, and forgets them."""
         buckets = [bucket for group in self._groups for bucket in group.buckets]
         none = torch.full((), torch.nan, dtype=self._summed_in, device=buckets[0].grad_data.device)
-        own = [self._before.get(id(bucket), (none, none)) for bucket in buckets]
+        before = [self._before.get(id(bucket), (none, none)) for bucket in buckets]
         reduced = [self._after.get(id(bucket), none) for bucket in buckets]
         self._before, self._after = {}, {}
-        sums, squares = zip(*own, strict=True)
+        sums, squares = zip(*before, strict=True)
         return ReducedGradient(torch.stack(sums), torch.stack(squares), torch.stack(reduced))
 
     def _watch(self, group: Any, start: Callable[..., None], finish: Callable[..., None]) -> None:

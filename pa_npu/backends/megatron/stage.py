@@ -179,10 +179,10 @@ class TriModel(MegatronModule):
 
     def computation(self) -> Computation:
         """Returns what the policy's modules and the rotary table compute with."""
-        found = computation_of(self.policy.modules())
+        computation = computation_of(self.policy.modules())
         config = self.policy.config
         return msgspec.structs.replace(
-            found,
+            computation,
             rotations=rotations_of(self.rotary.inverse_frequencies),
             attention_scales=[config.kv_channels**-0.5],
             experts_per_token=[] if config.num_moe_experts is None else [config.moe_router_topk],
@@ -225,10 +225,14 @@ class TriModel(MegatronModule):
         with torch.no_grad():
             for name, model in beside.items():
                 model.set_input_tensor(inputs.get(name))
-                own = rotation
+                model_rotation = rotation
                 if name in self._other_rotaries:
-                    own = self._rotation(name, layout, tokens.device, self.config.params_dtype)
-                frozen_hidden[name] = model(tokens, AttentionContext(layout, *own, replay=replay))
+                    model_rotation = self._rotation(
+                        name, layout, tokens.device, self.config.params_dtype
+                    )
+                frozen_hidden[name] = model(
+                    tokens, AttentionContext(layout, *model_rotation, replay=replay)
+                )
         self.policy.set_input_tensor(inputs.get("policy"))
         hidden = self.policy(tokens, AttentionContext(layout, *rotation, balance, replay))
         if not self.post_process:
@@ -280,10 +284,10 @@ class TriModel(MegatronModule):
         dtype: a wider type to compute in; None: the model's own.
         """
         model = self.gpts()[name]
-        own = model.config.params_dtype
-        dtype = dtype or own
+        own_dtype = model.config.params_dtype
+        dtype = dtype or own_dtype
         model.set_input_tensor(None if self.input_tensor is None else self.input_tensor.view(dtype))
-        with nullcontext() if dtype == own else widened(model, dtype):
+        with nullcontext() if dtype == own_dtype else widened(model, dtype):
             rotation = self._rotation(name, layout, tokens.device, dtype)
             hidden = model(tokens, AttentionContext(layout, *rotation, replay=replay))
         if not self.post_process:

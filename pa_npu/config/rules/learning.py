@@ -63,16 +63,16 @@ def broken_staleness(c: ConfigTree) -> Iterator[str]:
 
 def _broken_divergence(c: ConfigTree) -> Iterator[str]:
     """Yields each missing requirement of publish.divergence."""
-    p, what = c.publish, f"publish.divergence: {c.publish.divergence}"
+    p, entry = c.publish, f"publish.divergence: {c.publish.divergence}"
     if p.divergence is None:
         return
     if not c.schedule.max_staleness:
         yield (
-            f"{what} with schedule.max_staleness = 0, where every token is trained by the version "
+            f"{entry} with schedule.max_staleness = 0, where every token is trained by the version "
             "that generated it; set max_staleness to 1 or more, or remove the key"
         )
     if not p.probe_tokens:
-        yield f"{what} is measured on the probe, which publish.probe_tokens = 0 turns off; raise it"
+        yield f"{entry} is measured on the probe, which publish.probe_tokens = 0 turns off; raise it"
 
 
 def _broken_budget(c: ConfigTree) -> Iterator[str]:
@@ -80,56 +80,58 @@ def _broken_budget(c: ConfigTree) -> Iterator[str]:
     s, budget = c.schedule, c.schedule.tokens_per_update
     if budget is None:
         return
-    what = f"schedule.tokens_per_update: {budget}"
+    entry = f"schedule.tokens_per_update: {budget}"
     if not s.max_staleness:
         yield (
-            f"{what} with schedule.max_staleness = 0: groups that an update leaves over would be "
+            f"{entry} with schedule.max_staleness = 0: groups that an update leaves over would be "
             "trained by weights that did not generate them; set max_staleness to 1 or more, or "
             "remove the key"
         )
     if s.dynamic_sampling:
         yield (
-            f"{what} with schedule.dynamic_sampling{of_preset(c, 'dynamic_sampling', 'schedule')}, "
+            f"{entry} with schedule.dynamic_sampling{of_preset(c, 'dynamic_sampling', 'schedule')}, "
             "which trains a fixed number of groups; set dynamic_sampling to false, or remove the "
             "key"
         )
     if c.publish.divergence is not None:
         yield (
-            f"{what} with publish.divergence: one would keep groups and the other weights for the "
+            f"{entry} with publish.divergence: one would keep groups and the other weights for the "
             "same versions of max_staleness; remove one"
         )
     if s.updates_per_iteration > 1:
         yield (
-            f"{what} with schedule.updates_per_iteration = {s.updates_per_iteration}, which shares "
+            f"{entry} with schedule.updates_per_iteration = {s.updates_per_iteration}, which shares "
             "a fixed number of groups; set it to 1, or remove the key"
         )
-    most = s.prompts_per_iteration * c.rollout.responses_per_prompt * c.rollout.max_response_tokens
-    if budget > most:
+    max_tokens = (
+        s.prompts_per_iteration * c.rollout.responses_per_prompt * c.rollout.max_response_tokens
+    )
+    if budget > max_tokens:
         yield (
-            f"{what} is more than the {most} tokens that schedule.prompts_per_iteration = "
+            f"{entry} is more than the {max_tokens} tokens that schedule.prompts_per_iteration = "
             f"{s.prompts_per_iteration} groups can have; lower it, or raise prompts_per_iteration"
         )
 
 
 def _broken_delay(c: ConfigTree) -> Iterator[str]:
     """Yields each missing requirement and each conflict of publish.mode=delayed and rolling."""
-    what = f"publish.mode: {c.publish.mode}"
+    entry = f"publish.mode: {c.publish.mode}"
     if c.publish.mode == "blocking":
         return
     yield from _broken_rolling(c)
     if not c.schedule.max_staleness:
         yield (
-            f"{what} with schedule.max_staleness = 0, where engines have nothing to generate while "
+            f"{entry} with schedule.max_staleness = 0, where engines have nothing to generate while "
             "newer weights arrive; set max_staleness to 1 or more, or mode to blocking"
         )
     if c.publish.divergence is not None:
         yield (
-            f"{what} with publish.divergence, which is decided when engines are through; remove "
+            f"{entry} with publish.divergence, which is decided when engines are through; remove "
             "it, or set mode to blocking"
         )
     if c.rollout.tensor_parallel > 1:
         yield (
-            f"{what} with rollout.tensor_parallel = {c.rollout.tensor_parallel}: an engine's own "
+            f"{entry} with rollout.tensor_parallel = {c.rollout.tensor_parallel}: an engine's own "
             "collectives and a publish would run side by side; set tensor_parallel to 1, or mode "
             "to blocking"
         )
@@ -137,34 +139,34 @@ def _broken_delay(c: ConfigTree) -> Iterator[str]:
 
 def _broken_rolling(c: ConfigTree) -> Iterator[str]:
     """Yields each missing requirement and each conflict of publish.mode=rolling."""
-    s, what = c.schedule, "publish.mode: rolling"
+    s, entry = c.schedule, "publish.mode: rolling"
     if c.publish.mode != "rolling":
         return
-    if (most := c.rollout.engines) < _LEAST_ROLLING:
+    if (engines := c.rollout.engines) < _LEAST_ROLLING:
         yield (
-            f"{what} with rollout.engines = {most}: two engines keep the version before until all "
+            f"{entry} with rollout.engines = {engines}: two engines keep the version before until all "
             f"its groups are complete, in case one of them dies; set engines to {_LEAST_ROLLING} "
             "or more, or mode to delayed"
         )
     if s.dynamic_sampling:
         yield (
-            f"{what} with schedule.dynamic_sampling{of_preset(c, 'dynamic_sampling', 'schedule')}: "
+            f"{entry} with schedule.dynamic_sampling{of_preset(c, 'dynamic_sampling', 'schedule')}: "
             "which groups are replaced is known only when all are complete; set mode to delayed, "
             "or dynamic_sampling to false"
         )
     if s.tokens_per_update is not None:
         yield (
-            f"{what} with schedule.tokens_per_update: which groups are carried is known only when "
+            f"{entry} with schedule.tokens_per_update: which groups are carried is known only when "
             "all are complete; set swap to delayed, or remove the budget"
         )
     if c.agent.port is not None:
         yield (
-            f"{what} with agent.port: samples for other programs would be of no version; set mode "
+            f"{entry} with agent.port: samples for other programs would be of no version; set mode "
             "to delayed, or remove the port"
         )
     if c.evaluate.overlap:
         yield (
-            f"{what} with evaluate.overlap: engines would go on to the next version while they "
+            f"{entry} with evaluate.overlap: engines would go on to the next version while they "
             "are evaluated; remove one"
         )
 
@@ -229,14 +231,14 @@ def _broken_fsdp(c: ConfigTree) -> Iterator[str]:
             "trainer.backend=fsdp, whose layers are those of transformers and have no such "
             "loss; set it to 0, or trainer.backend=megatron"
         )
-    for name, value, other in (
+    for name, value, remedy in (
         ("recompute", "selective", "full"),
         ("frozen_pass", "separate", "together"),
     ):
         if getattr(t, name) == value:
             yield (
                 f"trainer.{name}: {value} with trainer.backend=fsdp, which has none; set it "
-                f"to {other}"
+                f"to {remedy}"
             )
     if t.devices % (t.shards or 1):
         yield (
@@ -255,14 +257,14 @@ def _broken_backend_features(c: ConfigTree) -> Iterator[str]:
             "trainer.backend=megatron"
         )
     if c.attention.implementation in ("sdpa", "eager"):
-        own = (
+        entry = (
             f"attention.implementation: {c.attention.implementation} is transformers' own attention"
         )
         if t.backend != "fsdp":
-            yield f"{own}, which trainer.backend={t.backend} has not; set it to auto"
+            yield f"{entry}, which trainer.backend={t.backend} has not; set it to auto"
         elif c.attention.shared_prompt:
             yield (
-                f"{own}, which shares no prompts; set attention.shared_prompt=false, or the "
+                f"{entry}, which shares no prompts; set attention.shared_prompt=false, or the "
                 "implementation to auto"
             )
 

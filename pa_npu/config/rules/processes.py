@@ -199,14 +199,14 @@ def broken_deadlines(c: ConfigTree) -> Iterator[str]:
                 )
     wait_s = c.deadlines.wait_timeout_s
     if c.environment.name == "agents":
-        what = "the sessions of a group"
+        awaited = "the sessions of a group"
         why = (
             f"environment.timeout_s = {c.deadlines.environment_timeout_s:g} for each of "
             f"rollout.responses_per_prompt = {c.rollout.responses_per_prompt}, agent.concurrent = "
             f"{c.agent.concurrent} at once, which begin when others end"
         )
     else:
-        what = "a request"
+        awaited = "a request"
         why = (
             f"rollout.request_timeout_s = {c.rollout.request_timeout_s:g} and {SLOWEST_TOKEN_S:g} "
             f"s for each of rollout.max_response_tokens = {c.rollout.max_response_tokens}"
@@ -219,7 +219,7 @@ def broken_deadlines(c: ConfigTree) -> Iterator[str]:
     elif wait_s < c.deadlines.group_limit_s:
         yield (
             f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.deadlines.group_limit_s:g} s that "
-            f"{what} may take ({why}), so that trainers would give up on a group that still has "
+            f"{awaited} may take ({why}), so that trainers would give up on a group that still has "
             "time; set it to at least that, or remove it"
         )
     elif (
@@ -228,7 +228,7 @@ def broken_deadlines(c: ConfigTree) -> Iterator[str]:
     ):
         yield (
             f"trainer.wait_timeout_s: {wait_s:g} s is shorter than the {c.deadlines.group_limit_s:g} s of "
-            f"{what} and the {c.deadlines.reward_limit_s:g} s that the group's rewards may take then "
+            f"{awaited} and the {c.deadlines.reward_limit_s:g} s that the group's rewards may take then "
             "(reward.judge: timeout_s and concurrency; reward.code.timeout_s and reward.workers; "
             "reward.timeout_s), so that trainers would give up on a group that still has time; set "
             f"it to at least {c.deadlines.group_limit_s + c.deadlines.reward_limit_s:g}, remove it, or lower these"

@@ -71,7 +71,7 @@ class RayNodes:
 
     connection: RayConnection
     timeout_s: float
-    own: NodeReport
+    launcher_report: NodeReport
     order: dict[str, Any]
     nodes: Sequence[Node]
     console: Console
@@ -187,7 +187,7 @@ class RayNodes:
     def _welcome(self, node: Node, report: NodeReport) -> None:
         back = node.report is not None
         node.report = report
-        if problem := node_problem(report, self.own):
+        if problem := node_problem(report, self.launcher_report):
             self._refuse(node, problem)
             return
         node.present = True

@@ -123,7 +123,7 @@ def selftest(options: argparse.Namespace, rest: Sequence[str]) -> int:
             print(f"{'':<12} {results[-1].problem}")
         for finding in results[-1].findings:
             if not finding.ok:
-                print(f"{'':<12} {finding.what}: {finding.value:.4g}, limit {finding.limit:.4g}")
+                print(f"{'':<12} {finding.name}: {finding.value:.4g}, limit {finding.limit:.4g}")
         write_report(bench, parts, results)
     tidy(bench)
     failed = [result.name for result in results if not result.ok]
@@ -219,7 +219,7 @@ def _finding_line(finding: Finding) -> str:
         bound = "at least" if finding.least else "at most"
         limit = f"{bound} {finding.limit:.3g}"
         mark = "ok" if finding.ok else "**not ok**"
-    return f"| {finding.what} | {finding.value:.4g} {finding.unit} | {limit} | {mark} |"
+    return f"| {finding.name} | {finding.value:.4g} {finding.unit} | {limit} | {mark} |"
 
 
 def _software(bench: Bench) -> dict[str, dict[str, str]]:

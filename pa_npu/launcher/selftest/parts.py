@@ -37,7 +37,7 @@ class Finding:
     told.
     """
 
-    what: str
+    name: str
     value: float
     limit: float | None = None
     least: bool = False

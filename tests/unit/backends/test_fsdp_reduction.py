@@ -47,7 +47,7 @@ def reduced(
         one(output, given, None, None)  # type: ignore[arg-type]
         one.take_reduced(output)
         counts = counted([one], torch.device("cpu"))
-        found = torch.stack([counts.own, counts.squares, counts.reduced])
+        found = torch.stack([counts.sums, counts.squares, counts.reduced])
         total = found if total is None else total + found
     assert total is not None
     return ReducedGradient(*total)
@@ -57,10 +57,10 @@ def test_what_ranks_bring_is_what_is_left_and_a_forgotten_part_shows(
     parts: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sums = reduced(parts, monkeypatch)
-    torch.testing.assert_close(sums.own, sums.reduced, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums.sums, sums.reduced, rtol=1e-5, atol=1e-5)
     less = reduced(parts, monkeypatch, forgotten=1)
-    torch.testing.assert_close(less.own, sums.own, rtol=0, atol=0)
-    assert abs(less.own - less.reduced) > 0.1 * less.squares.sqrt()
+    torch.testing.assert_close(less.sums, sums.sums, rtol=0, atol=0)
+    assert abs(less.sums - less.reduced) > 0.1 * less.squares.sqrt()
 
 
 def test_only_every_so_manieth_element_of_a_chunk_is_looked_at(
@@ -86,12 +86,12 @@ def test_reductions_of_an_update_add_up_and_the_next_update_begins_with_none() -
         one.take_reduced(torch.full((CHUNK,), 2 * value))
     sampled = len(range(0, CHUNK, SAMPLED_EVERY))
     counts = counted([one, rest], torch.device("cpu"))
-    assert counts.own[0] == 11 * sampled
+    assert counts.sums[0] == 11 * sampled
     assert counts.squares[0] == 101 * sampled
     assert counts.reduced[0] == 11 * sampled, "two copies of the shards hold the same sum"
-    assert torch.stack([counts.own, counts.squares, counts.reduced])[:, 1].isnan().all()
+    assert torch.stack([counts.sums, counts.squares, counts.reduced])[:, 1].isnan().all()
     one.restart()
-    assert counted([one], torch.device("cpu")).own.isnan().all()
+    assert counted([one], torch.device("cpu")).sums.isnan().all()
 
 
 def _reduction_of(

@@ -153,7 +153,7 @@ def test_changed_yaml_text_is_a_config_or_a_config_error(directory: Path, data: 
     load(directory, data)
 
 
-@given(tree=changed_tree(TREE, most=2), flow=st.booleans())
+@given(tree=changed_tree(TREE, max_changes=2), flow=st.booleans())
 def test_changed_values_are_a_config_or_a_config_error(
     directory: Path, tree: Any, flow: bool
 ) -> None:
@@ -202,7 +202,7 @@ HF_CONFIG = {
 }
 
 
-@given(data=json_near(HF_CONFIG, most=2))
+@given(data=json_near(HF_CONFIG, max_changes=2))
 def test_a_models_config_json_is_a_spec_or_a_data_error(directory: Path, data: bytes) -> None:
     (directory / "config.json").write_bytes(data)
     try:

@@ -54,7 +54,7 @@ def test_every_message_comes_back_equal(name: str) -> None:
     message = example(topic.message)
     topic.put(channel, message, **place)
     assert topic.get(channel, **place) == message
-    topic.what.format(**place)  # says what is waited for with the key's own fields
+    topic.description.format(**place)  # says what is waited for with the key's own fields
     assert topic.message.__dataclass_params__.frozen, "what another process said does not change"
 
 

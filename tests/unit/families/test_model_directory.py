@@ -240,7 +240,7 @@ HEADER = {
 }
 
 
-@given(header=json_near(HEADER, most=2), data=st.sampled_from([32, 32, 32, 24, 0]))
+@given(header=json_near(HEADER, max_changes=2), data=st.sampled_from([32, 32, 32, 24, 0]))
 @example(
     header=b'{"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}',
     data=4,
@@ -275,7 +275,7 @@ def test_a_changed_directory_loads_or_is_one_line(model: Path, data: st.DataObje
     config, weights = (model / "config.json").read_bytes(), (model / SINGLE_FILE).read_bytes()
     header_bytes = 8 + struct.unpack("<Q", weights[:8])[0]
     if data.draw(st.booleans()):
-        new_config, new_weights = data.draw(json_near(json.loads(config), most=2)), weights
+        new_config, new_weights = data.draw(json_near(json.loads(config), max_changes=2)), weights
     else:
         new_config, new_weights = (
             config,

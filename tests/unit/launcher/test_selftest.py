@@ -171,7 +171,7 @@ def test_acceptance_of_a_recipe_runs_it_in_both_modes(tmp_path: Path) -> None:
         for part in json.loads((tmp_path / "out" / "report.json").read_text())["parts"]
     }
     for mode in ("periodic", "synchronous"):
-        found = {finding["what"]: finding["value"] for finding in known[mode]["findings"]}
+        found = {finding["name"]: finding["value"] for finding in known[mode]["findings"]}
         assert found["iterations"] == 2 and found["peak memory, host, a process"] > 0.1, known[mode]
         assert found["peak memory, device, a process"] == 0, "a CPU run has no device memory"
 

@@ -76,7 +76,11 @@ def test_a_models_tokenizer_files_are_a_tokenizer_or_a_data_error(
     """The files' contents are covered, up to what they make of a row."""
     file = tokenizer_files / name
     good = file.read_bytes()
-    near = changed_bytes(good) if name.endswith(".jinja") else json_near(json.loads(good), most=2)
+    near = (
+        changed_bytes(good)
+        if name.endswith(".jinja")
+        else json_near(json.loads(good), max_changes=2)
+    )
     file.write_bytes(data.draw(near))
     try:
         tokenizer = load_tokenizer(str(tokenizer_files))
@@ -354,8 +358,8 @@ EVALUATION = {"version": 0, "accuracy": 0.5, "questions": 4, "seconds": 1.0, "ti
 
 
 @given(
-    records=changed_tree(RECORDS, most=2).map(jsonl) | changed_bytes(jsonl(RECORDS)),
-    evaluations=st.just(jsonl([EVALUATION])) | json_near(EVALUATION, most=2),
+    records=changed_tree(RECORDS, max_changes=2).map(jsonl) | changed_bytes(jsonl(RECORDS)),
+    evaluations=st.just(jsonl([EVALUATION])) | json_near(EVALUATION, max_changes=2),
 )
 def test_a_runs_records_are_summarised_or_a_data_error(
     directory: Path, records: bytes, evaluations: bytes
@@ -369,7 +373,7 @@ def test_a_runs_records_are_summarised_or_a_data_error(
             assert "\n" not in str(error)
 
 
-@given(data=changed_tree(RECORDS, most=2).map(jsonl) | changed_bytes(jsonl(RECORDS)))
+@given(data=changed_tree(RECORDS, max_changes=2).map(jsonl) | changed_bytes(jsonl(RECORDS)))
 def test_a_resumed_run_continues_a_damaged_record_file_or_refuses_it(
     directory: Path, data: bytes
 ) -> None:

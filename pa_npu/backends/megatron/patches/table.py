@@ -197,13 +197,13 @@ def prepare(kind: str) -> None:
     _prepared.add(kind)
 
 
-def require_no_megatron(what: str) -> None:
+def require_no_megatron(caller: str) -> None:
     """Raise when megatron.core is already imported: what was bound at its import can no longer be
     redirected.
     """
     if "megatron.core" in sys.modules:
         raise PaNpuError(
-            f"{what}: megatron.core is already imported; call patches.table.prepare() before any "
+            f"{caller}: megatron.core is already imported; call patches.table.prepare() before any "
             "import of it"
         )
 

@@ -203,17 +203,17 @@ def part_view(parameter: torch.Tensor, tensor: HfTensor, spec: ModelSpec) -> tor
 
 def standard_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """A stage's parameters by Megatron's standard name, whatever wraps the GPT inside `module`."""
-    found: dict[str, torch.nn.Parameter] = {}
+    parameters: dict[str, torch.nn.Parameter] = {}
     for full_name, parameter in module.named_parameters():
         match = _STANDARD_NAME.search(full_name)
-        if match is None or match.group(1) in found:
+        if match is None or match.group(1) in parameters:
             raise DataError(
                 f"parameter {full_name!r} is "
                 f"{'not a standard GPT parameter' if match is None else 'there twice'}; pass a "
                 "module that holds exactly one GPT stage"
             )
-        found[match.group(1)] = parameter
-    return found
+        parameters[match.group(1)] = parameter
+    return parameters
 
 
 def first_layer(module: torch.nn.Module) -> int:
