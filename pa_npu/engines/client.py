@@ -22,13 +22,16 @@ import numpy.typing as npt
 from pa_npu.config.texts import path_problem
 from pa_npu.control.bounded_http import bounded_get, read_at_most
 from pa_npu.engines.codec import (
+    DecodedAnswer,
+    checked_generations,
+    decode_answer,
     decode_object,
-    decode_response,
     encode_request,
     recorded_routes,
     with_routes,
 )
 from pa_npu.engines.http_server import (
+    COMPACT_TYPE,
     INSTANCE_HEADER,
     KEY_VARIABLE,
     OPEN_PATH,
@@ -145,19 +148,21 @@ class EngineClient:
                 deadline_s,
                 max_bytes=max_bytes,
                 keep_connection=True,
+                accept=COMPACT_TYPE,
             )
         finally:
             self._generating -= 1
         version = self._check_version(headers)
-        generations = decode_response(data, n, sampling, self._vocab_size, self.name, version)
+        answer = decode_answer(data, n, self.name, headers.get("Content-Type", ""))
+        generations = checked_generations(answer, sampling, self._vocab_size, self.name, version)
         if sampling.routes is None:
             return generations
-        return await self._with_routes(generations, data, num_given, sampling.routes, deadline_s)
+        return await self._with_routes(generations, answer, num_given, sampling.routes, deadline_s)
 
     async def _with_routes(
         self,
         generations: list[Generation],
-        data: bytes,
+        answer: DecodedAnswer,
         num_given: int,
         routes: Routes,
         deadline_s: float,
@@ -166,15 +171,15 @@ class EngineClient:
 
         Args:
             generations: the n responses of one request.
-            data: body of the engine's answer.
+            answer: that they are of.
             num_given: tokens of the prompt and of the beginning of the response.
             routes: the column.
             deadline_s: of a further request to the workers, if the answer has no routes.
         """
         try:
-            request, recorded = recorded_routes(data, routes.layers)
+            recorded = recorded_routes(answer, routes.layers)
             if recorded is None:
-                arguments = [request, len(generations), num_given]
+                arguments = [answer.request, len(generations), num_given]
                 num_tokens = sum(num_given + len(response.tokens) for response in generations)
                 results, _ = await self._on_workers(
                     "pa_routes",
@@ -362,6 +367,7 @@ class EngineClient:
         action: str | None = None,
         max_bytes: int = ANSWER_BYTES,
         keep_connection: bool = False,
+        accept: str | None = None,
     ) -> tuple[bytes, Mapping[str, str]]:
         """Sends a request; returns body and headers of the answer.
 
@@ -378,9 +384,12 @@ class EngineClient:
             keep_connection: for the next request. uvicorn ends it after an error of the workers,
                 and a request that meets that end looks like the death of the engine. So only
                 frequent requests keep it.
+            accept: a form of the answer that the engine may choose in place of JSON.
         """
         action = action or path
         headers = {} if keep_connection else {"Connection": "close"}
+        if accept is not None:
+            headers["Accept"] = accept
         timeout = aiohttp.ClientTimeout(total=deadline_s)
         try:
             async with self._open_session().request(

@@ -1,7 +1,8 @@
-"""The JSON of /v1/completions as vLLM's server has it: encodes requests, decodes and checks responses.
+"""Requests for responses, and their answers: encodes the former, decodes and checks the latter.
 
-A checked response has a length within what was asked for, token ids within the vocabulary, and
-possible log-probs.
+An answer is the JSON of /v1/completions as vLLM's server has it, or arrays (compact_answer) from an
+engine that knows that form. A checked response has a length within what was asked for, token ids
+within the vocabulary, and possible log-probs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import io
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pa_npu.engines import compact_answer
+from pa_npu.engines.http_server import COMPACT_TYPE
 from pa_npu.engines.protocol import NO_TOKENS, EngineError, Generation, Sampling
 from pa_npu.samples.routes import NO_ROUTE, Routes
 
@@ -114,6 +117,117 @@ def encode_request(
     return _encoder.encode(body)
 
 
+@dataclass(frozen=True, eq=False)
+class DecodedAnswer:
+    """The responses of an answer, in order of their seeds, as arrays over all their tokens.
+
+    Args:
+        request: the answer's id.
+        texts: of the responses.
+        finish_reasons: as the engine states them.
+        lengths: tokens of each response.
+        tokens: ids of all responses, one after another, int64 or int32.
+        logprobs: float32, one after another too; None if the answer has none.
+        num_logprobs: of each response.
+        route_files: an .npy file of each response's routes; None for a response without.
+    """
+
+    request: str
+    texts: list[str]
+    finish_reasons: list[str | None]
+    lengths: list[int]
+    tokens: npt.NDArray[np.integer[Any]]
+    logprobs: npt.NDArray[np.float32] | None
+    num_logprobs: list[int]
+    route_files: list[bytes | None]
+
+
+def decode_answer(
+    data: bytes, n: int, engine: str, content_type: str = "application/json"
+) -> DecodedAnswer:
+    """Returns an answer with n responses. Raises EngineError if it is none."""
+    if content_type == COMPACT_TYPE:
+        answer = _decode_compact(data, engine)
+    else:
+        answer = _decode_json(data, n, engine)
+    if len(answer.texts) != n:
+        raise EngineError(f"engine {engine}: {len(answer.texts)} responses, but {n} were asked for")
+    return answer
+
+
+def _decode_json(data: bytes, n: int, engine: str) -> DecodedAnswer:
+    try:
+        answer = _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise EngineError(
+            f"engine {engine}: answer to /v1/completions is malformed ({error}): {excerpt(data)}"
+        ) from None
+    choices = sorted(answer.choices, key=lambda choice: choice.index)
+    if [choice.index for choice in choices] != list(range(n)):
+        raise EngineError(f"engine {engine}: {len(choices)} responses, but {n} were asked for")
+    lengths = [len(choice.token_ids) for choice in choices]
+    try:
+        # fromiter, with type and length given, takes two thirds of the time of array, which has to
+        # find them first.
+        tokens = np.fromiter(
+            chain.from_iterable(choice.token_ids for choice in choices), np.int64, sum(lengths)
+        )
+    except OverflowError:
+        raise EngineError(
+            f"engine {engine}: a token id has more than 64 bits; does it serve another model?"
+        ) from None
+    num_logprobs = [len(choice.token_logprobs) for choice in choices]
+    # A value that float32 cannot hold becomes infinite, and is refused later.
+    with np.errstate(over="ignore"):
+        logprobs = np.fromiter(
+            chain.from_iterable(choice.token_logprobs for choice in choices),
+            np.float32,
+            sum(num_logprobs),
+        )
+    return DecodedAnswer(
+        request=answer.id,
+        texts=[choice.text for choice in choices],
+        finish_reasons=[choice.finish_reason for choice in choices],
+        lengths=lengths,
+        tokens=tokens,
+        logprobs=logprobs,
+        num_logprobs=num_logprobs,
+        route_files=[_base64(choice.routed_experts) for choice in choices],
+    )
+
+
+def _base64(text: str | None) -> bytes | None:
+    """Returns the bytes; none for a text that is no base64, which no .npy file is either."""
+    if text is None:
+        return None
+    try:
+        return base64.b64decode(text)
+    except ValueError:
+        return b""
+
+
+def _decode_compact(data: bytes, engine: str) -> DecodedAnswer:
+    try:
+        answer = compact_answer.decode(data)
+    except ValueError as error:
+        raise EngineError(
+            f"engine {engine}: compact answer is malformed: {error}; do engine and coordinator run "
+            "the same pa_npu?"
+        ) from None
+    header = answer.header
+    number = len(header.lengths)
+    return DecodedAnswer(
+        request=header.id,
+        texts=header.texts,
+        finish_reasons=list(header.finish_reasons),
+        lengths=header.lengths,
+        tokens=answer.tokens,
+        logprobs=answer.logprobs,
+        num_logprobs=header.lengths if header.has_logprobs else [0] * number,
+        route_files=list(answer.expert_choices) or [None] * number,
+    )
+
+
 def decode_response(
     data: bytes,
     n: int,
@@ -121,41 +235,30 @@ def decode_response(
     vocab_size: int,
     engine: str,
     version: int | None = None,
+    content_type: str = "application/json",
 ) -> list[Generation]:
     """Returns the n responses in order of their seeds.
 
     Raises EngineError if a count, length, id or value is impossible.
     """
-    try:
-        choices = _decoder.decode(data).choices
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise EngineError(
-            f"engine {engine}: answer to /v1/completions is malformed ({error}): {excerpt(data)}"
-        ) from None
-    choices.sort(key=lambda choice: choice.index)
-    if [choice.index for choice in choices] != list(range(n)):
-        raise EngineError(f"engine {engine}: {len(choices)} responses, but {n} were asked for")
-    return checked_generations(choices, sampling, vocab_size, engine, version)
+    answer = decode_answer(data, n, engine, content_type)
+    return checked_generations(answer, sampling, vocab_size, engine, version)
 
 
 def recorded_routes(
-    data: bytes, layers: Sequence[int]
-) -> tuple[str, list[npt.NDArray[np.uint16]] | None]:
-    """Returns the answer's id, and each response's routes if the answer has them.
-
-    The routes of a response are uint16 [tokens, layers, experts per token].
+    answer: DecodedAnswer, layers: Sequence[int]
+) -> list[npt.NDArray[np.uint16]] | None:
+    """Returns each response's routes, uint16 [tokens, layers, experts per token]; None if the
+    answer has none.
 
     `layers`: those with experts; the engine may send rows for all layers. Raises ValueError if the
     routes are no such arrays.
     """
-    answer = _decoder.decode(data)
-    choices = sorted(answer.choices, key=lambda choice: choice.index)
-    texts = [choice.routed_experts for choice in choices]
-    if None in texts:
-        return answer.id, None
     arrays = []
-    for text in texts:
-        array = _routes_array(base64.b64decode(text or ""))
+    for file in answer.route_files:
+        if file is None:
+            return None
+        array = _routes_array(file)
         if len(array) and array.shape[1] < len(layers):
             raise ValueError(f"rows of {array.shape[1]} layers, but {len(layers)} have experts")
         if array.shape[1] > len(layers):
@@ -165,7 +268,7 @@ def recorded_routes(
                 )
             array = array[:, layers]
         arrays.append(array.astype(np.uint16))
-    return answer.id, arrays
+    return arrays
 
 
 def _routes_array(data: bytes) -> npt.NDArray[Any]:
@@ -207,7 +310,7 @@ def _routes_array(data: bytes) -> npt.NDArray[Any]:
 
 
 def checked_generations(
-    responses: Sequence[Answered],
+    answer: DecodedAnswer,
     sampling: Sampling,
     vocab_size: int,
     engine: str,
@@ -215,62 +318,53 @@ def checked_generations(
 ) -> list[Generation]:
     """Returns all responses of an answer, in order.
 
-    Arrays are made and checked for all responses together, which is several times cheaper than one
-    by one, and are cut apart then.
+    Arrays are checked for all responses together, which is several times cheaper than one by one,
+    and are cut apart then.
 
     Raises EngineError if a length, id, value or reason is impossible.
     """
-    for number, response in enumerate(responses):
-        if problem := _problem(response, sampling):
+    for number in range(len(answer.texts)):
+        if problem := _problem(answer, number, sampling):
             raise EngineError(f"engine {engine}: response {number} {problem}")
-    bounds = [0, *accumulate(len(response.token_ids) for response in responses)]
-    token_ids = [response.token_ids for response in responses]
-    tokens = _checked_tokens(token_ids, bounds, vocab_size, engine)
+    bounds = [0, *accumulate(answer.lengths)]
+    tokens = _checked_tokens(answer.tokens, bounds, vocab_size, engine)
     logprobs = np.empty(0, np.float32)
     if sampling.logprobs:
-        values = [response.token_logprobs for response in responses]
-        logprobs = _checked_logprobs(values, bounds, engine)
+        assert answer.logprobs is not None, "every response has as many log-probs as tokens"
+        logprobs = _checked_logprobs(answer.logprobs, bounds, engine)
     generations = []
-    for response, (start, end) in zip(responses, pairwise(bounds), strict=True):
+    for number, (start, end) in enumerate(pairwise(bounds)):
         generation = Generation(
             tokens=tokens[start:end],
             logprobs=logprobs[start:end],
-            text=response.text,
-            finish_reason=_REASONS[response.finish_reason],
+            text=answer.texts[number],
+            finish_reason=_REASONS[answer.finish_reasons[number]],
             version=version,
         )
         generations.append(generation)
     return generations
 
 
-def _problem(response: Answered, sampling: Sampling) -> str | None:
+def _problem(answer: DecodedAnswer, number: int, sampling: Sampling) -> str | None:
     """Returns what is wrong with the shape of a response; None if nothing is."""
-    length = len(response.token_ids)
-    reason = _REASONS.get(response.finish_reason)
+    length = answer.lengths[number]
+    finish_reason = answer.finish_reasons[number]
+    reason = _REASONS.get(finish_reason)
     if reason is None:
         return (
-            f"ended with reason {response.finish_reason!r} instead of stop or length; see the "
-            "engine's log"
+            f"ended with reason {finish_reason!r} instead of stop or length; see the engine's log"
         )
     min_tokens = 0 if reason == "cut" else 1
     if not min_tokens <= length <= sampling.max_tokens:
         return f"has {length} tokens, must be 1 to {sampling.max_tokens}"
-    if sampling.logprobs and len(response.token_logprobs) != length:
-        return f"has {len(response.token_logprobs)} log-probs for {length} tokens"
+    if sampling.logprobs and answer.num_logprobs[number] != length:
+        return f"has {answer.num_logprobs[number]} log-probs for {length} tokens"
     return None
 
 
 def _checked_tokens(
-    token_ids: Sequence[Sequence[int]], bounds: list[int], vocab_size: int, engine: str
+    tokens: npt.NDArray[np.integer[Any]], bounds: list[int], vocab_size: int, engine: str
 ) -> npt.NDArray[np.int32]:
-    try:
-        # fromiter, with type and length given, takes two thirds of the time of array, which has to
-        # find them first.
-        tokens = np.fromiter(chain.from_iterable(token_ids), np.int64, bounds[-1])
-    except OverflowError:
-        raise EngineError(
-            f"engine {engine}: a token id has more than 64 bits; does it serve another model?"
-        ) from None
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
         position = int(((tokens < 0) | (tokens >= vocab_size)).argmax())
         raise EngineError(
@@ -282,11 +376,8 @@ def _checked_tokens(
 
 
 def _checked_logprobs(
-    values: Sequence[Sequence[float]], bounds: list[int], engine: str
+    logprobs: npt.NDArray[np.float32], bounds: list[int], engine: str
 ) -> npt.NDArray[np.float32]:
-    # A value that float32 cannot hold becomes infinite, and is refused below.
-    with np.errstate(over="ignore"):
-        logprobs = np.fromiter(chain.from_iterable(values), np.float32, bounds[-1])
     # NaN fails both comparisons
     if len(logprobs) and not (
         logprobs.min() > _LOGPROB_CLAMP and logprobs.max() <= _LOGPROB_ROUNDING

@@ -28,6 +28,8 @@ REFUSAL = (
     + "\n"
 )
 
+COMPACT_TYPE = "application/vnd.pa-npu.responses"
+"""The form of an answer that pa_npu.engines.compact_answer has; a client asks for it by `Accept`."""
 INSTANCE_HEADER = "pa-instance"
 VERSION_HEADER = "pa-weight-version"
 NO_VERSION = "none"
@@ -44,6 +46,11 @@ def authorised(authorization: Iterable[bytes], key: str) -> bool:
         return False
     scheme, _, sent = values[0].partition(b" ")
     return scheme.lower() == b"bearer" and hmac.compare_digest(sent, key.encode())
+
+
+def accepts_compact(values: Iterable[bytes]) -> bool:
+    """Returns whether a request with these `Accept` headers wants a compact answer."""
+    return any(value.strip() == COMPACT_TYPE.encode() for value in values)
 
 
 class EngineIdentity:

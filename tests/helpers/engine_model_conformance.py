@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pa_npu.engines.codec import decode_response, encode_request
+from pa_npu.engines.http_server import COMPACT_TYPE
 from pa_npu.engines.protocol import (
     EngineError,
     Generation,
@@ -177,6 +179,33 @@ class ModelConformance(Conformance):
         )
         np.testing.assert_array_equal(stopped.logprobs, free.logprobs[: first + 1])
         assert stopped.text.replace(" ", "") == "".join(words[: first + 1])
+
+    @pytest.mark.parametrize(
+        "sampling",
+        [
+            Sampling(24, 1.0, (EOS,)),
+            Sampling(24, 0.7, (EOS,), top_p=0.9),
+            Sampling(16, 1.0, ignore_eos=True),
+            Sampling(24, 1.0, (EOS,), logprobs=False),
+        ],
+        ids=["plain", "top_p", "no end", "without log-probs"],
+    )
+    async def test_a_compact_answer_has_the_responses_of_the_json(self, client, sampling):
+        """The server's own handler is the independent one."""
+        body = encode_request(prompt(), 4, 40, sampling)
+        answers = {}
+        for accept in (COMPACT_TYPE, None):
+            data, headers = await client._request(
+                "POST", "/v1/completions", body, DEADLINE_S, accept=accept
+            )
+            form = headers["Content-Type"].partition(";")[0]
+            assert form == (accept or "application/json")
+            generations = decode_response(data, 4, sampling, VOCAB, "it", content_type=form)
+            answers[accept] = [
+                (g.tokens.tolist(), g.logprobs.tolist(), g.text, g.finish_reason)
+                for g in generations
+            ]
+        assert answers[COMPACT_TYPE] == answers[None]
 
     async def test_a_prompt_that_is_too_long_is_refused_and_nothing_else_suffers(self, client):
         with pytest.raises(EngineError, match=r"answered 400: .*maximum context length"):

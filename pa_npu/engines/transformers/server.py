@@ -4,7 +4,7 @@
 
     GET  /health                 open to all
     GET  /version, /v1/models    name the software and the model
-    POST /v1/completions         responses to a prompt
+    POST /v1/completions         responses to a prompt, also as arrays (compact_answer)
     POST /pause, /resume         responses in flight end as they stand
     POST /collective_rpc         the calls of pa_npu.engines.weight_calls; a load needs that nothing
                                  is in flight
@@ -35,7 +35,16 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from pa_npu import platform
-from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, EngineIdentity, authorised
+from pa_npu.engines import compact_answer
+from pa_npu.engines.http_server import (
+    COMPACT_TYPE,
+    KEY_VARIABLE,
+    OPEN_PATH,
+    REFUSAL,
+    EngineIdentity,
+    accepts_compact,
+    authorised,
+)
 from pa_npu.engines.transformers.decoding import (
     NO_ROUTES,
     Busy,
@@ -230,6 +239,11 @@ class Server:
         seeds = range(asked.seed, asked.seed + asked.n)
         generated = self._scheduler.generate(prompt, seeds, parameters)
         responses = await asyncio.wrap_future(generated)
+        if accepts_compact([v.encode() for v in request.headers.getall("Accept", [])]):
+            body = compact_answer.encode(
+                "", [self._compact(response, asked, ends) for response in responses]
+            )
+            return web.Response(body=body, content_type=COMPACT_TYPE)
         choices = [
             self._choice(index, response, asked, ends) for index, response in enumerate(responses)
         ]
@@ -246,26 +260,40 @@ class Server:
         response_text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return any(text in response_text for text in texts)
 
-    def _choice(
-        self, index: int, response: Response, asked: CompletionRequest, ends: frozenset[int]
-    ) -> dict[str, Any]:
+    def _compact(
+        self, response: Response, asked: CompletionRequest, ends: frozenset[int]
+    ) -> compact_answer.Response:
         tokens = response.tokens
         if tokens and tokens[-1] in ends:
             tokens = tokens[:-1]
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        reason = "abort" if response.finish_reason == "cut" else response.finish_reason
-        choice = {
-            "index": index,
-            "text": text,
-            "token_ids": response.tokens,
-            "finish_reason": reason,
-        }
-        if asked.logprobs is not None:
-            choice["logprobs"] = {"token_logprobs": response.logprobs}
+        reason = "abort" if response.finish_reason == "cut" else str(response.finish_reason)
+        expert_choices = None
         if asked.vllm_xargs.routes:
             file = io.BytesIO()
             np.save(file, np.concatenate(response.routes or [NO_ROUTES]))
-            choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+            expert_choices = file.getvalue()
+        return compact_answer.Response(
+            text=self._tokenizer.decode(tokens, skip_special_tokens=True),
+            token_ids=response.tokens,
+            finish_reason=reason,
+            logprobs=response.logprobs if asked.logprobs is not None else None,
+            expert_choices=expert_choices,
+        )
+
+    def _choice(
+        self, index: int, response: Response, asked: CompletionRequest, ends: frozenset[int]
+    ) -> dict[str, Any]:
+        compact = self._compact(response, asked, ends)
+        choice = {
+            "index": index,
+            "text": compact.text,
+            "token_ids": response.tokens,
+            "finish_reason": compact.finish_reason,
+        }
+        if compact.logprobs is not None:
+            choice["logprobs"] = {"token_logprobs": compact.logprobs}
+        if compact.expert_choices is not None:
+            choice["routed_experts"] = base64.b64encode(compact.expert_choices).decode()
         return choice
 
     async def _call_worker(self, request: web.Request) -> web.Response:

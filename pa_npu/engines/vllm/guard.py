@@ -1,4 +1,4 @@
-"""The API key and the identity of a vLLM server. Imports the standard library only.
+"""The API key and the identity of a vLLM server, and its compact answers.
 
 Used by `--middleware pa_npu.engines.vllm.guard.EngineGuard`, inside vLLM's API server, in the
 engine's own interpreter. vLLM's own key covers /v1 and a few more prefixes and lets OPTIONS pass.
@@ -16,12 +16,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, EngineIdentity, authorised
+from pa_npu.engines.http_server import (
+    COMPACT_TYPE,
+    KEY_VARIABLE,
+    OPEN_PATH,
+    REFUSAL,
+    EngineIdentity,
+    accepts_compact,
+    authorised,
+)
+
+logger = logging.getLogger(__name__)
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -34,6 +45,7 @@ _WORKERS_PATH = "/collective_rpc"
 _LOADS = ("pa_receive", "pa_swap")
 _RESET_PATH = "/reset_prefix_cache"
 _SLEEP_PATH = "/sleep"
+_RESPONSES_PATH = "/v1/completions"
 # The engine holds blocks of requests that have just ended for a step. Blocks in use for longer
 # belong to a request in flight.
 _RESET_WITHIN_S = 10.0
@@ -84,8 +96,30 @@ class EngineGuard:
             self._identity.version = None
         if scope["type"] == "http" and scope["path"] == _WORKERS_PATH:
             await self._call_workers(scope, receive, send)
+        elif _wants_compact_answer(scope):
+            await self._respond(scope, receive, send_signed)
         else:
             await self._app(scope, receive, send_signed)
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request for responses with arrays; with an error in words where it fails."""
+        from pa_npu.engines.vllm import responses
+
+        body = await _read_body(receive)
+        if body is None:
+            return
+        answer = asyncio.ensure_future(responses.respond(scope["app"], body))
+        try:
+            encoded = await responses.unless_disconnected(receive, answer)
+        except responses.RequestRefused as error:
+            await _answer(send, 400, json.dumps({"error": {"message": str(error)}}))
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            logger.exception("a request for responses failed")
+            await _answer(send, 500, json.dumps({"error": {"message": message}}))
+        else:
+            if encoded is not None:
+                await _answer(send, 200, encoded, content_type=COMPACT_TYPE)
 
     async def _call_workers(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a call of the workers on.
@@ -182,10 +216,35 @@ def _signature(identity: EngineIdentity, version_before: int | None) -> list[tup
     return [(name.encode(), value.encode()) for name, value in headers.items()]
 
 
-async def _answer(send: Send, status: int, text: str, *more: tuple[bytes, bytes]) -> None:
-    body = text.encode()
+def _wants_compact_answer(scope: Scope) -> bool:
+    if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] != _RESPONSES_PATH:
+        return False
+    values = [value for name, value in scope["headers"] if name.lower() == b"accept"]
+    return accepts_compact(values)
+
+
+async def _read_body(receive: Receive) -> bytes | None:
+    """Returns the body of a request; None if its client went away."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+async def _answer(
+    send: Send,
+    status: int,
+    content: str | bytes,
+    *more: tuple[bytes, bytes],
+    content_type: str = "application/json",
+) -> None:
+    body = content.encode() if isinstance(content, str) else content
     headers = [
-        (b"content-type", b"application/json"),
+        (b"content-type", content_type.encode()),
         (b"content-length", str(len(body)).encode()),
         *more,
     ]

@@ -71,7 +71,7 @@ def test_only_every_so_manieth_element_of_a_chunk_is_looked_at(
     for part in parts:
         part.view(RANKS, CHUNK)[:, ~taken] = torch.nan
     seen = reduced(parts, monkeypatch)
-    for name in ("own", "squares", "reduced"):
+    for name in ("sums", "squares", "reduced"):
         torch.testing.assert_close(getattr(seen, name), getattr(sums, name), rtol=0, atol=0)
     assert seen.squares == pytest.approx(
         sum(float(p.view(RANKS, CHUNK)[:, taken].square().sum()) for p in parts)

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pa_npu.engines.client import EngineClient
-from pa_npu.engines.codec import encode_request, recorded_routes, with_routes
+from pa_npu.engines.codec import decode_answer, encode_request, recorded_routes, with_routes
 from pa_npu.engines.group_session import join_parts
 from pa_npu.engines.protocol import EngineError, Generation, Sampling
 from pa_npu.engines.registry import check_engine_keys, engine_kind
@@ -515,7 +515,8 @@ def test_routes_that_are_no_array_of_experts_are_one_error_of_their_engine(data:
     client = EngineClient("http://127.0.0.1:1", 100)
     generation = [written(1, {})]
     with pytest.raises(EngineError, match=r"engine http://127\.0\.0\.1:1:? .*"):
-        asyncio.run(client._with_routes(generation, answer, 1, ROUTES, 1.0))
+        decoded = decode_answer(answer, 1, "http://e")
+        asyncio.run(client._with_routes(generation, decoded, 1, ROUTES, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -540,7 +541,8 @@ def test_workers_that_say_no_routes_are_one_error_of_their_engine(
         {"id": "cmpl-7", "choices": [{"index": 0, "text": "", "token_ids": [1]}]}
     ).encode()
     with pytest.raises(EngineError, match="its answer has no routes"):
-        asyncio.run(client._with_routes([written(1, {})], answer, 1, ROUTES, 1.0))
+        decoded = decode_answer(answer, 1, "http://e")
+        asyncio.run(client._with_routes([written(1, {})], decoded, 1, ROUTES, 1.0))
 
 
 def test_vllms_own_answer_with_routes_has_a_row_for_every_layer_and_the_workers_has_none() -> None:
@@ -556,15 +558,15 @@ def test_vllms_own_answer_with_routes_has_a_row_for_every_layer_and_the_workers_
         {"index": 1 - i, "text": "", "token_ids": [1], "routed_experts": text}
         for i, text in enumerate(texts)
     ]
-    answer, found = recorded_routes(
-        json.dumps({"id": "cmpl-7", "choices": choices}).encode(), ROUTES.layers
-    )
-    assert answer == "cmpl-7" and found is not None
-    for one, array in zip(found, reversed(arrays), strict=True):
-        np.testing.assert_array_equal(one, array[:, [0, 2]])
+    data = json.dumps({"id": "cmpl-7", "choices": choices}).encode()
+    answer = decode_answer(data, 2, "http://e")
+    recorded = recorded_routes(answer, ROUTES.layers)
+    assert answer.request == "cmpl-7" and recorded is not None
+    for rows, array in zip(recorded, reversed(arrays), strict=True):
+        np.testing.assert_array_equal(rows, array[:, [0, 2]])
     silent = [{**choice, "routed_experts": None} for choice in choices]
     data = json.dumps({"id": "cmpl-7", "choices": silent}).encode()
-    assert recorded_routes(data, ROUTES.layers) == ("cmpl-7", None)
+    assert recorded_routes(decode_answer(data, 2, "http://e"), ROUTES.layers) is None
     asked = json.loads(encode_request(np.ones(3, np.int32), 1, 0, Sampling(4, 1.0, routes=ROUTES)))
     assert asked["vllm_xargs"] == {"routes": 1}
     assert "vllm_xargs" not in json.loads(

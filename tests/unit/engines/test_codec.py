@@ -8,13 +8,15 @@ import math
 import numpy as np
 import pytest
 
+from pa_npu.engines import compact_answer
 from pa_npu.engines.codec import (
-    Answered,
-    LogProbs,
     checked_generations,
+    decode_answer,
     decode_response,
     encode_request,
 )
+from pa_npu.engines.compact_answer import Response
+from pa_npu.engines.http_server import COMPACT_TYPE
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.samples.seeds import group_seed
 
@@ -125,9 +127,52 @@ def test_wrong_number_of_responses_is_refused():
 
 
 def test_not_a_number_is_refused_in_the_last_line_of_defence():
+    data = compact_answer.encode("x", [Response("", [1, 2], "stop", [-0.5, math.nan])])
+    answer = decode_answer(data, 1, "http://e", COMPACT_TYPE)
     with pytest.raises(EngineError, match="log-prob nan"):
-        answer = Answered(0, "", [1, 2], "stop", LogProbs([-0.5, math.nan]))
-        checked_generations([answer], SAMPLING, 100, "http://e")
+        checked_generations(answer, SAMPLING, 100, "http://e")
+
+
+def test_a_compact_answer_gives_the_responses_of_the_json():
+    responses = [
+        Response(f"text {number}", [7, 8 + number], "stop", [-0.5, -1.25 - number])
+        for number in range(3)
+    ]
+    choices = [
+        choice(
+            number,
+            text=response.text,
+            token_ids=list(response.token_ids),
+            logprobs={"token_logprobs": list(response.logprobs)},
+        )
+        for number, response in enumerate(responses)
+    ]
+    data = compact_answer.encode("x", responses)
+    compact = decode_response(data, 3, SAMPLING, 100, "http://e", content_type=COMPACT_TYPE)
+    for by_arrays, by_json in zip(compact, decode(*choices, n=3), strict=True):
+        np.testing.assert_array_equal(by_arrays.tokens, by_json.tokens)
+        np.testing.assert_array_equal(by_arrays.logprobs, by_json.logprobs)
+        assert (by_arrays.text, by_arrays.finish_reason) == (by_json.text, by_json.finish_reason)
+        assert by_arrays.tokens.dtype == np.int32 and by_arrays.logprobs.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (Response("", [7, 100], "stop", [-1, -1]), "token id 100 outside"),
+        (Response("", [7, -1], "stop", [-1, -1]), "token id -1 outside"),
+        (Response("", [7, 8], "stop", [-1, 0.1]), "log-prob 0.1"),
+        (Response("", [7, 8], "stop", [-1, -math.inf]), "log-prob -inf"),
+        (Response("", [7, 8], "stop"), "0 log-probs for 2 tokens"),
+        (Response("", [7, 8], "error", [-1, -1]), "ended with reason 'error'"),
+        (Response("", [7] * 5, "length", [-1] * 5), "has 5 tokens, must be 1 to 4"),
+        (Response("", [], "stop", []), "has 0 tokens"),
+    ],
+)
+def test_impossible_values_of_a_compact_answer_are_refused(response, message):
+    data = compact_answer.encode("x", [response])
+    with pytest.raises(EngineError, match=message):
+        decode_response(data, 1, SAMPLING, 100, "http://e", content_type=COMPACT_TYPE)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,11 @@ from transformers import PreTrainedTokenizerFast
 
 from pa_npu.config.sections.inputs import DataConfig, TrainingDataset
 from pa_npu.data.prompts import load_prompts
+from pa_npu.engines import compact_answer
 from pa_npu.engines.codec import decode_object, decode_response
-from pa_npu.engines.protocol import EngineError, Sampling
+from pa_npu.engines.compact_answer import Response
+from pa_npu.engines.http_server import COMPACT_TYPE
+from pa_npu.engines.protocol import EngineError, Generation, Sampling
 from pa_npu.errors import DataError
 from pa_npu.families.model_directory import load_tokenizer
 from pa_npu.samples.columns import GroupFormatError
@@ -276,6 +279,33 @@ def test_an_engines_answer_is_valid_completions_or_an_engine_error(
     except EngineError as error:
         assert str(error).startswith("engine http://e") and str(error).isprintable(), str(error)
         return
+    assert_are_valid(completions, with_logprobs)
+
+
+COMPACT = compact_answer.encode(
+    "x", [Response("a", [7, 2], "stop", [-0.5, -1.0]), Response("é", [8], "length", [-0.25])]
+)
+
+
+@given(data=changed_bytes(COMPACT), with_logprobs=st.booleans())
+@example(data=COMPACT, with_logprobs=True)
+@example(data=b"", with_logprobs=True)
+@example(data=compact_answer.MAGIC + b"\xff\xff\xff\xff{}", with_logprobs=True)
+@example(data=COMPACT.replace(b"[2, 1]", b"[-2,1]"), with_logprobs=False)
+@example(data=COMPACT.replace(b"[2, 1]", b"[2e1]"[:5] + b" "), with_logprobs=False)
+def test_a_compact_answer_is_valid_completions_or_an_engine_error(
+    data: bytes, with_logprobs: bool
+) -> None:
+    sampling = SAMPLING if with_logprobs else Sampling(4, 1.0, (2,), logprobs=False)
+    try:
+        completions = decode_response(data, 2, sampling, 100, "http://e", content_type=COMPACT_TYPE)
+    except EngineError as error:
+        assert str(error).startswith("engine http://e") and str(error).isprintable(), str(error)
+        return
+    assert_are_valid(completions, with_logprobs)
+
+
+def assert_are_valid(completions: list[Generation], with_logprobs: bool) -> None:
     assert len(completions) == 2
     for completion in completions:
         assert completion.tokens.dtype == np.int32 and 1 <= len(completion.tokens) <= 4

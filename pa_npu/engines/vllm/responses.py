@@ -1,0 +1,193 @@
+"""Answers a request for responses inside vLLM's API server, with token ids and log-probs as arrays.
+
+The server's own handler validates a request field by field, decodes every sampled token to strings
+while it is generated, and writes them with offsets and top log-probs as JSON. None of that is read
+here (see compact_answer). The engine gets the same sampling parameters as from that handler, so the
+responses are the same.
+
+Runs in the engine's own interpreter (guard.py calls it); imports vLLM when it is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pa_npu.engines import compact_answer
+
+logger = logging.getLogger(__name__)
+
+# Fields of a request that SamplingParams has under the same name.
+_SAME_NAME = (
+    "n",
+    "seed",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+    "stop",
+    "include_stop_str_in_output",
+    "logprobs",
+)
+
+
+class RequestRefused(Exception):
+    """The request's own fault: answered with status 400."""
+
+
+async def respond(app: Any, body: bytes) -> bytes:
+    """Returns the compact answer to a request with the JSON `body` of /v1/completions.
+
+    `app`: vLLM's FastAPI application. Cancelling it ends the request in the engine.
+
+    Raises RequestRefused for what the engine does not accept, and whatever it raises otherwise.
+    """
+    from vllm import SamplingParams
+
+    engine: Any = app.state.engine_client
+    asked, prompt = _request(body)
+    room = int(engine.model_config.max_model_len) - len(prompt)
+    if room < 1:
+        raise RequestRefused(
+            f"the prompt has {len(prompt)} tokens, but the maximum context length is "
+            f"{engine.model_config.max_model_len}"
+        )
+    # Texts that end a response have to be looked for while it is generated; else its text is decoded
+    # once, at its end.
+    tokenizer = None if asked.get("stop") else _tokenizer(engine)
+    options = _sampling_options(app, asked, room, decodes=tokenizer is None)
+    if hasattr(SamplingParams, "flat_logprobs"):
+        options["flat_logprobs"] = True  # no object per token
+    if hasattr(engine, "check_admission"):
+        engine.check_admission(asked["n"])
+    request = f"pa-{uuid.uuid4().hex}"
+    answer: Any = None
+    try:
+        parameters = SamplingParams(**options)
+        async for output in engine.generate(_engine_input(prompt), parameters, f"{request}-0"):
+            answer = output  # one, at the end
+    except ValueError as error:  # what vLLM raises for a request that cannot be served
+        raise RequestRefused(str(error)) from error
+    if answer is None:
+        raise RuntimeError("the engine ended the request without an answer")
+    outputs = sorted(answer.outputs, key=lambda output: output.index)
+    responses = [
+        _response(output, tokenizer, with_logprobs="logprobs" in asked) for output in outputs
+    ]
+    return compact_answer.encode(request, responses)
+
+
+def _request(body: bytes) -> tuple[dict[str, Any], list[int]]:
+    """Returns the request and its prompt, of token ids. Raises RequestRefused."""
+    try:
+        asked = json.loads(body)
+        prompt = asked["prompt"]
+        is_complete = isinstance(asked["n"], int) and isinstance(asked["max_tokens"], int)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise RequestRefused(f"the request cannot be read ({type(error).__name__})") from None
+    if not is_complete or not isinstance(prompt, list) or not all(type(t) is int for t in prompt):
+        raise RequestRefused("a request for compact answers has token ids, n and max_tokens")
+    return asked, prompt
+
+
+def _sampling_options(
+    app: Any, asked: dict[str, Any], room: int, *, decodes: bool
+) -> dict[str, Any]:
+    """Returns the arguments of SamplingParams that vLLM's own handler would give.
+
+    The request states every parameter of the distribution; what it leaves out has vLLM's default.
+    """
+    from vllm.sampling_params import RequestOutputKind
+
+    options: dict[str, Any] = {name: asked[name] for name in _SAME_NAME if name in asked}
+    stop_token_ids = list(asked.get("stop_token_ids") or ())
+    serving = getattr(app.state, "openai_serving_completion", None)
+    defaults = getattr(serving, "default_sampling_params", None) or {}
+    for token_id in defaults.get("stop_token_ids") or ():  # of some models, since 0.30
+        if token_id not in stop_token_ids:
+            stop_token_ids.append(token_id)
+    options["stop_token_ids"] = stop_token_ids
+    options["max_tokens"] = min(asked["max_tokens"], room)
+    options["output_kind"] = RequestOutputKind.FINAL_ONLY
+    options["detokenize"] = decodes
+    if asked.get("vllm_xargs"):
+        options["extra_args"] = asked["vllm_xargs"]
+    return options
+
+
+def _engine_input(prompt: list[int]) -> Any:
+    """Returns a prompt of token ids as this release takes it."""
+    try:
+        from vllm.inputs.engine import tokens_input
+    except ImportError:  # a release that renders it itself
+        return {"prompt_token_ids": prompt}
+    return tokens_input(prompt)
+
+
+def _tokenizer(engine: Any) -> Any:
+    """Returns the server's tokenizer; None if it has none at hand."""
+    tokenizer = getattr(engine, "tokenizer", None)
+    return tokenizer if hasattr(tokenizer, "decode") else None
+
+
+def _response(output: Any, tokenizer: Any, *, with_logprobs: bool) -> compact_answer.Response:
+    """tokenizer: None if the engine has decoded the text."""
+    token_ids = list(output.token_ids)
+    text = output.text
+    if tokenizer is not None:
+        # A token that ends a response is no part of its text; vLLM leaves it out as well.
+        shown = token_ids[:-1] if output.finish_reason == "stop" else token_ids
+        text = tokenizer.decode(shown, skip_special_tokens=True)
+    expert_choices = None
+    if getattr(output, "routed_experts", None) is not None:
+        file = io.BytesIO()
+        np.save(file, output.routed_experts, allow_pickle=False)
+        expert_choices = file.getvalue()
+    return compact_answer.Response(
+        text=text,
+        token_ids=token_ids,
+        finish_reason=str(output.finish_reason),
+        logprobs=_sampled_logprobs(output.logprobs, token_ids) if with_logprobs else None,
+        expert_choices=expert_choices,
+    )
+
+
+def _sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
+    """Returns the log-prob of each sampled token, which stands first at its place."""
+    if logprobs is None:
+        return []
+    starts = getattr(logprobs, "start_indices", None)
+    if starts is not None:
+        return [logprobs.logprobs[start] for start in starts]
+    return [place[token].logprob for place, token in zip(logprobs, token_ids, strict=False)]
+
+
+async def unless_disconnected(receive: Any, answer: asyncio.Task[bytes]) -> bytes | None:
+    """Returns the answer; None if the client goes away before it is there, which cancels it.
+
+    `receive`: of ASGI, whose request has been read.
+    """
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    watch = asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({answer, watch}, return_when=asyncio.FIRST_COMPLETED)
+        return await answer if answer.done() else None
+    finally:
+        for task in (answer, watch):
+            task.cancel()
+        await asyncio.gather(answer, watch, return_exceptions=True)
