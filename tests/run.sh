@@ -8,7 +8,7 @@ what=${1:-all}
 shift || true
 options=()
 case $what in
-  unit) paths=(tests/unit) limit_s=1200 ;;
+  unit) paths=(tests/unit) limit_s=2400 ;;
   integration) paths=(tests/integration) limit_s=3600 ;;
   all) paths=(tests/integration) limit_s=4800 ;;
   # everything, the tests marked nightly too, and 10,000 examples of each property where it is otherwise 100

@@ -255,7 +255,7 @@ class Production(Feature):
                 int(np.count_nonzero(result.correct)),
                 sum(rewards),
                 _deviation(rewards),
-                len(result.errors),
+                bool(result.errors),
                 not result.is_informative,
             )
         )

@@ -100,10 +100,10 @@ def check_row_tests(config: Config, prompts: PromptSet, key: str, first_id: int 
 
 def _refuse(config: Config, labels: Collection[str], reply: Mapping[str, Any]) -> None:
     """Raises DataError if a function has not rewarded the group."""
-    if "failure" in reply:
+    if "failures" in reply:
         raise DataError(
             f"reward.functions: {', '.join(labels)} did not reward a group of the dataset: "
-            f"{reply['failure']}; correct what its output above says"
+            f"{next(iter(reply['failures'].values()))}; correct what its output above says"
         )
     for label, error in reply["errors"].items():
         if label == "judge":

@@ -1,9 +1,9 @@
 """RewardPool: scores finished groups by reward functions in worker processes, from asyncio.
 
     score(group) ──> waiting ──> worker ──> its reply
-                        ▲           │ a user's function takes too long: its worker is killed, and
-                        │           │ the group gets zero
-                        └───────────┘ the worker died: the group is scored again (worker_processes.py)
+                        ▲           │
+                        └───────────┘ the worker died, or was killed because a user's function took
+                                      too long: the group is scored again (worker_processes.py)
 
 Functions that compute run in reward.workers processes (worker.py), each with one group at a time.
 Functions that wait (a judge, the sandbox, a user's `async def`) run in one further process, which
@@ -126,9 +126,10 @@ class RewardPool:
             reasons.append(reason)
 
         for labels, reply in await self.replies(group):
-            if "failure" in reply:  # no worker survived the group, whichever function that was
-                errors.update(dict.fromkeys(labels, reply["failure"]))
-                note(reply["failure"], judges=judging.issuperset(labels))
+            if "failures" in reply:  # no worker survived the group
+                errors.update(reply["failures"])
+                for reason in dict.fromkeys(reply["failures"].values()):
+                    note(reason, judges=judging.issuperset(labels))
                 continue
             values.update(reply["rewards"])
             errors.update(reply["errors"])

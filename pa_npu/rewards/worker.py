@@ -2,13 +2,14 @@
 
     stdin   first line       {"functions": [FunctionSpec's fields, ...], "waits", "timeout_s",
                               "patience_s"}
-            for each group   {"id", "group": {prompt, answer, responses, response_tokens, row}}
+            for each group   {"id", "group": {prompt, answer, responses, response_tokens, row},
+                              "without": [label, ...]: functions not to call}
     stdout  first line       {"others": [label, ...]} or {"unusable": reason}
             for each group   {"id", "rewards": {label: [G numbers or null]}, "errors": {label:
                               reason}, "fatal": reason | null, "scored": scored_digest of the texts
                               that were scored and these rewards}
-            without waits    {"running": "own" | "users"}, at the start of a function and as it
-                              makes progress
+            without waits    {"running": "own" | "users", "label"}, at the start of a function and
+                              as it makes progress
             with waits       {"alive": true}, every second
 
 Without `waits` it runs functions that compute, one group after another, in the main thread, where
@@ -89,7 +90,8 @@ def main() -> int:
     for line in requests:
         request = json.loads(line)
         group = RewardInput(**request["group"])
-        reply({"id": request["id"], **sealed(group, compute(functions, group, reply))})
+        called = [(spec, f) for spec, f in functions if spec.label not in request["without"]]
+        reply({"id": request["id"], **sealed(group, compute(called, group, reply))})
     return 0
 
 
@@ -116,22 +118,23 @@ def compute(
     errors: dict[str, str] = {}
     for spec, function in functions:
         if is_users(spec):
-            reply({"running": "users"})
+            reply({"running": "users", "label": spec.label})
             rewards[spec.label], error = call_function(function, group)
         else:
-            reply({"running": "own"})
-            rewards[spec.label], error = _score_each(function, group, reply)
+            running = {"running": "own", "label": spec.label}
+            reply(running)
+            rewards[spec.label], error = _score_each(function, group, partial(reply, running))
         if error is not None:
             errors[spec.label] = error
     return {"rewards": rewards, "errors": errors, "fatal": None}
 
 
 def _score_each(
-    function: Any, group: RewardInput, reply: Callable[[dict[str, Any]], None]
+    function: Any, group: RewardInput, report: Callable[[], None]
 ) -> tuple[list[float], str | None]:
     """Returns a built-in function's rewards, response by response.
 
-    So one that fails costs no other its reward.
+    So one that fails costs no other its reward. `report` says that it makes progress.
     """
     rewards: list[float] = []
     reason = None
@@ -142,7 +145,7 @@ def _score_each(
         rewards += reward
         reason = reason or error
         if time.monotonic() - reported_s > _ALIVE_S:
-            reply({"running": "own"})
+            report()
             reported_s = time.monotonic()
     return rewards, reason
 

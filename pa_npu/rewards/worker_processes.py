@@ -1,8 +1,9 @@
 """Worker processes of reward functions: hands groups to them and starts those that die anew.
 
 A group that a worker was scoring when it died is scored again, and fails when a third worker dies
-of it. So a worker that somebody kills changes no reward (I6), and a function that kills its worker
-every time costs its group.
+of it. So a worker that somebody kills changes no reward (I6). A function that kills its worker
+every time, or takes too long, costs the group that function's reward: the group is scored once more
+without it.
 
 A user's function has reward.timeout_s in which it could run (running_time.py): time that it waits
 for a processor does not count. `math` and `format` have processor time for each response. So a busy
@@ -16,7 +17,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pa_npu.control.running_time import TimeLimit
@@ -35,8 +36,8 @@ SILENCE_S = 30.0  # beyond the time of a user's function that waits; a machine m
 log = logging.getLogger(__name__)
 
 
-def _group_line(identity: int, group: RewardInput) -> bytes:
-    """Returns a group as a line that a worker reads."""
+def _group_line(identity: int, group: RewardInput, without: Sequence[str] = ()) -> bytes:
+    """Returns a group as a line that a worker reads. `without`: functions not to call."""
     fields = {
         "prompt": group.prompt,
         "answer": group.answer,
@@ -44,7 +45,8 @@ def _group_line(identity: int, group: RewardInput) -> bytes:
         "response_tokens": [int(length) for length in group.response_tokens],
         "row": dict(group.row),
     }
-    return json.dumps({"id": identity, "group": fields}, default=str).encode() + b"\n"
+    line = {"id": identity, "group": fields, "without": list(without)}
+    return json.dumps(line, default=str).encode() + b"\n"
 
 
 @dataclass(eq=False)
@@ -52,12 +54,17 @@ class _Job:
     """A group that waits to be scored.
 
     future: resolves to the worker's reply. deaths: workers that died while they scored it.
+    failures: functions that workers kept dying of, or that took too long, with the reason.
     """
 
-    line: bytes
+    group: RewardInput
     identity: int
     future: asyncio.Future[dict[str, Any]]
     deaths: int = 0
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def line(self) -> bytes:
+        return _group_line(self.identity, self.group, list(self.failures))
 
 
 class Workers:
@@ -79,10 +86,16 @@ class Workers:
         self.waits = waits
         self.timeout_s = timeout_s
         self.other_kind: set[str] = set()
+        self._labels = {spec.label for spec in specs}
         self._waiting: deque[_Job] = deque()
         self._workers = [_WorkerSlot(index, self) for index in range(count)]
         self._broken: PaNpuError | None = None
         self._last_identity = 0
+
+    @property
+    def labels(self) -> set[str]:
+        """Labels of the functions that these workers call."""
+        return self._labels - self.other_kind
 
     async def start(self) -> None:
         # Waits for all of them, so that none still starts after one failed and the rest was ended.
@@ -97,12 +110,13 @@ class Workers:
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
     async def score(self, group: RewardInput) -> dict[str, Any]:
-        """Returns {"rewards", "errors", "fatal"} of a worker, or {"failure"} if none survived."""
+        """Returns {"rewards", "errors", "fatal"} of a worker, or {"failures"} by label where no
+        function is left that a worker survives.
+        """
         if self._broken is not None:
             raise self._broken
         self._last_identity += 1
-        line = _group_line(self._last_identity, group)
-        job = _Job(line, self._last_identity, asyncio.get_running_loop().create_future())
+        job = _Job(group, self._last_identity, asyncio.get_running_loop().create_future())
         self._waiting.append(job)
         self.dispatch()
         return await job.future
@@ -158,7 +172,6 @@ async def start_worker(first: Mapping[str, Any]) -> WorkerProcess:
         await worker.reap()
         raise DataError(problem)
     return worker
-    return worker
 
 
 class _WorkerSlot:
@@ -180,6 +193,7 @@ class _WorkerSlot:
         self._overdue: list[_Job] = []
         self._closing = False
         self._runs_users_code = False
+        self._running_label: str | None = None  # of a process with one group at a time
 
     @property
     def has_room(self) -> bool:
@@ -203,8 +217,9 @@ class _WorkerSlot:
 
     def send(self, job: _Job) -> None:
         assert self._process is not None
-        self._process.write(job.line)
+        self._process.write(job.line())
         self.jobs[job.identity] = job
+        self._running_label = None
         if len(self.jobs) == 1:
             self._runs_users_code = self._all.waits
             self._restart_clock()
@@ -246,16 +261,21 @@ class _WorkerSlot:
         while (reply := await process.read()) is not None:
             if "running" in reply:
                 self._runs_users_code = reply["running"] == "users"
+                self._running_label = reply["label"]
             job = self.jobs.pop(reply.get("id", 0), None)
             if job is not None:
+                if job.failures:
+                    reply["errors"] = {**reply["errors"], **job.failures}
                 self._resolve(job, reply)
             self._restart_clock()
             self._all.dispatch()
 
     def _on_death(self, cause: str) -> None:
-        """Puts the groups of a dead process back, and fails those that workers keep dying of.
+        """Puts the groups of a dead process back, without the function that workers keep dying of.
 
         A group counts as the cause of the death, unless the process was killed for another group.
+        Of a process with many groups at the same time, nothing says which function it died of; the
+        group fails then, as it does where no function is left.
         """
         self._stop_clock()
         overdue = self._overdue
@@ -279,16 +299,25 @@ class _WorkerSlot:
                 failure = (
                     f"not done within reward.timeout_s = {limit_s:g} s, so its worker was killed"
                 )
-                self._resolve(job, {"failure": failure})
+                self._note_failure(job, failure)
             elif job.deaths >= ATTEMPTS:
                 failure = f"its reward worker died {ATTEMPTS} times (last: {cause})"
-                self._resolve(job, {"failure": failure})
+                self._note_failure(job, failure)
 
         again = ""
         if any(not job.future.done() for job in suspects):
             again = "; what it scored is scored again"
         log.warning("%s died (%s)%s", self._name, cause, again)
         self._all.put_back(jobs)
+
+    def _note_failure(self, job: _Job, failure: str) -> None:
+        """Charges the running function with a failure, or all of them if it is not known."""
+        labels = self._all.labels
+        charged = labels if self._running_label is None else {self._running_label}
+        job.failures.update(dict.fromkeys(charged, failure))
+        job.deaths = 0
+        if labels <= job.failures.keys():
+            self._resolve(job, {"failures": job.failures})
 
     def _resolve(self, job: _Job, reply: dict[str, Any]) -> None:
         if not job.future.done():

@@ -1,9 +1,9 @@
 """Answers a request for responses inside vLLM's API server, with token ids and log-probs as arrays.
 
-The server's own handler validates a request field by field, decodes every sampled token to strings
-while it is generated, and writes them with offsets and top log-probs as JSON. None of that is read
-here (see compact_answer). The engine gets the same sampling parameters as from that handler, so the
-responses are the same.
+The server's own handler validates a request field by field, keeps an object for every token's
+log-prob, and writes token strings, offsets and top log-probs as JSON. Nobody reads them here (see
+compact_answer). The engine gets the same sampling parameters as from that handler, so the responses
+are the same, and their texts too.
 
 Runs in the engine's own interpreter (guard.py calls it); imports vLLM when it is used.
 """
@@ -63,10 +63,7 @@ async def respond(app: Any, body: bytes) -> bytes:
             f"the prompt has {len(prompt)} tokens, but the maximum context length is "
             f"{engine.model_config.max_model_len}"
         )
-    # Texts that end a response have to be looked for while it is generated; else its text is decoded
-    # once, at its end.
-    tokenizer = None if asked.get("stop") else _tokenizer(engine)
-    options = _sampling_options(app, asked, room, decodes=tokenizer is None)
+    options = _sampling_options(app, asked, room)
     if hasattr(SamplingParams, "flat_logprobs"):
         options["flat_logprobs"] = True  # no object per token
     if hasattr(engine, "check_admission"):
@@ -82,9 +79,7 @@ async def respond(app: Any, body: bytes) -> bytes:
     if answer is None:
         raise RuntimeError("the engine ended the request without an answer")
     outputs = sorted(answer.outputs, key=lambda output: output.index)
-    responses = [
-        _response(output, tokenizer, with_logprobs="logprobs" in asked) for output in outputs
-    ]
+    responses = [_response(output, with_logprobs="logprobs" in asked) for output in outputs]
     return compact_answer.encode(request, responses)
 
 
@@ -101,9 +96,7 @@ def _request(body: bytes) -> tuple[dict[str, Any], list[int]]:
     return asked, prompt
 
 
-def _sampling_options(
-    app: Any, asked: dict[str, Any], room: int, *, decodes: bool
-) -> dict[str, Any]:
+def _sampling_options(app: Any, asked: dict[str, Any], room: int) -> dict[str, Any]:
     """Returns the arguments of SamplingParams that vLLM's own handler would give.
 
     The request states every parameter of the distribution; what it leaves out has vLLM's default.
@@ -120,7 +113,6 @@ def _sampling_options(
     options["stop_token_ids"] = stop_token_ids
     options["max_tokens"] = min(asked["max_tokens"], room)
     options["output_kind"] = RequestOutputKind.FINAL_ONLY
-    options["detokenize"] = decodes
     if asked.get("vllm_xargs"):
         options["extra_args"] = asked["vllm_xargs"]
     return options
@@ -135,27 +127,15 @@ def _engine_input(prompt: list[int]) -> Any:
     return tokens_input(prompt)
 
 
-def _tokenizer(engine: Any) -> Any:
-    """Returns the server's tokenizer; None if it has none at hand."""
-    tokenizer = getattr(engine, "tokenizer", None)
-    return tokenizer if hasattr(tokenizer, "decode") else None
-
-
-def _response(output: Any, tokenizer: Any, *, with_logprobs: bool) -> compact_answer.Response:
-    """tokenizer: None if the engine has decoded the text."""
+def _response(output: Any, *, with_logprobs: bool) -> compact_answer.Response:
     token_ids = list(output.token_ids)
-    text = output.text
-    if tokenizer is not None:
-        # A token that ends a response is no part of its text; vLLM leaves it out as well.
-        shown = token_ids[:-1] if output.finish_reason == "stop" else token_ids
-        text = tokenizer.decode(shown, skip_special_tokens=True)
     expert_choices = None
     if getattr(output, "routed_experts", None) is not None:
         file = io.BytesIO()
         np.save(file, output.routed_experts, allow_pickle=False)
         expert_choices = file.getvalue()
     return compact_answer.Response(
-        text=text,
+        text=output.text,
         token_ids=token_ids,
         finish_reason=str(output.finish_reason),
         logprobs=_sampled_logprobs(output.logprobs, token_ids) if with_logprobs else None,

@@ -45,39 +45,34 @@ async def test_a_failing_function_is_a_logged_zero_and_the_next_group_is_fine(
     assert reason in caplog.text and "What is 2+2?" in caplog.text
 
 
-async def test_only_the_failing_function_loses_its_reward() -> None:
-    config = RewardConfig(
-        functions=(RewardFunction(name="math"), RewardFunction(name="users_rewards:by_row"))
-    )
+@pytest.mark.parametrize("order", [1, -1], ids=["after the others", "before the others"])
+@pytest.mark.parametrize("row", [{"raise": True}, {"exit": 3}, {"endless": True}])
+async def test_only_the_failing_function_loses_its_reward(row: dict[str, Any], order: int) -> None:
+    functions = (RewardFunction(name="math"), RewardFunction(name="users_rewards:by_row"))
+    config = RewardConfig(functions=functions[::order], timeout_s=2.0)
     async with RewardPool(config) as pool:
-        result = await pool.score(group(["#### 4", "#### 5"], **{"raise": True}))
-    assert (
-        result.total.tolist() == [1, 0]
-        and result.correct.tolist() == [True, False]
-        and len(result.errors) == 1
-    )
+        result = await pool.score(group(["#### 4", "#### 5"], **row))
+    assert result.total.tolist() == [1, 0] and len(result.errors) == 1
+    assert result.functions["math"].tolist() == [1, 0]
+    assert "users_rewards:by_row" in result.errors[0] or "its worker" in result.errors[0]
 
 
 @pytest.mark.parametrize("row", [{"raise": True}, {"exit": 3}])
 async def test_a_function_that_keeps_failing_ends_the_run_and_the_line_says_what_it_raised(
     row: dict[str, Any],
 ) -> None:
-    """Also when only one of several functions fails."""
-    # a worker that ends imports it again
-    others = (RewardFunction(name="math"),) if "raise" in row else ()
-    async with RewardPool(
-        RewardConfig(functions=(*others, RewardFunction(name="users_rewards:by_row")))
-    ) as pool:
+    """The function that fails is named, not the one before it that does not."""
+    functions = (RewardFunction(name="math"), RewardFunction(name="users_rewards:by_row"))
+    async with RewardPool(RewardConfig(functions=functions)) as pool:
         for _ in range(LEAST - 1):
             assert (await pool.score(group(**row))).errors
         with pytest.raises(
-            DataError, match=r"failed for 8 of the last 8 groups.*correct the function"
+            DataError,
+            match=r"users_rewards:by_row failed for 8 of the last 8 groups.*correct the function",
         ) as ended:
             await pool.score(group(**row))
     if "raise" in row:
-        assert "users_rewards:by_row" in str(ended.value) and "users_rewards.py:" in str(
-            ended.value
-        )
+        assert "users_rewards.py:" in str(ended.value)
 
 
 async def test_functions_that_fail_now_and_then_do_not_end_the_run() -> None:
