@@ -61,6 +61,11 @@ class StepReplay:
         self._left_out: dict[str, int] = {}  # by tensor, in how many updates it got no gradient
 
     @property
+    def updates(self) -> int:
+        """How many steps were taken, those before a resume too."""
+        return self._updates
+
+    @property
     def first_sampled(self) -> int:
         """A number that differs in every update; samples at equal distances begin there."""
         return int(
