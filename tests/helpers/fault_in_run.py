@@ -29,6 +29,9 @@ PUBLISHES = {
     KEPT_OLD: r"I5: engine .* holds other values than were sent as weight version 1 in [12] of .*",
 }
 """Faults of a publish, and what the run's last lines say."""
+EXCHANGED = "rewards exchanged on the way to the trainers"
+GROUPS = {EXCHANGED: r"I2 exactly once: iteration 1, .* was read with other tokens, log-probs or"}
+"""Faults of groups between the coordinator and the trainers, likewise."""
 SESSIONS = {
     "a turn of a session not trained": r"I2 exactly once: .* train \d+ tokens, where the turns of "
     r"its sessions have",
@@ -63,6 +66,8 @@ def _place_of(fault: str) -> tuple[str, Callable[[ModuleType], None]]:
         return "pa_npu.backends.buckets", _send_old
     if fault == KEPT_OLD:
         return "pa_npu.engines.weight_calls", _keep_old
+    if fault == EXCHANGED:
+        return "pa_npu.samples.iterator", _exchange_rewards
     if fault in SESSIONS:
         return "pa_npu.coordinator.episode", lambda module: into_sessions(fault, module)
     return "pa_npu.trainer.learner", lambda module: _into_learner(fault, module)
@@ -153,6 +158,32 @@ def _keep_old(module: ModuleType) -> None:
 
     load = module.LiveWeights.received
     module.LiveWeights.received = lambda self, weights: old(load(self, weights))
+
+
+def _exchange_rewards(module: ModuleType) -> None:
+    """In every group of iteration 1 each response gets the reward of the one before it."""
+    read = module.from_bytes
+
+    def changed(*arguments: Any) -> Any:
+        from dataclasses import replace
+
+        import numpy as np
+
+        group = read(*arguments)
+        if group.iteration != 1:
+            return group
+        starts = group.offsets()[:-1] + [
+            int(trained.argmax()) for trained in np.split(group.trained, group.offsets()[1:-1])
+        ]
+        by_response = np.roll(group.advantages[starts], 1)
+        advantages = np.repeat(by_response, group.lengths) * group.trained
+        return replace(
+            group,
+            rewards=np.roll(group.rewards, 1),
+            advantages=advantages.astype(group.advantages.dtype),
+        )
+
+    module.from_bytes = changed
 
 
 def into_sessions(fault: str, module: ModuleType) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import step_faults
-from tests.helpers.fault_in_run import KEPT_OLD, PUBLISHES, SENT_OLD, SESSIONS, variables
+from tests.helpers.fault_in_run import GROUPS, PUBLISHES, SENT_OLD, SESSIONS, variables
 from tests.helpers.launched import Launched, settings
 from tests.integration.test_agents_runs import AGENT
 
@@ -43,6 +43,7 @@ RUNS: dict[str, dict[str, object]] = {
 }
 FAULTS = {
     **PUBLISHES,
+    **GROUPS,
     "the step skipped": step_faults.OPTIMIZER["the step skipped"],
     "the gradient behind the log-probs doubled": step_faults.LOSS[
         "the gradient behind the log-probs doubled"
@@ -57,8 +58,6 @@ CASES = [
     for run in RUNS
     for dtype in ("fp32", "bf16")
     for fault in FAULTS
-    # what an engine merges of A and B is not summed up by trainers
-    if (run, fault) != ("adapters, alone", KEPT_OLD)
 ]
 
 
