@@ -73,8 +73,9 @@ from typing import Literal, get_args
 
 import torch
 
-Check = Literal["mean", "square", "slope", "strays"]
+Check = Literal["mean", "square", "slope", "strays", "drawn"]
 CHECKS: tuple[Check, ...] = get_args(Check)
+"""Those of AgreementLimits, and `drawn` (drawn_tokens.py)."""
 # Of the trained tokens all four are judged; of a probe, which is too small for mean z^2, three.
 TESTS_OF_TRAINED, TESTS_OF_PROBE = 4, 3
 # The uncertainty 1 - p below which a log-prob's own rounding in fp32, about 2^-20, exceeds what the
@@ -140,6 +141,8 @@ class DifferenceSums:
         strays_own        tokens more than STRAY from their own log-prob; strays_others: from a
                           neighbour's
         strays_expected   strays that the tokens' ages allow
+        drawn             tokens whose entropy is that of the distribution that they were drawn from
+        surprise          of these, t + H; surprise_squared: its square; entropy, entropy_squared: H
 
     The last three are maxima: over responses of the sum of z^2, and of the evidence, in nats, that
     one has more strays than allowed; over tokens of |d|.
@@ -168,6 +171,11 @@ class DifferenceSums:
     strays_own: float = 0.0
     strays_others: float = 0.0
     strays_expected: float = 0.0
+    drawn: float = 0.0
+    surprise: float = 0.0
+    surprise_squared: float = 0.0
+    entropy: float = 0.0
+    entropy_squared: float = 0.0
     square_largest: float = 0.0
     strays: float = 0.0
     largest: float = 0.0
@@ -249,6 +257,7 @@ def difference_sums(
     *,
     floor: float = UNCERTAINTY_FLOOR["bf16"],
     copies: float = 1.0,
+    is_drawn: bool = True,
 ) -> torch.Tensor:
     """Returns the fields of DifferenceSums for one microbatch in their order, fp32; the last
     NUM_MAXIMA are maxima, no sums.
@@ -261,6 +270,7 @@ def difference_sums(
         ages: [tokens], 0 where None.
         floor: of the uncertainty, UNCERTAINTY_FLOOR of the models' type.
         copies: responses of a group that have the same token at the same place, in the mean.
+        is_drawn: whether the entropy is of the distribution that the tokens were drawn from.
     """
     difference = logprobs - engine_logprobs
 
@@ -309,6 +319,11 @@ def difference_sums(
         "strays_own": strays[0],
         "strays_others": strays[1],
         "strays_expected": strays[2],
+        "drawn": is_response * n * is_drawn,
+        "surprise": (logprobs + entropy) * is_drawn,
+        "surprise_squared": (logprobs + entropy).square() * is_drawn,
+        "entropy": entropy * is_drawn,
+        "entropy_squared": entropy.square() * is_drawn,
     }
     maxima = {
         "square_largest": square.max(),

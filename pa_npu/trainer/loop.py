@@ -275,4 +275,8 @@ class IterationChecks:
         check_contents(dispatched, self._replica, consumed.contents)
         check_trained(dispatched, self._replica, consumed.trained, consumed.by_rule)
         check_normalisers(dispatched, consumed.normalisers, self._algorithm)
-        return self.agreement.check_trained(iteration, consumed.exact, consumed.aged)
+        groups = None
+        if not self._config.schedule.dynamic_sampling:
+            computed = {group.index for group in dispatched.groups if not group.by_rule}
+            groups = len(computed), len({group.index for group in dispatched.groups})
+        return self.agreement.check_trained(iteration, consumed.exact, consumed.aged, groups)
