@@ -162,7 +162,7 @@ def _keep_old(module: ModuleType) -> None:
 
 def _exchange_rewards(module: ModuleType) -> None:
     """In every group of iteration 1 each response gets the reward of the one before it."""
-    read = module.from_bytes
+    read = vars(module)["from_bytes"]
 
     def changed(*arguments: Any) -> Any:
         from dataclasses import replace
@@ -183,7 +183,7 @@ def _exchange_rewards(module: ModuleType) -> None:
             advantages=advantages.astype(group.advantages.dtype),
         )
 
-    module.from_bytes = changed
+    vars(module)["from_bytes"] = changed
 
 
 def into_sessions(fault: str, module: ModuleType) -> None:
