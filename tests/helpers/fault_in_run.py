@@ -29,6 +29,9 @@ PUBLISHES = {
     KEPT_OLD: r"I5: engine .* holds other values than were sent as weight version 1 in [12] of .*",
 }
 """Faults of a publish, and what the run's last lines say."""
+SCALED = "adapters merged twice as strongly by the engine"
+ADAPTERS = {SCALED: r"I5 agreement: in .* engine and trainer log-probs have"}
+"""Faults of an engine that gets adapters alone, likewise."""
 EXCHANGED = "rewards exchanged on the way to the trainers"
 GROUPS = {EXCHANGED: r"I2 exactly once: iteration 1, .* was read with other tokens, log-probs or"}
 """Faults of groups between the coordinator and the trainers, likewise."""
@@ -66,6 +69,8 @@ def _place_of(fault: str) -> tuple[str, Callable[[ModuleType], None]]:
         return "pa_npu.backends.buckets", _send_old
     if fault == KEPT_OLD:
         return "pa_npu.engines.weight_calls", _keep_old
+    if fault == SCALED:
+        return "pa_npu.weight_transfer.adapters", _merge_twice
     if fault == EXCHANGED:
         return "pa_npu.samples.iterator", _exchange_rewards
     if fault in SESSIONS:
@@ -158,6 +163,17 @@ def _keep_old(module: ModuleType) -> None:
 
     load = module.LiveWeights.received
     module.LiveWeights.received = lambda self, weights: old(load(self, weights))
+
+
+def _merge_twice(module: ModuleType) -> None:
+    """Engines alone make whole weights of adapters."""
+    merged = module.BaseDirectory.merged
+
+    def changed(self: Any, adapters: Any) -> Any:
+        twice = [(name, 2 * part if ".lora_B." in name else part) for name, part in adapters]
+        return merged(self, twice)
+
+    module.BaseDirectory.merged = changed
 
 
 def _exchange_rewards(module: ModuleType) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import step_faults
+from tests.helpers.fault_in_run import ADAPTERS as OF_ADAPTERS
 from tests.helpers.fault_in_run import GROUPS, PUBLISHES, SENT_OLD, SESSIONS, variables
 from tests.helpers.launched import Launched, settings
 from tests.integration.test_agents_runs import AGENT
@@ -44,6 +45,7 @@ RUNS: dict[str, dict[str, object]] = {
 FAULTS = {
     **PUBLISHES,
     **GROUPS,
+    **OF_ADAPTERS,
     "the step skipped": step_faults.OPTIMIZER["the step skipped"],
     "the gradient behind the log-probs doubled": step_faults.LOSS[
         "the gradient behind the log-probs doubled"
@@ -58,6 +60,7 @@ CASES = [
     for run in RUNS
     for dtype in ("fp32", "bf16")
     for fault in FAULTS
+    if fault not in OF_ADAPTERS or run == "adapters, alone"
 ]
 
 
