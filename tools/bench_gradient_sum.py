@@ -47,6 +47,7 @@ from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.trainer import learner as learner_module
 from pa_npu.trainer.invariants import GradientSum
 from pa_npu.trainer.learner import Learner
 from pa_npu.trainer.loss_checks import LossGradient
@@ -113,6 +114,7 @@ def watch(checks: Checks, backend: str) -> None:
     checks.within(GradientSum, *(name for name in vars(GradientSum) if name.startswith("check_")))
     checks.within(StepReplay, "before")
     checks.within(StepReplay, "after", instead=_count_update)
+    checks.within(learner_module, "check_copies")
     checks.within(LossGradient, "check")
     checks.within(HeadGradient, "_arrived", "watch")
     checks.within(GivenLoss, "watch")
@@ -124,7 +126,7 @@ def watch(checks: Checks, backend: str) -> None:
 
         checks.within(WatchedReduction, "_note_own", "_note_reduced", "take")
         checks.within(MegatronBackend, "gradient_size", instead=nothing)
-        checks.within(MegatronBackend, "stepped", instead=())
+        checks.within(MegatronBackend, "stepped", "copied", instead=())
     else:
         from pa_npu.backends.fsdp import backend as fsdp
         from pa_npu.backends.fsdp.optimizer import CountedReduceScatter
@@ -132,7 +134,7 @@ def watch(checks: Checks, backend: str) -> None:
         checks.within(CountedReduceScatter, "take_reduced", instead=_forget_input)
         checks.within(fsdp, "counted")
         checks.within(fsdp.FsdpBackend, "gradient_size", instead=nothing)
-        checks.within(fsdp.FsdpBackend, "stepped", instead=())
+        checks.within(fsdp.FsdpBackend, "stepped", "copied", instead=())
 
 
 def _count_update(replay: StepReplay, *_: Any) -> None:

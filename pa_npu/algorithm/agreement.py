@@ -62,19 +62,23 @@ Strays need no yardstick. Of tokens that are `age` versions older than the polic
 STRAY_SHARE (1 + age) may be strays; a response breaks the rule where chance (Chernoff's bound of
 the binomial) would not give as many at the stated rate, and only if its log-probs fit their own
 tokens hardly better than their neighbours, which the drift of a policy does not bring about.
+Where all tokens are nearly as likely, neighbours say nothing. A policy that moves far in a version
+is known by tokens as old that agreed when they were new: of others twice as large a share may be
+strays, and single responses are not judged where that is more than what the rule allows.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from statistics import NormalDist
 from typing import Literal, get_args
 
 import torch
 
-Check = Literal["mean", "square", "slope", "strays"]
+Check = Literal["mean", "square", "slope", "strays", "drawn"]
 CHECKS: tuple[Check, ...] = get_args(Check)
+"""Those of AgreementLimits, and `drawn` (drawn_tokens.py)."""
 # Of the trained tokens all four are judged; of a probe, which is too small for mean z^2, three.
 TESTS_OF_TRAINED, TESTS_OF_PROBE = 4, 3
 # The uncertainty 1 - p below which a log-prob's own rounding in fp32, about 2^-20, exceeds what the
@@ -90,9 +94,11 @@ STRAY_SHARE = 0.05
 # A policy may sharpen by so much per version, as a lower temperature does, beside what a probe of
 # few tokens shows of it.
 SHARPENING = 0.02
-# Tokens of the same age may have this times the slope that those of a probe have, of which a policy
-# may have moved more by chance.
+# Tokens of the same age may have this times the slope and the strays that those of a probe have, of
+# which a policy may have moved more by chance.
 _OTHER_TOKENS = 2.0
+# Share of strays that no drift exceeds.
+_MAX_DRIFT = 0.95
 # Strays count where at least as many tokens are far from their own log-prob as this share of those
 # that are far from a neighbour's.
 _FITS_OTHERS = 0.7
@@ -140,6 +146,8 @@ class DifferenceSums:
         strays_own        tokens more than STRAY from their own log-prob; strays_others: from a
                           neighbour's
         strays_expected   strays that the tokens' ages allow
+        drawn             tokens whose entropy is that of the distribution that they were drawn from
+        surprise          of these, t + H; surprise_squared: its square; entropy, entropy_squared: H
 
     The last three are maxima: over responses of the sum of z^2, and of the evidence, in nats, that
     one has more strays than allowed; over tokens of |d|.
@@ -168,6 +176,11 @@ class DifferenceSums:
     strays_own: float = 0.0
     strays_others: float = 0.0
     strays_expected: float = 0.0
+    drawn: float = 0.0
+    surprise: float = 0.0
+    surprise_squared: float = 0.0
+    entropy: float = 0.0
+    entropy_squared: float = 0.0
     square_largest: float = 0.0
     strays: float = 0.0
     largest: float = 0.0
@@ -249,6 +262,7 @@ def difference_sums(
     *,
     floor: float = UNCERTAINTY_FLOOR["bf16"],
     copies: float = 1.0,
+    is_drawn: bool = True,
 ) -> torch.Tensor:
     """Returns the fields of DifferenceSums for one microbatch in their order, fp32; the last
     NUM_MAXIMA are maxima, no sums.
@@ -261,6 +275,7 @@ def difference_sums(
         ages: [tokens], 0 where None.
         floor: of the uncertainty, UNCERTAINTY_FLOOR of the models' type.
         copies: responses of a group that have the same token at the same place, in the mean.
+        is_drawn: whether the entropy is of the distribution that the tokens were drawn from.
     """
     difference = logprobs - engine_logprobs
 
@@ -309,6 +324,11 @@ def difference_sums(
         "strays_own": strays[0],
         "strays_others": strays[1],
         "strays_expected": strays[2],
+        "drawn": is_response * n * is_drawn,
+        "surprise": (logprobs + entropy) * is_drawn,
+        "surprise_squared": (logprobs + entropy).square() * is_drawn,
+        "entropy": entropy * is_drawn,
+        "entropy_squared": entropy.square() * is_drawn,
     }
     maxima = {
         "square_largest": square.max(),
@@ -357,13 +377,14 @@ def stray_evidence(
 @dataclass(frozen=True)
 class AgreementLimits:
     """Beyond these engine and trainer do not agree; infinite where something is not judged. strays:
-    nats of evidence.
+    nats of evidence. drift: share of strays that the policy's movement explains.
     """
 
     mean: float = math.inf
     square: float = math.inf
     slope: float = math.inf
     strays: float = math.inf
+    drift: float = 0.0
 
     def broken(self, sums: DifferenceSums) -> dict[Check, str]:
         """Returns what is beyond its limit, or not a number: by check, its value and limit in
@@ -382,10 +403,14 @@ class AgreementLimits:
         for check, (name, value, limit) in values.items():
             if not value <= limit:
                 reasons[check] = f"{name} = {value:.3g}, more than {limit:.3g}"
-        if max(sums.strays, _pooled_evidence(sums)) > self.strays:
+        allowed = max(sums.strays_expected, self.drift * sums.n)
+        evidence = _pooled_evidence(replace(sums, strays_expected=allowed))
+        if self.drift * sums.n <= _OTHER_TOKENS * sums.strays_expected:
+            evidence = max(evidence, sums.strays)
+        if evidence > self.strays:
             reasons["strays"] = (
                 f"{sums.strays_own:.0f} tokens more than {STRAY:g} nats off, "
-                f"{sums.strays_expected:.0f} allowed, in all or in one response more than chance "
+                f"{allowed:.0f} allowed, in all or in one response more than chance "
                 "gives: as log-probs have that belong to other tokens (shifted, swapped or not set)"
             )
         return reasons
@@ -443,7 +468,9 @@ def aged_limits(
     None where there are none.
     """
     slope = math.inf
+    drift = 0.0
     if reference is not None:
+        drift = min(_MAX_DRIFT, _OTHER_TOKENS * reference.strays_own / max(1.0, reference.n))
         ages = sums.strays_expected / (STRAY_SHARE * max(1.0, sums.n))
         slope = (
             _OTHER_TOKENS * abs(reference.slope)
@@ -451,7 +478,9 @@ def aged_limits(
             + SHARPENING * ages
         )
         slope += sums.slope_error(_deviations(false_stop_rate, probes))
-    return AgreementLimits(slope=slope, strays=_evidence(sums, false_stop_rate, probes))
+    return AgreementLimits(
+        slope=slope, strays=_evidence(sums, false_stop_rate, probes), drift=drift
+    )
 
 
 def _deviations(false_stop_rate: float, probes: int) -> float:

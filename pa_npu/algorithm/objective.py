@@ -180,7 +180,13 @@ class Objective:
         sums = all_sums(self._algorithm, batch)
         # of the iteration's weight version, as the trainer computes them
         generated = outputs.frozen.get("old", outputs.policy)
-        differences = measure(microbatch, generated.values, outputs.entropy, self._config)
+        differences = measure(
+            microbatch,
+            generated.values,
+            outputs.entropy,
+            self._config,
+            is_drawn=_is_unmoved(outputs),
+        )
         is_written = bool(microbatch.versions)
         self.sums.add(sums.metrics, differences, microbatch.ages.max(), is_written=is_written)
         if self._judge_first is not None and is_written:
@@ -358,6 +364,8 @@ def measure(
     entropy: torch.Tensor,
     config: Config,
     peers: torch.Tensor | None = None,
+    *,
+    is_drawn: bool = True,
 ) -> torch.Tensor:
     """Returns how far the trainers' log-probs are from `peers`, where None from the engines' (I5):
     see difference_sums.
@@ -383,4 +391,13 @@ def measure(
         ages,
         floor=UNCERTAINTY_FLOOR[config.model.dtype],
         copies=copies,
+        is_drawn=is_drawn,
+    )
+
+
+def _is_unmoved(outputs: Outputs) -> bool:
+    """Whether the policy, whose entropy is known, is the old one, whose log-probs are compared."""
+    weights = outputs.policy.weights
+    return "old" not in outputs.frozen or (
+        isinstance(weights, PolicyState) and weights.updates == 0
     )

@@ -106,6 +106,23 @@ class SteppedTensor:
         return float(self.settings["weight_decay"])
 
 
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """A tensor that this rank's policy computes with. weights: [n], a flat view of the memory."""
+
+    name: str
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class CopiedWeights:
+    """Tensors of which every rank of a group holds the same values. among: the ranks, in words."""
+
+    group: dist.ProcessGroup
+    among: str
+    tensors: Sequence[HeldTensor]
+
+
 class MicrobatchSource(Protocol):
     """The microbatches of one update as they arrive; `waited_s` counts the seconds spent waiting
     for them.
@@ -223,6 +240,11 @@ class TrainBackend(Protocol):
         Between `scale_gradients` and `step` their gradients are those that the step clips and
         applies. The step writes into the same memory, except that it makes moments where there are
         none, and that optimizer.offload moves what is stepped.
+        """
+
+    def copied(self) -> list[CopiedWeights]:
+        """Returns what this rank's policy holds copies of, for every group of ranks; equally many
+        tensors on all ranks of a group, in one order. Not collective.
         """
 
     def share_weights(self) -> None:

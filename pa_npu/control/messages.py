@@ -251,6 +251,7 @@ class DispatchedGroup:
     first: number of the first of these responses in the group.
     leading_tokens: as response_tokens, for the leading component only; None if it trains all.
     by_rule: whether its gradient is 0 by rule, so that it is counted and not computed.
+    content: digest of what was put (samples.group_digest.content_digest); empty if nobody says it.
     """
 
     index: int
@@ -259,6 +260,7 @@ class DispatchedGroup:
     first: int = 0
     leading_tokens: tuple[int, ...] | None = None
     by_rule: bool = False
+    content: str = ""
 
     @property
     def leading(self) -> tuple[int, ...]:

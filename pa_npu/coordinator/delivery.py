@@ -30,7 +30,7 @@ from pa_npu.data.stream import Outcome
 from pa_npu.dispatch.assignment import Assignment, GroupCost
 from pa_npu.samples.attachments import described
 from pa_npu.samples.group import Group
-from pa_npu.samples.group_digest import digest_group
+from pa_npu.samples.group_digest import content_digest, digest_group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.telemetry.chain import GroupDigest
 from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse
@@ -281,6 +281,7 @@ class Production(Feature):
             self._num_skipped += 1
             self._tokens_skipped += sum(scored.lengths)
         self._digests.append(digest_group(group, slots))
+        content = content_digest(group)
         leading = group.leading_lengths.tolist()
         for (replica, _), part in slots.items():
             first, last = part or (0, len(scored.lengths))
@@ -294,6 +295,7 @@ class Production(Feature):
                     if leading == scored.lengths
                     else tuple(leading[first:last]),
                     by_rule=by_rule,
+                    content=content,
                 )
             )
         if scored.is_demonstration:

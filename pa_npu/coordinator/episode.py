@@ -142,11 +142,11 @@ class ScoredGroup:
         texts = [sample.text for sample in self.samples]
         scored_as = "" if self.result is None else self.result.scored
         if scored_as and scored_as != scored_digest(
-            self.prompt.text, texts, group.rewards.tolist()
+            self.prompt.text, self.prompt.answer, texts, group.rewards.tolist()
         ):
             raise InvariantViolation(
                 f"I7 rewards: {group}: its rewards {group.rewards.tolist()} were given to other "
-                "texts than its samples', or in another order"
+                "texts than its samples', with another reference answer, or in another order"
             )
         return group
 
@@ -285,7 +285,8 @@ async def score(
             f"prompt {prompt.prompt_id} must be finite numbers in float32, or all None, which "
             "leaves them to the reward functions; correct the environment"
         )
-    digest = scored_digest(prompt.text, [sample.text for sample in samples], total.tolist())
+    texts = [sample.text for sample in samples]
+    digest = scored_digest(prompt.text, prompt.answer, texts, total.tolist())
     result = RewardResult(total, {"environment": total}, total > 0, (), scored=digest)
     return ScoredGroup(prompt, samples, result, counted, answers)
 

@@ -41,7 +41,7 @@ from pa_npu.data.row_stream import RowGroupStream
 from pa_npu.data.stream import TrainingStream
 from pa_npu.errors import DataError
 from pa_npu.samples.columns import NONE, RunColumns
-from pa_npu.samples.group_digest import digest_group
+from pa_npu.samples.group_digest import content_digest, digest_group
 from pa_npu.samples.notice import is_notice, read_notice
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.wire import from_bytes
@@ -107,6 +107,7 @@ class IterationsAhead:
                         response_tokens=tuple(group.trained_lengths.tolist()),
                         leading_tokens=tuple(group.leading_lengths.tolist()),
                         by_rule=by_rule,
+                        content=content_digest(group),
                     )
                 )
                 digests.append(digest_group(group, {(replica, slot): group.part}))

@@ -98,12 +98,13 @@ class RewardResult:
         return len(set(self.judged.tolist())) > 1
 
 
-def scored_digest(prompt: str, responses: Sequence[str], rewards: object) -> str:
-    """Returns a digest that binds rewards to the texts that they were given to, in their order.
+def scored_digest(prompt: str, answer: str, responses: Sequence[str], rewards: object) -> str:
+    """Returns a digest that binds rewards to the texts that they were given to, in their order, and
+    to the reference answer that these were compared with.
 
     `rewards`: anything that JSON can hold.
     """
-    texts = json.dumps([prompt, list(responses), rewards], default=str).encode()
+    texts = json.dumps([prompt, answer, list(responses), rewards], default=str).encode()
     return hashlib.blake2b(texts, digest_size=16).hexdigest()
 
 

@@ -169,7 +169,7 @@ class RewardPool:
             correct=rewards[self._judge] >= right_from,
             errors=tuple(reasons),
             no_verdict=no_verdict,
-            scored=scored_digest(group.prompt, group.responses, total.tolist()),
+            scored=scored_digest(group.prompt, group.answer, group.responses, total.tolist()),
         )
 
 
@@ -179,11 +179,13 @@ def _check_reply(group: RewardInput, reply: Mapping[str, Any]) -> None:
         raise DataError(reply["fatal"])
     if "rewards" not in reply:
         return
-    if reply["scored"] != scored_digest(group.prompt, group.responses, reply["rewards"]):
+    if reply["scored"] != scored_digest(
+        group.prompt, group.answer, group.responses, reply["rewards"]
+    ):
         raise InvariantViolation(
-            "I7 rewards: a reward worker answered for other texts than the "
-            f"{len(group.responses)} responses to {group.prompt[:80]!r} that it was given, "
-            "or its answer was changed on its way"
+            "I7 rewards: a reward worker answered for other texts, or with another reference "
+            f"answer, than the {len(group.responses)} responses to {group.prompt[:80]!r} that it "
+            "was given, or what it answered was changed on its way"
         )
 
 

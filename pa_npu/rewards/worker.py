@@ -156,7 +156,7 @@ def sealed(group: RewardInput, answer: dict[str, Any]) -> dict[str, Any]:
     return {
         **answer,
         "rewards": rewards,
-        "scored": scored_digest(group.prompt, group.responses, rewards),
+        "scored": scored_digest(group.prompt, group.answer, group.responses, rewards),
     }
 
 

@@ -1,4 +1,6 @@
-"""Digests of a group that goes into the buffer, for the run's chain (telemetry/chain.py)."""
+"""Digests of a group that goes into the buffer: for the run's chain (telemetry/chain.py), and by
+which trainers see that they read what was put (I2).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from pa_npu.samples.columns import FIXED
 from pa_npu.samples.group import Group
 from pa_npu.telemetry.chain import NUMBERS, GroupDigest
 
@@ -54,6 +57,23 @@ def digest_group(
         logprobs=_digest(logprobs),
         responses=responses,
     )
+
+
+def content_digest(group: Group) -> str:
+    """Returns a digest of all that a group says, but for declared columns, of which each end makes
+    some, and for the part that a replica trains.
+    """
+    arrays = [getattr(group, column.name) for column in FIXED]
+    arrays += [group.lengths, group.finished, group.rewards]
+    if group.weight is not None:
+        arrays.append(group.weight)
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(f"{group.run_seed} {group.iteration} {group.index} {group.prompt_id}".encode())
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    for run in group.placeholders:
+        digest.update(f"{run.start} {run.length}".encode() + run.content)
+    return digest.hexdigest()
 
 
 def _digest(array: np.ndarray) -> bytes:

@@ -28,6 +28,7 @@ from pa_npu.control.freshness import EXACT, Freshness
 from pa_npu.control.messages import Dispatched
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.group import Group
+from pa_npu.samples.group_digest import content_digest
 from pa_npu.samples.microbatch import Microbatch, cut, filler, num_packed_tokens, pack
 from pa_npu.samples.notice import Notice, is_notice, read_notice
 from pa_npu.samples.replica_feed import Parsed, ReplicaFeed, ReplicaLinks, Traffic
@@ -105,6 +106,8 @@ class MicrobatchIterator(Iterator[Microbatch]):
         """Advantages of the groups taken so far, by dispatch index: those of each sample's trained
         tokens, float32.
         """
+        self.contents: dict[int, str] = {}
+        """Digests of the groups taken so far, by dispatch index; empty for a notice."""
         self.by_rule: list[Notice] = []
         """The groups taken so far (of an update's share) that are trained by rule."""
         # pieces, and None for a filler
@@ -253,7 +256,8 @@ class MicrobatchIterator(Iterator[Microbatch]):
         if is_notice(data):
             return self._parse_notice(data)
         columns = self.buffer.columns
-        group = from_bytes(data, columns).made(columns.makers("trainers"))
+        read = from_bytes(data, columns)
+        group = read.made(columns.makers("trainers"))
         trained_here = group if group.part is None else group[slice(*group.part)]
         pieces = cut(trained_here, self.responses_per_microbatch)
         for piece in pieces:
@@ -261,7 +265,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         advantages = None
         if self.algorithm is not None:
             advantages = self._checked_advantages(group, self.algorithm)
-        return Parsed(group, pieces, advantages)
+        return Parsed(group, pieces, advantages, content_digest(read))
 
     def _parse_notice(self, data: bytes) -> Parsed:
         """Raises InvariantViolation for a group that may not be trained by rule (I7)."""
@@ -321,6 +325,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         self._check(group, slot)
         if isinstance(group, Notice):
             self.by_rule.append(group)
+        self.contents[group.index] = parsed.content
         if parsed.advantages is not None:
             self.advantages[group.index] = parsed.advantages
         self.buffer.done(self.iteration, self.replica, slot)

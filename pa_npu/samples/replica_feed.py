@@ -78,11 +78,13 @@ class Parsed:
 
     advantages: those of each sample's trained tokens, if they were checked to be the group's
     credit.
+    content: digest of the group as it was read; empty for a notice.
     """
 
     group: Group | Notice
     pieces: Sequence[Group | None]
     advantages: list[np.ndarray] | None = None
+    content: str = ""
 
 
 Lost = Callable[[int], None]

@@ -33,11 +33,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from pa_npu.algorithm.agreement import AgreementLimits, DifferenceSums, aged_limits, limits
+from pa_npu.algorithm.drawn_tokens import DrawnTokens
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport
 from pa_npu.errors import InvariantViolation
+from pa_npu.families.spec import ModelSpec
 from pa_npu.publish.probes import ProbePlan
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.telemetry.records import RecordFile, json_line
@@ -54,6 +57,9 @@ YARDSTICK_RESPONSES = 32
 # Chance per iteration that chance alone exceeds the limits at a margin of 1, which are the wider
 # the fewer responses are compared.
 FALSE_STOP_RATE = 1e-7
+# Environments that train every token that was drawn: what others leave out they may have chosen by
+# what was drawn.
+_DRAWS_ALL = ("single_turn", "tools")
 # Where a device has no type wider than fp32: 7 times what fp32 against fp64 shows on models of 0.5
 # M parameters.
 _FP32_ROUNDING = DifferenceSums(
@@ -88,6 +94,8 @@ class Agreement:
         responses = config.mesh.data * config.microbatch_responses
         self._measured = -(-YARDSTICK_RESPONSES // responses)
         self._aging: deque[tuple[int, Sequence[Microbatch]]] = deque()
+        self._drawn = DrawnTokens()
+        self._vocabulary: int | None = None
         self._file: RecordFile | None = None
 
     def close(self) -> None:
@@ -148,12 +156,18 @@ class Agreement:
         self._judge(subject, version, probe, replace(bound, square=float("inf")), yardstick)
 
     def check_trained(
-        self, iteration: int, exact: DifferenceSums, aged: DifferenceSums
+        self,
+        iteration: int,
+        exact: DifferenceSums,
+        aged: DifferenceSums,
+        groups: tuple[int, int] | None = None,
     ) -> AgreementReport:
-        """Raises InvariantViolation if log-probs of the tokens of `iteration` disagree. Collective.
+        """Raises InvariantViolation if log-probs of the tokens of `iteration` disagree, or if they
+        were drawn from another distribution. Collective.
 
         exact: differences under the weights that sampled the tokens. aged: differences of tokens
-        that an older policy sampled.
+        that an older policy sampled. groups: how many groups were computed, and of how many; None
+        if nobody knows how they were chosen.
         """
         if self._margin is None:
             return AgreementReport()
@@ -164,11 +178,49 @@ class Agreement:
             self._judge(
                 f"the older tokens of training iteration {iteration}", iteration, aged, bound, None
             )
-        if not exact.n or self._yardstick is None:
-            return AgreementReport()
-        bound = limits(self._yardstick, exact, self._margin, self._rate, self._probes)
-        self._judge(f"training iteration {iteration}", iteration, exact, bound, self._yardstick)
-        return AgreementReport(exact.odds_mean, bound.mean, abs(exact.slope), bound.slope)
+        report = AgreementReport()
+        if exact.n and self._yardstick is not None:
+            bound = limits(self._yardstick, exact, self._margin, self._rate, self._probes)
+            self._judge(f"training iteration {iteration}", iteration, exact, bound, self._yardstick)
+            report = AgreementReport(exact.odds_mean, bound.mean, abs(exact.slope), bound.slope)
+        if groups is not None and exact.drawn and self._config.environment.name in _DRAWS_ALL:
+            self._judge_drawn(iteration, DrawnTokens.of(exact, *groups))
+        return report
+
+    def _judge_drawn(self, iteration: int, drawn: DrawnTokens) -> None:
+        """Judges the tokens of an iteration alone, and with all before them in this process. Raises
+        InvariantViolation.
+        """
+        self._drawn += drawn
+        if self._vocabulary is None:
+            self._vocabulary = ModelSpec.read(self._config.model.path).vocab_size
+        for subject, sums in (
+            (f"training iteration {iteration}", drawn),
+            (f"the iterations up to {iteration}", self._drawn),
+        ):
+            limit = sums.limit(self._vocabulary, self._rate)
+            is_broken = not abs(sums.surprise) <= limit
+            line = {
+                "subject": f"tokens drawn in {subject}",
+                "version": iteration,
+                "broken": ["drawn"] if is_broken else [],
+                "sums": asdict(sums),
+                "limits": {"drawn": limit},
+            }
+            self._write(line)
+            if not is_broken:
+                continue
+            kind = "more" if sums.surprise > 0 else "less"
+            error = InvariantViolation(
+                f"I5 agreement: in {subject} the engines drew {kind} likely tokens than their "
+                f"log-probs say: the sum of log-probs and entropies over {sums.n:.0f} tokens is "
+                f"{sums.surprise:.4g}, beyond {limit:.4g}; they sample from another distribution "
+                "than they report (another temperature, greedily, from the most likely tokens "
+                "alone); to go on in spite of it, publish.only_logged=[drawn]"
+            )
+            if "drawn" not in self._config.publish.only_logged:
+                raise error
+            logger.warning("%s", error)
 
     def _rounding(self, microbatches: list[Microbatch]) -> DifferenceSums:
         return self._learner.rounding(microbatches) or _FP32_ROUNDING
@@ -220,12 +272,7 @@ class Agreement:
         yardstick: DifferenceSums | None,
         broken: list[str],
     ) -> None:
-        """Appends a line to this replica's file, if this rank computes log-probs. The line is there
-        even if the run stops right afterwards.
-        """
-        place = self._learner.backend.place
-        if not (place.is_last_stage and place.is_tensor_leader):
-            return
+        """Records a comparison. The line is there even if the run stops right afterwards."""
         line = {
             "subject": subject,
             "version": version,
@@ -238,6 +285,13 @@ class Agreement:
             },
             "yardstick": None if yardstick is None else asdict(yardstick),
         }
+        self._write(line)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        """Appends a line to this replica's file, if this rank computes log-probs."""
+        place = self._learner.backend.place
+        if not (place.is_last_stage and place.is_tensor_leader):
+            return
         if self._file is None:
             self._file = RecordFile(
                 Path(self._config.run.dir) / DIRECTORY / f"replica_{place.replica:05d}.jsonl"

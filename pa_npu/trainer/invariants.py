@@ -248,6 +248,24 @@ def check_dispatched(
         )
 
 
+def check_contents(dispatched: Dispatched, replica: int, contents: Mapping[int, str]) -> None:
+    """Raises InvariantViolation if this replica read another group than the coordinator put.
+
+    contents: digests of the groups that were read, by dispatch index; empty if only a notice was.
+    """
+    for group in dispatched.groups:
+        content = contents.get(group.index, "")
+        if group.replica != replica or not group.content or not content:
+            continue
+        if content != group.content:
+            raise InvariantViolation(
+                f"I2 exactly once: iteration {dispatched.iteration}, replica {replica}: group "
+                f"{group.index} was read with other tokens, log-probs or rewards than the "
+                f"coordinator put into the buffer (digest {content}, not {group.content}); it was "
+                "changed on its way"
+            )
+
+
 def check_trained(
     dispatched: Dispatched,
     replica: int,

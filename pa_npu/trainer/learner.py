@@ -36,6 +36,7 @@ from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import Traffic
 from pa_npu.telemetry.sample_store import TrainerLogprobs
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.trainer.copies import check_copies
 from pa_npu.trainer.finite_difference import FiniteDifference, finite_difference
 from pa_npu.trainer.invariants import GradientSum
 from pa_npu.trainer.loss_checks import LossGradient
@@ -189,6 +190,13 @@ class Learner:
         if self._config.optimizer.offload or any(tensor.mean is None for tensor in tensors):
             tensors = self.backend.stepped()  # the step has moved them, or made their moments
         self._replay.after(begun, tensors, step)
+        check_copies(
+            self._where(),
+            self.backend.copied(),
+            self._config.run.seed,
+            self._replay.updates,
+            self.backend.device,
+        )
         update = self._update(totals, traffic, normaliser, step, time.perf_counter() - start)
         if self._policy is not None:
             self._name_policy(PolicyState(self._policy.version, self._policy.updates + 1))

@@ -15,9 +15,9 @@ in when the coordinator hands groups over; this loop is the same for both.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,12 @@ from pa_npu.telemetry.records import RecordFile, json_line
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.border import TrainerBorder
-from pa_npu.trainer.invariants import check_dispatched, check_normalisers, check_trained
+from pa_npu.trainer.invariants import (
+    check_contents,
+    check_dispatched,
+    check_normalisers,
+    check_trained,
+)
 from pa_npu.trainer.learner import Learner, Update
 
 logger = logging.getLogger(__name__)
@@ -159,6 +164,7 @@ class Consumed:
     normalisers, gradient_norms: one of each update.
     exact, aged: differences of all replicas' tokens from the engines', of updates with Update.exact
     and of the other ones. first: differences in the first microbatches.
+    contents: digests of the groups as they were read, by dispatch index.
     """
 
     report: UpdateReport
@@ -169,6 +175,7 @@ class Consumed:
     first: DifferenceSums
     gradient_norms: tuple[float, ...] = ()
     by_rule: Sequence[Notice] = ()
+    contents: Mapping[int, str] = field(default_factory=dict)
 
 
 def consume(
@@ -216,6 +223,7 @@ def consume(
         first=steps[0].first,
         gradient_norms=tuple(step.report.grad_norm for step in steps),
         by_rule=by_rule,
+        contents=microbatches.contents,
     )
 
 
@@ -264,6 +272,11 @@ class IterationChecks:
             ).groups
         unequal = self._config.devices.unequal_groups and self._config.schedule.streams(iteration)
         check_dispatched(dispatched, iteration, self._config.mesh.data, size, unequal=unequal)
+        check_contents(dispatched, self._replica, consumed.contents)
         check_trained(dispatched, self._replica, consumed.trained, consumed.by_rule)
         check_normalisers(dispatched, consumed.normalisers, self._algorithm)
-        return self.agreement.check_trained(iteration, consumed.exact, consumed.aged)
+        groups = None
+        if not self._config.schedule.dynamic_sampling:
+            computed = {group.index for group in dispatched.groups if not group.by_rule}
+            groups = len(computed), len({group.index for group in dispatched.groups})
+        return self.agreement.check_trained(iteration, consumed.exact, consumed.aged, groups)

@@ -7,16 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pa_npu.algorithm.adamw import Values
-from pa_npu.backends.protocol import SteppedTensor
 
 Integers = npt.NDArray[np.int64]
+
+
+class HasWeights(Protocol):
+    """A tensor of a rank: a SteppedTensor, or a HeldTensor."""
+
+    @property
+    def weights(self) -> torch.Tensor: ...
+
 
 _ELEMENTS_OF_A_RANK = 512
 _MIN_ELEMENTS_OF_A_TENSOR = 2
@@ -38,7 +45,7 @@ class ChosenElements:
 
     @classmethod
     def choose(
-        cls, tensors: Sequence[SteppedTensor], seed: int, update: int, rank: int
+        cls, tensors: Sequence[HasWeights], seed: int, update: int, rank: int
     ) -> ChosenElements:
         """Chooses the elements by which step `update` is judged on this rank."""
         sizes = np.array([tensor.weights.numel() for tensor in tensors], np.int64)
@@ -75,7 +82,7 @@ The same type holds views of each tensor's chosen elements.
 """
 
 
-def memory_of(tensors: Sequence[SteppedTensor], name: str) -> Memory:
+def memory_of(tensors: Sequence[HasWeights], name: str) -> Memory:
     """Returns the attribute `name` of each tensor."""
     memory: Memory = []
     for tensor in tensors:

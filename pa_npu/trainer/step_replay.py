@@ -61,6 +61,11 @@ class StepReplay:
         self._left_out: dict[str, int] = {}  # by tensor, in how many updates it got no gradient
 
     @property
+    def updates(self) -> int:
+        """How many steps were taken, those before a resume too."""
+        return self._updates
+
+    @property
     def first_sampled(self) -> int:
         """A number that differs in every update; samples at equal distances begin there."""
         return int(
@@ -83,6 +88,7 @@ class StepReplay:
         chosen, remembered = self._next, self._remembered
         assert chosen is not None, "it has just been chosen"
         memory = {name: memory_of(tensors, name) for name in ("gradient", *_STATE)}
+        _check_types(where, tensors, memory)
         columns = [(chosen, views_of(values, chosen)) for values in memory.values()]
         gradient, weights, mean, square = read_elements(columns)
         has_gradient = chosen.tensors_with_any(np.nan_to_num(gradient))
@@ -361,6 +367,19 @@ class BeforeStep:
 
 _STATE = ("weights", "mean", "square")
 _NAMES = {"weights": "the weight", "mean": "the mean moment", "square": "the square moment"}
+
+
+def _check_types(where: str, tensors: Sequence[SteppedTensor], memory: dict[str, Memory]) -> None:
+    """Raises InvariantViolation unless gradients are summed, and weights stepped, in fp32."""
+    for name, values in memory.items():
+        for tensor, part in zip(tensors, values, strict=True):
+            if isinstance(part, torch.Tensor) and part.dtype not in (torch.float32, torch.float64):
+                kind = str(part.dtype).removeprefix("torch.")
+                raise _broken(
+                    where,
+                    f"{_NAMES.get(name, 'the gradient')} of {tensor.name} is kept in {kind}, which "
+                    "drops small terms of a sum; it must be fp32",
+                )
 
 
 def _broken(where: str, reason: str) -> InvariantViolation:

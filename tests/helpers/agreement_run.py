@@ -38,11 +38,21 @@ Change = Callable[[list[Group]], list[Group]]
 
 
 class Engine:
-    """Samples with the weights of an HF directory, times `scale`, at `temperature`."""
+    """Samples with the weights of an HF directory, times `scale`, at `temperature`.
+
+    exponent: of the distribution that tokens are drawn from, of which log-probs do not tell.
+    """
 
     def __init__(
-        self, directory: Path, dtype: str, *, scale: float = 1.0, temperature: float = 1.0
+        self,
+        directory: Path,
+        dtype: str,
+        *,
+        scale: float = 1.0,
+        temperature: float = 1.0,
+        exponent: float = 1.0,
     ) -> None:
+        self._exponent = exponent
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype])
         self._temperature = temperature
         with torch.no_grad():
@@ -78,9 +88,8 @@ class Engine:
         for _ in range(tokens):
             answer = self._model(newest, past_key_values=cache, use_cache=True)
             cache = answer.past_key_values
-            distributions = (
-                (answer.logits[:, -1].float() / self._temperature).softmax(-1).split(responses)
-            )
+            logits = answer.logits[:, -1].float() / self._temperature
+            distributions = (self._exponent * logits).softmax(-1).split(responses)
             drawn = zip(distributions, generators, strict=True)
             newest = torch.cat(
                 [torch.multinomial(one, 1, generator=generator) for one, generator in drawn]
@@ -147,7 +156,9 @@ class Run:
         rides = judge if self.agreement.probes_ride else None
         updates = self.config.schedule.updates_per_iteration
         consumed = consume(self.learner, microbatches, updates, measure, rides)
-        self.agreement.check_trained(number, consumed.exact, consumed.aged)
+        self.agreement.check_trained(
+            number, consumed.exact, consumed.aged, (len(groups), len(groups))
+        )
         return consumed
 
     @property

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tests.helpers.reports import numbers
@@ -38,7 +39,8 @@ def main(job_file: str) -> None:
     store = connect(host, int(port), 60)
     rank = int(os.environ["RANK"])
     platform.set_deterministic(True)
-    initialise_parallel(config, platform, dist.PrefixStore("trainer", store), rank)
+    if config.trainer.backend == "megatron":
+        initialise_parallel(config, platform, dist.PrefixStore("trainer", store), rank)
     reports = {"resume": resume, "faults": faults, "damage": damage}[job["scenario"]](
         job, config, platform, store, rank
     )
@@ -57,6 +59,7 @@ class Attempt:
     ) -> None:
         from pa_npu.backends.megatron.backend import MegatronBackend
         from pa_npu.backends.megatron.factory import load_stage
+        from pa_npu.backends.registry import backend_module
         from pa_npu.checkpoints.saving import Checkpointing
         from pa_npu.control.channel import StoreChannel
         from pa_npu.families.spec import ModelSpec
@@ -72,9 +75,15 @@ class Attempt:
             platform.device(0),
         )
         channel = StoreChannel(dist.PrefixStore(name, store))
-        stage = load_stage(config, spec, platform)
         self.buffer = RolloutBuffer(channel, "run", readers=1)
-        self.backend = MegatronBackend(stage, config, spec, platform, device, timeline)
+        self.backend: Any
+        if config.trainer.backend == "megatron":
+            stage = load_stage(config, spec, platform)
+            self.backend = MegatronBackend(stage, config, spec, platform, device, timeline)
+        else:
+            make = backend_module(config.trainer.backend).create
+            shards = dist.PrefixStore("trainer", store)
+            self.backend = make(config, spec, platform, shards, rank, 0, timeline)
         self.learner = Learner(config, self.backend, platform, timeline)
         self.rollouts = rollout_source(config, channel, self.learner, timeline)
         self.checkpoints = Checkpointing(
@@ -159,6 +168,14 @@ def faults(
     return reports
 
 
+ROLLED_BACK = "moments of one rank"
+
+
+def moments_of(backend: Any) -> list[torch.Tensor]:
+    parts = [part for one in backend.stepped() for part in (one.mean, one.square)]
+    return [part for part in parts if part is not None]
+
+
 def damage(
     job: dict[str, Any], config: Any, platform: Any, store: dist.TCPStore, rank: int
 ) -> list[dict[str, Any]]:
@@ -169,21 +186,35 @@ def damage(
     from tests.helpers import checkpoint_damage as kinds
 
     run = Attempt(config, platform, store, rank, "run")
+    moments = []
     for version in (1, 2):
         run.train(version - 1)
         run.checkpoints.finish(version)
+        moments.append([part.clone() for part in moments_of(run.backend)])
+    load_backend = run.backend.load
+
+    def roll_back(directory: Path) -> Any:
+        """Of the last rank alone, to the version before."""
+        meta = load_backend(directory)
+        if rank == config.trainer.devices - 1:
+            for part, older in zip(moments_of(run.backend), moments[0], strict=True):
+                part.copy_(older)
+        return meta
+
     reports = []
     for signed, name in (
         (False, "flip_a_bit"),
         (True, "take_the_shard_of_another_version"),
         (True, "forge_the_index"),
+        (False, ROLLED_BACK),
         (False, ""),
     ):
-        parent = Path(config.run.dir) / (name or "whole")
+        run.backend.load = roll_back if name == ROLLED_BACK else load_backend
+        parent = Path(config.run.dir) / (name or "whole").replace(" ", "_")
         load = parent / "iteration_000002"
         if rank == 0:
             shutil.copytree(Path(config.run.dir) / "checkpoints", parent)
-            if name:
+            if name and name != ROLLED_BACK:
                 getattr(kinds, name)(load, *([] if name == "forge_the_index" else ["__1_0.distcp"]))
             if signed:
                 kinds.sign_anew(load)

@@ -29,6 +29,12 @@ PUBLISHES = {
     KEPT_OLD: r"I5: engine .* holds other values than were sent as weight version 1 in [12] of .*",
 }
 """Faults of a publish, and what the run's last lines say."""
+SCALED = "adapters merged twice as strongly by the engine"
+ADAPTERS = {SCALED: r"I5 agreement: in .* engine and trainer log-probs have"}
+"""Faults of an engine that gets adapters alone, likewise."""
+EXCHANGED = "rewards exchanged on the way to the trainers"
+GROUPS = {EXCHANGED: r"I2 exactly once: iteration 1, .* was read with other tokens, log-probs or"}
+"""Faults of groups between the coordinator and the trainers, likewise."""
 SESSIONS = {
     "a turn of a session not trained": r"I2 exactly once: .* train \d+ tokens, where the turns of "
     r"its sessions have",
@@ -63,6 +69,10 @@ def _place_of(fault: str) -> tuple[str, Callable[[ModuleType], None]]:
         return "pa_npu.backends.buckets", _send_old
     if fault == KEPT_OLD:
         return "pa_npu.engines.weight_calls", _keep_old
+    if fault == SCALED:
+        return "pa_npu.weight_transfer.adapters", _merge_twice
+    if fault == EXCHANGED:
+        return "pa_npu.samples.iterator", _exchange_rewards
     if fault in SESSIONS:
         return "pa_npu.coordinator.episode", lambda module: into_sessions(fault, module)
     return "pa_npu.trainer.learner", lambda module: _into_learner(fault, module)
@@ -153,6 +163,43 @@ def _keep_old(module: ModuleType) -> None:
 
     load = module.LiveWeights.received
     module.LiveWeights.received = lambda self, weights: old(load(self, weights))
+
+
+def _merge_twice(module: ModuleType) -> None:
+    """Engines alone make whole weights of adapters."""
+    merged = module.BaseDirectory.merged
+
+    def changed(self: Any, adapters: Any) -> Any:
+        twice = [(name, 2 * part if ".lora_B." in name else part) for name, part in adapters]
+        return merged(self, twice)
+
+    module.BaseDirectory.merged = changed
+
+
+def _exchange_rewards(module: ModuleType) -> None:
+    """In every group of iteration 1 each response gets the reward of the one before it."""
+    read = vars(module)["from_bytes"]
+
+    def changed(*arguments: Any) -> Any:
+        from dataclasses import replace
+
+        import numpy as np
+
+        group = read(*arguments)
+        if group.iteration != 1:
+            return group
+        starts = group.offsets()[:-1] + [
+            int(trained.argmax()) for trained in np.split(group.trained, group.offsets()[1:-1])
+        ]
+        by_response = np.roll(group.advantages[starts], 1)
+        advantages = np.repeat(by_response, group.lengths) * group.trained
+        return replace(
+            group,
+            rewards=np.roll(group.rewards, 1),
+            advantages=advantages.astype(group.advantages.dtype),
+        )
+
+    vars(module)["from_bytes"] = changed
 
 
 def into_sessions(fault: str, module: ModuleType) -> None:

@@ -82,8 +82,29 @@ FAULTS = {**OPTIMIZER, **LOSS, **MODELS}
 LOST = "60 elements of a replica lost in the reduction"
 OF_REPLICAS = {LOST: r"the 2 replicas brought .* of which its reduction left"}
 
-ALL = {**FAULTS, COPIES: r"the model computes with .* in an element of", **OF_REPLICAS}
-EVERYWHERE = {"one tensor's gradient zero", "the policy copied into the reference"}
+KEPT_FROM = "the step kept from a replica"
+NOT_SHARED = "a gradient that copies of a norm do not share"
+EMBEDDING = "the embedding's gradient not summed over stages"
+OF_COPIES = {
+    KEPT_FROM: r"an element of .* is between .* on the 2 replicas that hold copies of it",
+    NOT_SHARED: r"an element of .*norm.* is between .* on the 2 (replicas|tensor-parallel ranks) "
+    r"that hold copies of it",
+    EMBEDDING: r"an element of .* is between .* on the 2 first and last stages that hold copies",
+}
+"""Faults after which ranks hold different values of a weight that they should share."""
+
+ALL = {
+    **FAULTS,
+    COPIES: r"the model computes with .* in an element of",
+    **OF_REPLICAS,
+    **OF_COPIES,
+}
+EVERYWHERE = {
+    "one tensor's gradient zero",
+    "the policy copied into the reference",
+    NOT_SHARED,  # of the last rank that holds a copy
+    EMBEDDING,
+}
 """Faults that show only where all replicas have them, or that are collective."""
 
 KEYS: dict[str, dict[str, Any]] = {
@@ -110,6 +131,8 @@ def inject(name: str, learner: Learner) -> None:
         _into_loss(name)
     elif name == LOST:
         _lose_elements(learner)
+    elif name in OF_COPIES:
+        _into_copies(name, learner)
     else:
         _into_models(name, learner)
 
@@ -497,6 +520,46 @@ def _frozen(name: str, outputs: Any) -> dict[str, Logprobs]:
 
 
 # Of replicas
+
+
+def _into_copies(name: str, learner: Learner) -> None:
+    backend: Any = learner.backend
+    if name == KEPT_FROM:
+        _keep_step_from(backend)
+    elif name == EMBEDDING:
+        module = sys.modules["megatron.core.distributed.finalize_model_grads"]
+        summed = next(key for key in vars(module) if key.startswith("_allreduce_word_embedding"))
+        vars(module)[summed] = lambda *args, **kwargs: None
+    elif any(part.group.rank() == part.group.size() - 1 for part in backend.copied()):
+        _after(backend, "accumulate", lambda: _scale_norms(backend))
+
+
+def _scale_norms(backend: Any) -> None:
+    for tensor in backend.stepped():
+        if tensor.dimensions == 1 and "norm" in tensor.name:
+            tensor.gradient.mul_(0.5)
+
+
+def _keep_step_from(backend: Any) -> None:
+    """What other ranks stepped does not reach this one."""
+    step = backend.step
+
+    @torch.no_grad()
+    def changed() -> Any:
+        (held,) = backend.copied()
+        before = [tensor.weights.clone() for tensor in held.tensors]
+        result = step()
+        stepped = [
+            tensor.weights if tensor.model is None else tensor.model for tensor in backend.stepped()
+        ]
+        own = [part.clone() for part in stepped]
+        for tensor, weights in zip(held.tensors, before, strict=True):
+            tensor.weights.copy_(weights)
+        for part, values in zip(stepped, own, strict=True):
+            part.copy_(values)
+        return result
+
+    backend.step = changed
 
 
 def _lose_elements(learner: Learner) -> None:

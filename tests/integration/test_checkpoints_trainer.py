@@ -225,24 +225,28 @@ def test_one_rank_that_fails_costs_all_the_checkpoint_and_a_killed_one_leaves_th
     assert survivor.checkpoints.load() == 6
 
 
-@pytest.mark.parametrize("layout", ["TP2", "DP2"])
+@pytest.mark.parametrize(
+    "layout", ["TP2", "DP2", pytest.param("fsdp, DP2", marks=pytest.mark.nightly)]
+)
 def test_all_ranks_refuse_what_one_finds_damaged_and_none_hangs(
     layout: str, model: Path, tmp_path: Path
 ) -> None:
     """The second rank's shard, with the distributed optimizer in bf16; the last attempt loads the
     whole checkpoint as a control.
     """
-    config = make_config(model, tmp_path, trainer=LAYOUTS[layout])
+    sharded = {"devices": 2, "backend": "fsdp"}
+    config = make_config(model, tmp_path, trainer=LAYOUTS.get(layout, sharded))
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bf16"})})
     job = Job(
         config, tmp_path, module="tests.helpers.checkpoint_rank", options={"scenario": "damage"}
     )
     reports: list[dict[str, Any]] = [*run_job(job)]
-    flipped, mixed, forged, whole = reports
+    flipped, mixed, forged, rolled_back, whole = reports
     for report, line in (
         (flipped, "__1_0.distcp is not what was written"),
         (mixed, "a file is of a checkpoint after 1 updates instead of 2"),
         (forged, ".mkdir, which no checkpoint contains"),
+        (rolled_back, "the optimizer's state of rank 1 is not the one that was saved"),
     ):
         assert all(line in said for said in report["said"]), report
         assert not report["made"]

@@ -42,6 +42,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "DP2": {"devices": 2},
     "DP2, not sharded": {"devices": 2, "distributed_optimizer": False},
     "fsdp, DP2": {"devices": 2, "backend": "fsdp"},
+    "fsdp, copies": {"devices": 2, "backend": "fsdp", "shards": 1},
 }
 """Layouts whose steps and losses are broken; one rank of every backend is in
 tests/helpers/backend_fault_conformance.py.
@@ -51,14 +52,25 @@ FEW_STEPS = [
     ("DP2", "bf16", "the step skipped"),
     ("DP2", "fp32", step_faults.LOST),
     ("fsdp, DP2", "fp32", step_faults.LOST),
+    ("TP2", "bf16", step_faults.NOT_SHARED),
+    ("DP2", "bf16", step_faults.KEPT_FROM),
+    ("PP2", "fp32", step_faults.EMBEDDING),
 ]
+ONLY_OF = {
+    step_faults.LOST: ("DP2", "fsdp, DP2"),
+    step_faults.KEPT_FROM: ("DP2",),
+    step_faults.NOT_SHARED: ("TP2", "DP2, not sharded", "fsdp, copies"),
+    step_faults.EMBEDDING: ("PP2",),
+}
+"""Layouts that can have a fault; what is not named here, all can."""
 ALL_STEPS = [
     (layout, dtype, fault)
-    for layout, trainer in STEPS.items()
+    for layout in STEPS
     for dtype in ("fp32", "bf16")
     for fault in step_faults.ALL
     if (fault != step_faults.COPIES or (dtype == "bf16" and "fsdp" not in layout))
-    and (fault != step_faults.LOST or layout in ("DP2", "fsdp, DP2"))
+    and layout in ONLY_OF.get(fault, STEPS)
+    and (layout != "fsdp, copies" or fault == step_faults.NOT_SHARED)
 ]
 FEW = [  # what each layout adds; the others are nightly
     ("PP2", "fp32", "a backward dropped"),

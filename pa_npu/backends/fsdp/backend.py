@@ -36,6 +36,8 @@ from pa_npu.backends.logprob import MostLikely
 from pa_npu.backends.optimizer import OffloadedState
 from pa_npu.backends.protocol import (
     DTYPES,
+    CopiedWeights,
+    HeldTensor,
     MicrobatchSource,
     Step,
     SteppedTensor,
@@ -86,6 +88,7 @@ class FsdpBackend:
         self._timeline = timeline
         self._weights: dict[str, Weights] = {}
         self._copies = mesh.size() // mesh.size(mesh.ndim - 1)
+        self._copies_group = mesh.get_group(0) if mesh.ndim > 1 else None
         self._shard_group = None if dist.get_world_size() == 1 else mesh.get_group(mesh.ndim - 1)
         self._reductions = (
             []
@@ -174,6 +177,16 @@ class FsdpBackend:
 
     def stepped(self) -> list[SteppedTensor]:
         return self._optimizer.stepped(self._names, self._spec.experts is not None, self._copies)
+
+    def copied(self) -> list[CopiedWeights]:
+        if self._copies == 1 or self._copies_group is None:
+            return []
+        shards = [
+            HeldTensor(name, local(weight).detach().flatten())
+            for weight, name in self._names.items()
+            if weight.requires_grad
+        ]
+        return [CopiedWeights(self._copies_group, "replicas", shards)]
 
     def share_weights(self) -> None:
         """Nothing to do: every pass gathers the shards."""

@@ -19,6 +19,15 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OF_MIXTURES = (".experts.", ".gate.", ".router.")  # of which a part may get no token
 # of a group's samples, kept on the device until they are summed up
 _MAX_KEPT_ELEMENTS = 2**20
+# How a reduction is looked at (CountedReduceScatter): so many runs of so many elements, a cache line
+# in fp32, of a chunk that is at least SAMPLED_EVERY times as large; and every so manieth reduction
+# of an update in single elements.
+_RUNS = 64
+_RUN = 16
+_FINE_EVERY = 16
+# By this share of the distance between them the runs move from reduction to reduction, so that they
+# never come back to the same place: the golden section.
+_MOVE = (5**0.5 - 1) / 2
 # named so from torch 2.13 on
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -143,9 +152,10 @@ class CountedReduceScatter:
     hook behind both. summed_in: the type of the counts.
 
     The hook runs for every group of every microbatch, when no cache holds its memory or its code
-    any more. So it makes three calls, one of which computes: it copies the elements that are looked
-    at, one of SAMPLED_EVERY. They are summed up at the update's end, or earlier where they are
-    many.
+    any more, so that what it costs is the number of cache lines that it touches. Every reduction is
+    looked at in short runs, which begin elsewhere each time; the update's first one, and every
+    _FINE_EVERY-th from there on, in one element of SAMPLED_EVERY, between which no neighbours are
+    lost. Elements are copied, and summed up at the update's end, or earlier where they are many.
     """
 
     def __init__(self, copies: int, summed_in: torch.dtype = torch.float32) -> None:
@@ -157,6 +167,7 @@ class CountedReduceScatter:
 
     def restart(self) -> None:
         """Begin another update."""
+        self._num_reductions = 0
         self._samples: list[torch.Tensor] = []
         self._num_kept_elements = 0
         self._counts: torch.Tensor | None = None
@@ -183,24 +194,38 @@ class CountedReduceScatter:
         brought, self._input = self._input, None
         assert brought is not None, "its memory was allocated here"
         chunk = len(reduced)
-        first, every = self.first, SAMPLED_EVERY
-        num_sampled = max(0, -(-(chunk - first) // every))
         num_chunks = brought.numel() // chunk
+        first, runs, distance, length = self._next_runs(chunk)
         # of every rank's chunk the elements that this rank looks at in its own, once it is reduced
         before = brought.as_strided(
-            (num_chunks, num_sampled), (chunk, every), brought.storage_offset() + first
+            (num_chunks, runs, length), (chunk, distance, 1), brought.storage_offset() + first
         )
         after = reduced.as_strided(
-            (1, num_sampled), (chunk, every), reduced.storage_offset() + first
+            (1, runs, length), (chunk, distance, 1), reduced.storage_offset() + first
         )
-        self._samples.append(torch.cat((before, after)))
-        self._num_kept_elements += (num_chunks + 1) * num_sampled
+        sample = torch.cat((before, after))
+        self._samples.append(sample)
+        self._num_kept_elements += sample.numel()
         if self._num_kept_elements > _MAX_KEPT_ELEMENTS:
             self._sum_up()
 
+    def _next_runs(self, chunk: int) -> tuple[int, int, int, int]:
+        """Returns the next sample of a chunk: the first element, the number of runs, the distance
+        from run to run, and the elements of each.
+        """
+        number = self._num_reductions
+        self._num_reductions += 1
+        if number % _FINE_EVERY == 0 or chunk < _RUNS * _RUN * SAMPLED_EVERY:
+            num_sampled = max(0, -(-(chunk - self.first) // SAMPLED_EVERY))
+            return self.first, num_sampled, SAMPLED_EVERY, 1
+        distance = chunk // _RUNS
+        share = (self.first + number) * _MOVE % 1.0
+        return int(share * (distance - _RUN + 1)), _RUNS, distance, _RUN
+
     def _sum_up(self) -> None:
         """Adds the samples that are kept to the counts, and forgets them."""
-        elements = torch.cat(self._samples, dim=1).to(self._summed_in)
+        flat = [sample.flatten(start_dim=1) for sample in self._samples]
+        elements = torch.cat(flat, dim=1).to(self._summed_in)
         before, after = elements[:-1], elements[-1]
         counts = torch.stack([before.sum(), before.square().sum(), after.sum() / self._copies])
         self._counts = counts if self._counts is None else self._counts + counts

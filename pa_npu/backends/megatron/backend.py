@@ -33,6 +33,7 @@ from pa_npu.backends.megatron.optimizer import (
     SteppedTensors,
     WatchedReduction,
     build_optimizer,
+    copied_weights,
     gradient_size,
     set_rates,
     state_tensors,
@@ -41,7 +42,13 @@ from pa_npu.backends.megatron.routing import Replay, RoutingWatch, replay_of
 from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
 from pa_npu.backends.megatron.weights.buckets import StageTensors, export_hf
 from pa_npu.backends.optimizer import OffloadedState
-from pa_npu.backends.protocol import MicrobatchSource, Step, SteppedTensor, refuse_attachments
+from pa_npu.backends.protocol import (
+    CopiedWeights,
+    MicrobatchSource,
+    Step,
+    SteppedTensor,
+    refuse_attachments,
+)
 from pa_npu.checkpoints.directories import CheckpointMeta
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
@@ -198,6 +205,13 @@ class MegatronBackend:
 
     def stepped(self) -> list[SteppedTensor]:
         return self._stepped()
+
+    def copied(self) -> list[CopiedWeights]:
+        if self.place.mesh.size == 1:
+            return []
+        return copied_weights(
+            self._stage.policy, exactly=self._config.run.deterministic or self.device.type == "cpu"
+        )
 
     def share_weights(self) -> None:
         if self._config.trainer.distributed_optimizer:

@@ -13,7 +13,7 @@ import torch
 
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient
 from pa_npu.backends.optimizer import learning_rate
-from pa_npu.backends.protocol import SteppedTensor
+from pa_npu.backends.protocol import CopiedWeights, HeldTensor, SteppedTensor
 from pa_npu.config.mesh import Place
 from pa_npu.config.schema import Config
 
@@ -189,6 +189,44 @@ class SteppedTensors:
         if not is_sharded:
             copies *= mesh.expert_data if is_expert else mesh.data * mesh.context
         return 1 / copies
+
+
+def copied_weights(policy: torch.nn.Module, *, exactly: bool) -> list[CopiedWeights]:
+    """See TrainBackend.copied.
+
+    exactly: whether kernels are deterministic. Where they are not, tensor ranks compute the
+    gradients of norms each for itself, with another rounding.
+    """
+    from megatron.core import parallel_state
+
+    replicas: list[HeldTensor] = []
+    of_experts: list[HeldTensor] = []
+    whole: list[HeldTensor] = []
+    embeddings: list[HeldTensor] = []
+    for name, parameter in policy.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        tensor = HeldTensor(name, _flat(parameter))
+        if not getattr(parameter, "allreduce", True):
+            of_experts.append(tensor)
+            continue
+        replicas.append(tensor)
+        if not getattr(parameter, "tensor_model_parallel", False):
+            whole.append(tensor)
+        if getattr(parameter, "shared_embedding", False):
+            embeddings.append(tensor)
+    replica_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    copies = [CopiedWeights(replica_group, "replicas", replicas)]
+    if of_experts:
+        group = parallel_state.get_expert_data_parallel_group()
+        copies.append(CopiedWeights(group, "copies of experts", of_experts))
+    if exactly:
+        group = parallel_state.get_tensor_model_parallel_group()
+        copies.append(CopiedWeights(group, "tensor-parallel ranks", whole))
+    if embeddings:
+        group = parallel_state.get_embedding_group()
+        copies.append(CopiedWeights(group, "first and last stages", embeddings))
+    return [part for part in copies if part.tensors and part.group.size() > 1]
 
 
 @dataclass(frozen=True, eq=False)

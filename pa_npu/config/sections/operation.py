@@ -9,7 +9,7 @@ from pydantic import Field
 from pa_npu.config.sections import FilePath, Section, Several
 from pa_npu.config.sections.inputs import Dataset
 
-AgreementCheck = Literal["mean", "square", "slope", "strays"]
+AgreementCheck = Literal["mean", "square", "slope", "strays", "drawn"]
 
 
 class ScheduleConfig(Section):
@@ -221,7 +221,7 @@ class PublishConfig(Section):
     only_logged: list[AgreementCheck] = Field(
         default_factory=list,
         description="Checks of I5 that only warn and record in RUN/agreement/, and end no run: "
-        "mean, square, slope, strays (docs/results/agreement.md).",
+        "mean, square, slope, strays, drawn (docs/results/agreement.md).",
     )
 
 

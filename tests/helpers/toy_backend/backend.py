@@ -15,7 +15,14 @@ from pa_npu.algorithm.objective import Objective
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import ReducedGradient, Reductions
 from pa_npu.backends.optimizer import learning_rate
-from pa_npu.backends.protocol import MicrobatchSource, Step, SteppedTensor, refuse_attachments
+from pa_npu.backends.protocol import (
+    CopiedWeights,
+    HeldTensor,
+    MicrobatchSource,
+    Step,
+    SteppedTensor,
+    refuse_attachments,
+)
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
 from pa_npu.config.mesh import Mesh, Place
 from pa_npu.config.schema import Config
@@ -153,6 +160,12 @@ class ToyBackend:
             )
             tensors.append(own)
         return tensors
+
+    def copied(self) -> list[CopiedWeights]:
+        named = self._models["policy"].named_parameters()
+        tensors = [HeldTensor(name, parameter.detach().view(-1)) for name, parameter in named]
+        group = dist.group.WORLD
+        return [] if group is None else [CopiedWeights(group, "replicas", tensors)]
 
     def share_weights(self) -> None: ...
 

@@ -431,6 +431,27 @@ def test_strays_of_a_policy_that_has_moved_far_are_none_because_they_still_fit_t
     assert aged_limits(None, sums, DEFAULT_MARGIN, DEFAULT_RATE).broken(sums) == {}
 
 
+def test_strays_of_a_nearly_even_policy_that_moves_far_are_none_where_older_tokens_have_them_too() -> (
+    None
+):
+    """Log-probs of neighbours fit such a policy's tokens as well as their own."""
+    generator = torch.Generator().manual_seed(11)
+    engine = -5.5 + 0.1 * torch.randn(16, 8, generator=generator)
+
+    def moved(rows: int) -> torch.Tensor:
+        return engine[:rows] + 0.7 * torch.randn(rows, 8, generator=generator)
+
+    reference = aged_sums(moved(8), engine[:8])
+    sums = aged_sums(moved(16), engine)
+    assert "strays" in aged_limits(None, sums, DEFAULT_MARGIN, DEFAULT_RATE).broken(sums)
+    assert "strays" not in aged_limits(reference, sums, DEFAULT_MARGIN, DEFAULT_RATE).broken(sums)
+    still = aged_sums(engine[:8], engine[:8])
+    assert "strays" in aged_limits(still, sums, DEFAULT_MARGIN, DEFAULT_RATE).broken(sums)
+    unset = aged_sums(moved(16), torch.zeros_like(engine))
+    less = aged_sums(engine[:8] + 0.3 * torch.randn(8, 8, generator=generator), engine[:8])
+    assert "strays" in aged_limits(less, unset, DEFAULT_MARGIN, DEFAULT_RATE).broken(unset)
+
+
 def test_more_strays_are_allowed_of_older_tokens() -> None:
     engine = torch.zeros(4, 50)
     trainer = engine - 1.0 * (torch.arange(50) < 12)

@@ -50,7 +50,9 @@ def answered(
 
 def result_of(samples: Sequence[Sample]) -> RewardResult:
     total = np.arange(len(samples)).astype(np.float32) * np.float32(0.5)
-    digest = scored_digest(PROMPT.text, [sample.text for sample in samples], total.tolist())
+    digest = scored_digest(
+        PROMPT.text, PROMPT.answer, [sample.text for sample in samples], total.tolist()
+    )
     return RewardResult(total, {"math": total}, total > 0.5, (), scored=digest)
 
 
@@ -266,11 +268,15 @@ def _of_another(group: RewardInput, reply: dict[str, Any]) -> dict[str, Any]:
     return sealed(replace(group, responses=["another", *group.responses[1:]]), reply)
 
 
+def _with_another_answer(group: RewardInput, reply: dict[str, Any]) -> dict[str, Any]:
+    return sealed(replace(group, answer="5"), reply)
+
+
 def _in_another_order(group: RewardInput, reply: dict[str, Any]) -> dict[str, Any]:
     return {**reply, "rewards": {"math": reply["rewards"]["math"][::-1]}}
 
 
-@pytest.mark.parametrize("change", [_of_another, _in_another_order])
+@pytest.mark.parametrize("change", [_of_another, _with_another_answer, _in_another_order])
 async def test_a_worker_that_scored_other_texts_ends_the_run(
     change: Callable[..., dict[str, Any]],
 ) -> None:

@@ -13,7 +13,7 @@ from pa_npu.config.mesh import Mesh
 from pa_npu.samples.attachments import Attachment, Placeholders
 from pa_npu.samples.columns import Column, RunColumns
 from pa_npu.samples.group import Group
-from pa_npu.samples.group_digest import digest_group
+from pa_npu.samples.group_digest import content_digest, digest_group
 from pa_npu.samples.types import SampleBuilder
 from pa_npu.samples.wire import from_bytes, to_bytes
 from pa_npu.telemetry.chain import group_fields
@@ -57,6 +57,29 @@ def changed(original: Group, name: str, place: int, value: Any) -> Group:
 
 def run(value: int, start: int = 1, name: str = "pixels") -> Placeholders:
     return Placeholders(start, 2, (Attachment(name, np.full((3, 2), value, np.uint8)),))
+
+
+def test_trainers_know_a_group_that_was_changed_on_its_way_from_the_one_that_was_put() -> None:
+    made = group()
+    columns = RunColumns((SCORES,))
+    read = from_bytes(to_bytes(replace(made, part=(0, 2)), columns), columns)
+    assert content_digest(read) == content_digest(made)
+    place = int(np.flatnonzero(made.trained)[1])
+    others = [
+        changed(made, "tokens", 0, made.tokens[0] + 1),
+        changed(made, "tokens", place, made.tokens[place] + 1),
+        changed(made, "logprobs", place, made.logprobs[place] - 1e-3),
+        changed(made, "versions", slice(None), np.where(made.trained, 3, made.versions)),
+        changed(made, "rewards", 0, made.rewards[1]),
+        changed(made, "advantages", place, 9.0),
+        changed(made, "finished", 0, False),
+        replace(made, weight=np.ones(len(made.tokens), np.float32)),
+        replace(made, placeholders=[run(1)]),
+        replace(made, placeholders=[run(1, start=2)]),
+        replace(made, iteration=3),
+        replace(made, prompt_id=6),
+    ]
+    assert len({content_digest(one) for one in [made, *others]}) == 1 + len(others)
 
 
 def test_what_is_attached_and_where_is_in_the_digest() -> None:

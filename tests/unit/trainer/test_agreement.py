@@ -74,6 +74,22 @@ def test_a_fault_that_is_there_from_the_beginning_is_not_taken_for_noise(
         run.iteration(0, engine)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_engine_that_draws_likely_tokens_too_often_ends_the_run(
+    dtype: str, model: Path, tmp_path: Path
+) -> None:
+    """Its log-probs are right, and agree."""
+    run = Run(model, tmp_path, dtype)
+    run.learner.publish(0)
+    message = r"I5 agreement: in .* the engines drew more likely tokens than their log-probs say"
+    weights = model
+    with pytest.raises(InvariantViolation, match=message):
+        for number in range(6):
+            run.iteration(number, Engine(weights, dtype, exponent=6.0), version=number)
+            weights = run.exported(f"hf{number}")
+            run.learner.publish(number + 1)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_in_fp32_a_fault_shows_at_any_learning_rate(
     fault: str, model: Path, tmp_path: Path

@@ -132,7 +132,7 @@ def broken_by(check: str) -> DifferenceSums:
     return replace(found, **changes[check])
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", [check for check in CHECKS if check != "drawn"])
 def test_a_check_that_is_only_logged_ends_no_run_and_leaves_all_that_it_judged(
     check: str, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -164,6 +164,36 @@ def test_a_check_that_is_only_logged_ends_no_run_and_leaves_all_that_it_judged(
     assert (line["version"], line["margin"], line["subject"]) == (3, 4.0, "training iteration 3")
     recorded, yardstick = DifferenceSums(**line["sums"]), DifferenceSums(**line["yardstick"])
     assert limits(yardstick, recorded, 4.0, FALSE_STOP_RATE).broken(recorded).keys() == {check}
+
+
+def test_tokens_of_another_distribution_end_the_run_unless_that_is_only_logged(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the iteration alone, and in all together."""
+    learner: Any = Fixed(1e-4)
+    honest = replace(
+        sums(1e-5), drawn=4000.0, surprise=50.0, surprise_squared=4000.0, entropy=4000.0
+    )
+    sharper = replace(honest, surprise=800.0)
+    greedy = replace(honest, surprise=4000.0)
+
+    def judge(*iterations: DifferenceSums, **sections: Any) -> None:
+        config = configuration(model, tmp_path, **sections)
+        agreement = Agreement(config, learner, probe_plan(config))
+        for number, exact in enumerate(iterations):
+            agreement.check_trained(number, exact, NONE, (8, 8))
+        agreement.close()
+
+    judge(*[honest] * 30)
+    with pytest.raises(InvariantViolation, match=r"I5 agreement: in training iteration 1 the eng"):
+        judge(honest, greedy)
+    with pytest.raises(
+        InvariantViolation, match=r"in the iterations up to \d+ the engines drew more"
+    ):
+        judge(*[sharper] * 30)
+    judge(greedy, environment={"name": "mine:Environment"})
+    judge(greedy, publish={"only_logged": ["drawn"]})
+    assert "only_logged=[drawn]" in caplog.text
 
 
 def test_an_agreement_is_recorded_too(model: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.microbatch import build_microbatches
 from pa_npu.samples.notice import Notice
 from pa_npu.trainer.agreement import Agreement
-from pa_npu.trainer.invariants import check_dispatched, check_trained
+from pa_npu.trainer.invariants import check_contents, check_dispatched, check_trained
 from pa_npu.trainer.loop import Consumed, IterationChecks
 from tests.helpers.backend import Source, make_learner
 from tests.helpers.megatron import model_config, single_process
@@ -50,6 +50,18 @@ def check(dispatched: Dispatched, replica: int, trained: list[TrainedResponse]) 
 def test_every_response_once_in_any_order_passes_on_both_replicas() -> None:
     check(DISPATCH, 0, responses(1, 2))
     check(DISPATCH, 1, responses(3, 0)[::-1])
+
+
+def test_a_group_that_was_read_as_another_than_was_put_ends_the_iteration() -> None:
+    groups = tuple(
+        DispatchedGroup(index, 0, LENGTHS[index], content=f"{index}") for index in (0, 1)
+    )
+    dispatched = Dispatched(4, groups)
+    check_contents(dispatched, 0, {0: "0", 1: "1"})
+    check_contents(dispatched, 0, {0: "0", 1: ""})  # of which a notice was read
+    with pytest.raises(InvariantViolation, match="iteration 4, replica 0: group 1 was read with"):
+        check_contents(dispatched, 0, {0: "0", 1: "2"})
+    check_contents(dispatched, 1, {0: "0", 1: "2"})  # another replica's
 
 
 @pytest.mark.parametrize(

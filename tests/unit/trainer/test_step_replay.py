@@ -221,6 +221,17 @@ def test_a_tensor_without_gradient_is_named_unless_it_may_have_none_or_nobody_ha
     replay.before("update", [matrix, norm], Reductions(), CPU)
 
 
+@pytest.mark.parametrize("part", ["gradient", "mean", "weights"])
+def test_what_is_added_up_in_a_narrow_type_is_named(part: str) -> None:
+    toy, replay = Toy(CONFIG), StepReplay(CONFIG, 0)
+    judged(toy, replay)
+    toy.give_gradients()
+    matrix, norm = toy.stepped()
+    narrow = replace(norm, **{part: getattr(norm, part).bfloat16()})
+    with pytest.raises(InvariantViolation, match=r"of norm.weight is kept in bfloat16"):
+        replay.before("update", [matrix, narrow], Reductions(), CPU)
+
+
 def test_a_of_an_adapter_has_no_gradient_as_long_as_b_is_zero() -> None:
     values = torch.ones(8)
 
