@@ -190,8 +190,8 @@ function runsView(main) {
     );
     place.write({ q: look.wanted });
     count.textContent =
-      `${fitting.length} of ${runs.length} runs` +
-      (leftOut ? `; ${leftOut} older ones are left out` : "");
+      (fitting.length < runs.length ? `${fitting.length} of ${counted(runs.length, "run")} ` : "") +
+      (leftOut ? `${leftOut} older ones are left out` : "");
     compare.disabled = chosenRuns.size < 2 || Boolean(EMBEDDED);
     compare.textContent = chosenRuns.size > 1 ? `compare ${chosenRuns.size} runs` : "compare";
     fill(body, fitting.map(row));
