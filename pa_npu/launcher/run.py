@@ -336,5 +336,5 @@ def finish(config: Config, run_dir: Path, console: Console, code: int, seconds: 
     except DataError as error:
         console.complain(str(error))
     if note := busy_note():
-        console.say(note)
+        console.say(f"\n{note}")
     console.say(f"Total time {format_duration(seconds)}")
