@@ -32,7 +32,7 @@ setup_environment() {
     _make_venv
     "_install_$role" "$@"
     quietly "pa_npu itself, some seconds" _install --no-build-isolation --editable "$ROOT"
-    quietly "bytecode, so that nothing is compiled while you wait for the first engine: a minute or more" _compile
+    _compile
     printf '%s' "$wanted" >"$stamp"
   ) 9>"$VENV.lock" || exit $?
 }
@@ -169,12 +169,16 @@ _install() {
   fi
 }
 
-# Every process of the first run would compile what it imports, all at once; where PYTHONDONTWRITEBYTECODE is set, those of every run.
-# Left out: tests, and the models of transformers that are none of this project's families, together a third of all files. A few
-# packages hold templates that are no Python, which is no error.
+# Compile what is installed, also where PYTHONDONTWRITEBYTECODE is set: every process of the first run would do it, all at once.
 _compile() {
-  local rarely='/tests?/|/torch/testing/|/transformers/models/(?!auto/|qwen2/|qwen3/|llama/|__init__)'
-  "$PYTHON" -m compileall -q -j 0 -x "$rarely" "$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" "$ROOT/pa_npu" || true
+  local start=$SECONDS packages
+  packages=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  printf 'compiling the packages, so that the first run starts at once: '
+  if "$PYTHON" "$ROOT/launch/compile_packages.py" "$packages" "$ROOT/pa_npu"; then
+    echo "in $((SECONDS - start)) s"
+  else
+    echo "not done, so that the first run starts later"
+  fi
 }
 
 # Packages in a directory of their own: install_beside DIRECTORY PACKAGE ...

@@ -103,6 +103,8 @@ def _read(file: str, origin: Origin) -> Arguments:
 
     Raises UserError for one of another system, by its name.
     """
+    if not Path(file).exists():
+        raise UserError(f"{file}: no such file; give {_KINDS}")
     text = read_text(file)
     if (system := other_system(text, origin)) is not None:
         raise UserError(f"{file}: {refusal(system)}")

@@ -79,9 +79,13 @@ class WorkerProcess:
         raise AssertionError("unreachable: the last start returns or raises")
 
     async def _was_killed(self) -> bool:
-        """Returns whether a signal ended the process, which has closed its output."""
+        """Returns whether somebody's signal ended the process, which has closed its output.
+
+        SIGPROF is the end of processor time that the process itself has set.
+        """
         with contextlib.suppress(asyncio.TimeoutError):
-            return await asyncio.wait_for(self._process.wait(), REAP_TIMEOUT_S) < 0
+            code = await asyncio.wait_for(self._process.wait(), REAP_TIMEOUT_S)
+            return code < 0 and code != -signal.SIGPROF
         return False
 
     @property

@@ -90,6 +90,8 @@ class RunRecords:
         attempt(file, lambda: file.write_text(json_line(asdict(runs_on)) + "\n", encoding="utf-8"))
         for line in runs_on.lines():
             say(PREFIX + line)
+        if self._config.rollout.has_engines:
+            say(f"{PREFIX}sending the first weights to the engines")
 
     def write_iteration(
         self,

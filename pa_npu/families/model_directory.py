@@ -251,7 +251,7 @@ def end_tokens_line(spec: ModelSpec, tokenizer: Any) -> str:
     """Returns the line about tokens that end a response, for the beginning of a run."""
     names = []
     for token in end_token_ids(spec.path, spec.eos_token_ids, tokenizer):
-        names.append(f"{printable(str(tokenizer.convert_ids_to_tokens(token)))} ({token})")
+        names.append(f"{printable(str(tokenizer.convert_ids_to_tokens(token)))} (token {token})")
     if not names:
         return "no token ends a response"
     return f"a response ends at {' or '.join(names)}"

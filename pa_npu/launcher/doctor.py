@@ -87,8 +87,12 @@ def doctor(config: Config | None, device: str | None = None) -> int:
             for index, users in busy_devices(kind).items():
                 print(f"  {kind} {index} in use: {users}")
     trainer = config.trainer.backend if config else DEFAULT_TRAINER
-    changes = backend_module(trainer).changes()
-    print(f"\nchanges of {trainer} to other packages in the trainers' processes: {len(changes)}")
+    if corrections := len(backend_module(trainer).changes()):
+        print(
+            f"\ntrainers with {trainer} replace {corrections} functions of other packages in "
+            "their own processes, so that\nthese run on each kind of device; what is installed "
+            "stays as it is"
+        )
     print("\noperators")
     print(f"  {'ascendc':<14} {_ascendc()}")
     problem = port_problem("127.0.0.1", 0)

@@ -1,4 +1,5 @@
 """Checks the machine's limits before a run's processes start on it: open files, processes, room for temporary files.
+Says after a run whether other programs kept the machine's cores busy.
 
 Without these a run ends minutes later in a traceback of whichever process asks first. A limit that
 this process may raise by itself is raised, for all that it starts.
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pa_npu.config.schema import Config
+from pa_npu.config.words import counted
 from pa_npu.control.scratch import LONGEST_DIRECTORY_BYTES, short_directories
 from pa_npu.errors import UserError
 
@@ -25,6 +27,8 @@ _FILES_OF_A_PROCESS = 512
 _THREADS_OF_A_PROCESS = 128
 # Sockets, lock files and small sources that engines compile.
 _TEMPORARY_BYTES = 64 * _MIB
+# A run that has the machine for itself keeps about one process a core busy.
+_BUSY_PER_CORE = 2.5
 _RUN_DIR_BYTES = 16 * _MIB
 
 
@@ -46,6 +50,23 @@ def limit_problems(config: Config, num_processes: int) -> Iterator[str]:
         _RUN_DIR_BYTES,
         "run.dir",
         "choose another run.dir, or make room",
+    )
+
+
+def busy_note() -> str | None:
+    """Returns a note if more programs wanted the cores in the last minutes than a run's processes;
+    None otherwise.
+
+    To be called when a run has ended, whose processes count among these minutes.
+    """
+    _, waiting, _ = os.getloadavg()  # the mean of five minutes
+    cores = len(os.sched_getaffinity(0))
+    if waiting < _BUSY_PER_CORE * cores:
+        return None
+    return (
+        f"Note: other programs kept this machine busy: {waiting:.0f} processes wanted its "
+        f"{counted(cores, 'core')} at once (mean of the last five minutes). Seconds and what "
+        "overlap gained are those of a busy machine."
     )
 
 

@@ -42,6 +42,7 @@ from pa_npu.launcher.cluster.cluster import Cluster, local_cluster
 from pa_npu.launcher.cluster.ray_cluster import ray_cluster
 from pa_npu.launcher.cluster.ray_connection import RayConnection, connected
 from pa_npu.launcher.engine_key import engine_key, key_file, run_key_file
+from pa_npu.launcher.machine_limits import busy_note
 from pa_npu.launcher.placement import placement_lines
 from pa_npu.launcher.process.commands import Startable, Store, coordinator_command
 from pa_npu.launcher.process.console import Console
@@ -334,4 +335,6 @@ def finish(config: Config, run_dir: Path, console: Console, code: int, seconds: 
         console.say("\n" + summarise(run_dir))
     except DataError as error:
         console.complain(str(error))
+    if note := busy_note():
+        console.say(f"\n{note}")
     console.say(f"Total time {format_duration(seconds)}")

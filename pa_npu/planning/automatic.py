@@ -100,7 +100,7 @@ def load(paths: Iterable[str], overrides: Sequence[str], report: Callable[[str],
     if next_best:
         report(f"{line}, before {', '.join(next_best)}")
     else:
-        report(f"{line}, and nothing else fits")
+        report(f"{line}, and no other values of these keys fit")
 
     for key, value in chosen.items():
         section, name = _split(key)

@@ -37,6 +37,9 @@ IDLE = 0.3
 _EXAMPLE_SHARE = 0.4  # of groups without a gradient: usual of rewards that can be verified
 _SAME = 0.001  # share by which two predictions of equal ways may differ
 _MIN_GAIN = 0.02  # smallest gain of one key's change that is named
+_TURNS = "in turns"
+_SPLIT = "split"
+_ROLES = "with roles"
 _BEHIND = "one version behind"
 _SYNCHRONOUS = "synchronous"
 _NUM_PREDICTED = 2  # combinations of sizes that are predicted for each way
@@ -70,6 +73,7 @@ class PlannedWay:
 
     seconds: duration of an iteration with its border.
     engines_idle, trainers_idle: shares of these seconds.
+    border_s: seconds of the border, in which new weights go to the engines.
     """
 
     name: str
@@ -77,6 +81,7 @@ class PlannedWay:
     seconds: float
     engines_idle: float
     trainers_idle: float
+    border_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ class Compared:
     gain: the share of an iteration that `change` saves.
     together: whether each device both decodes and trains.
     assumptions: the lines that say on which figures the predictions rest.
+    missing: names of the ways in which no sizes fit on these devices.
     work_s: seconds that engines and trainers take on devices that do both and never wait, with the
         best sizes; None where none fit.
     """
@@ -99,6 +105,7 @@ class Compared:
     together: bool
     work_s: float | None = None
     assumptions: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
     @property
     def synchronous(self) -> PlannedWay | None:
@@ -108,7 +115,7 @@ class Compared:
     @property
     def turns(self) -> PlannedWay | None:
         """The way of other systems: all devices decode, then all train."""
-        return next((way for way in self.ways if way.name == "in turns"), None)
+        return next((way for way in self.ways if way.name == _TURNS), None)
 
     @property
     def best(self) -> PlannedWay:
@@ -135,7 +142,13 @@ def compare(
     ):
         return None
     basis = planned_basis(config, spec, typical or typical_speed(config.run.device))
-    ways = [way for way in _ways(basis, config) if way is not None]
+    ways = []
+    missing = []
+    for name, way in _ways(basis, config):
+        if way is None:
+            missing.append(name)
+        else:
+            ways.append(way)
     change, gain = _best_change(basis, config)
     return Compared(
         this=_this(basis, config),
@@ -146,6 +159,7 @@ def compare(
         together=config.placement.colocate,
         work_s=_work_s(basis, config),
         assumptions=tuple(_assumptions(basis, config)),
+        missing=tuple(missing),
     )
 
 
@@ -202,14 +216,14 @@ def _this(basis: Basis, config: Config) -> PlannedWay:
     return _way(basis.predict(config, streams=config.schedule.stream), config, "this")
 
 
-def _ways(basis: Basis, config: Config) -> Iterator[PlannedWay | None]:
-    """Yields each way with its best sizes, the configured sizes being among those tried; None for a
-    way in which nothing fits.
+def _ways(basis: Basis, config: Config) -> Iterator[tuple[str, PlannedWay | None]]:
+    """Yields each way by its name with its best sizes, the configured sizes being among those tried;
+    None for a way in which nothing fits.
     """
     devices = config.devices.num_devices
     is_periodic = config.schedule.stream and not config.schedule.max_staleness
     if is_periodic and not config.placement.colocate:  # where colocated, it is in turns
-        yield _way(basis.predict(config, streams=False), config, _SYNCHRONOUS)
+        yield _SYNCHRONOUS, _way(basis.predict(config, streams=False), config, _SYNCHRONOUS)
     exact = with_changes(
         config,
         {
@@ -221,9 +235,10 @@ def _ways(basis: Basis, config: Config) -> Iterator[PlannedWay | None]:
         exact_basis = replace(basis, base=exact)
         free = size_choices(exact, basis.spec, devices, _FREE)
         together = replace(free, colocate=(True,))
-        yield _turns(exact_basis, together, config)
-        yield _best(exact_basis, replace(free, colocate=(False,)), config, "split")
-        yield _best(exact_basis, together, config, "with roles")
+        apart = replace(free, colocate=(False,))
+        yield _TURNS, _turns(exact_basis, together, config)
+        yield _SPLIT, _best(exact_basis, apart, config, _SPLIT)
+        yield _ROLES, _best(exact_basis, together, config, _ROLES)
 
     behind = with_changes(
         config,
@@ -234,7 +249,7 @@ def _ways(basis: Basis, config: Config) -> Iterator[PlannedWay | None]:
     )
     if behind is not None and config.schedule.iterations > 1:
         free = size_choices(behind, basis.spec, devices, _FREE)
-        yield _one_behind(replace(basis, base=behind), free, config)
+        yield _BEHIND, _one_behind(replace(basis, base=behind), free, config)
 
 
 def _fastest_way(ways: Sequence[PlannedWay]) -> PlannedWay | None:
@@ -251,7 +266,7 @@ def _turns(basis: Basis, sizes: Sizes, config: Config) -> PlannedWay | None:
         candidates.append(config)
     return _fastest_way(
         [
-            _way(basis.predict(candidate, streams=False), candidate, "in turns")
+            _way(basis.predict(candidate, streams=False), candidate, _TURNS)
             for candidate in candidates
         ]
     )
@@ -292,6 +307,7 @@ def _way(prediction: Predicted, config: Config, name: str) -> PlannedWay:
         seconds=prediction.iteration_s,
         engines_idle=prediction.engines_idle,
         trainers_idle=prediction.trainers_idle,
+        border_s=prediction.border_s,
     )
 
 
@@ -307,6 +323,7 @@ def _way_behind(prediction: Predicted, config: Config, name: str) -> PlannedWay:
         seconds=seconds,
         engines_idle=1.0 - prediction.generate_s / seconds,
         trainers_idle=1.0 - prediction.train_s / seconds,
+        border_s=prediction.border_s,
     )
 
 
@@ -358,8 +375,9 @@ def comparison_lines(compared: Compared) -> list[str]:
     """Returns the lines of a plan about the ways, and what follows from them."""
     this = compared.this
     turns = compared.turns
+    border = f", of it {three_digits(this.border_s)} s for new weights" if this.border_s else ""
     lines = [
-        f"an iteration          {three_digits(this.seconds)} s: {this.sizes}; "
+        f"an iteration          {three_digits(this.seconds)} s{border}: {this.sizes}; "
         f"{_idle(this, compared.together)}"
     ]
     lines += [
@@ -367,6 +385,7 @@ def comparison_lines(compared: Compared) -> list[str]:
         f"{way.sizes}"
         for way in compared.ways
     ]
+    lines += [f"  {name:<20}no sizes fit on these devices" for name in compared.missing]
     lines.append(
         f"the whole run         {_duration(this.seconds * compared.iterations)} for "
         f"{compared.iterations} iterations"

@@ -1,7 +1,7 @@
 r"""Finds the final answer of a response, and decides whether it equals the reference.
 
 Only the text behind a thought counts (thoughts.py), and only the content of the last
-`<answer>...</answer>` where there is one. The first rule that applies gives the answer:
+`<answer>...</answer>`, or of `{"answer": ...}` at the end, where there is one. The first rule that applies gives the answer:
 
 1. The text behind the last `####` (GSM8K): the last box there, else the expression in the rest of
    the line. A heading (`#### Step 2: Sum`) is skipped: the answer is looked for below it.
@@ -11,7 +11,7 @@ Only the text behind a thought counts (thoughts.py), and only the content of the
    the whole formula around a number: no part of `2\sqrt{3}`, `minus 7` or `3 1/2` is an answer.
    A number that the words around it change ("not 5", "at least 5", "half of 10", "5 or more",
    "5th") is not an answer. Where there is no digit, a number in words counts: behind "answer is",
-   or if the sentence is nothing else.
+   or if it is the only one of the last sentence.
 4. If the reference is in words: the words behind "answer is", all of an <answer>, or the last line.
    If these are a sentence: what it states, "Ottawa" of "The capital is Ottawa" (statements.py).
 5. If the reference is a formula: also what math-verify finds in the response.
@@ -23,6 +23,7 @@ decimal comma in the languages that write one.
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Literal
 
@@ -36,7 +37,7 @@ from pa_npu.rewards.answer_expressions import (
 )
 from pa_npu.rewards.boxes import last_boxed, several_boxes
 from pa_npu.rewards.comparer import equal_expressions
-from pa_npu.rewards.decimal_commas import with_points
+from pa_npu.rewards.decimal_commas import with_points, without_thousands_points
 from pa_npu.rewards.equal_answers import (
     CHOICE,
     SEVERAL,
@@ -48,6 +49,7 @@ from pa_npu.rewards.numbers import (
     is_in_words,
     plain_text,
     read_number,
+    with_only_number_in_digits,
 )
 from pa_npu.rewards.phrases import (
     SENTENCE_END,
@@ -67,6 +69,8 @@ _TAGGED = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 _OPEN_TAG = re.compile(r"<(?:final_)?answer>\s*([^\n<>]{1,200})\s*\Z", re.IGNORECASE)
+_JSON_AT_END = re.compile(r"(\{\s*\"[^{}]{1,2000}\})\s*(?:`{3,}\s*)?\Z")
+_JSON_KEYS = frozenset({"answer", "final_answer", "final answer"})
 _ANSWER_MARK = re.compile(rf"{ANSWER_MARK}#*")
 _CLOSED_HEADING = re.compile(r"(?<=\S)[ \t]+#+[ \t]*$", re.MULTILINE)  # #### 46 ####
 _MAX_MARKS = 20  # of #### that are looked at
@@ -93,16 +97,34 @@ def final_text(response: str, prompt: str = "") -> str:
 
 
 def _tagged(text: str) -> str | None:
-    """Returns the content of the last <answer>, or None if there is none.
+    """Returns the content of the last <answer>, or the `answer` of a JSON object at the end.
 
-    An <answer> that a stop string left open counts if the line ends the response.
+    Returns None if there is neither. An <answer> that a stop string left open counts if the line
+    ends the response.
     """
     end = text[-_SEARCHED_CHARACTERS:]
     closed = _TAGGED.findall(end)
     if closed:
         return str(closed[-1])
     opened = _OPEN_TAG.search(end)
-    return opened[1] if opened else None
+    if opened:
+        return opened[1]
+    return _json_answer(end)
+
+
+def _json_answer(text: str) -> str | None:
+    """Returns the answer in a text that ends with an object such as `{"answer": 8}`, else None."""
+    match = _JSON_AT_END.search(text)
+    if match is None:
+        return None
+    try:
+        value = json.loads(match[1])
+    except (ValueError, RecursionError):
+        return None
+    answers = [value[key] for key in value if key.lower() in _JSON_KEYS]
+    if len(answers) != 1 or not isinstance(answers[0], (str, int, float)):
+        return None
+    return json.dumps(answers[0]) if isinstance(answers[0], bool) else str(answers[0])
 
 
 def extract_answer(response: str, reference: str, prompt: str = "") -> str | None:
@@ -297,7 +319,10 @@ def _stated(text: str, numeric: bool, reference: str) -> str | None:
         parts = reversed(SENTENCE_END.split(text))
         last = next((part for part in parts if part.strip(" *.!")), "")
         words = re.split(r"\b(?:is|are|equals)\s", last)[-1].strip(" *.!")
-        return words if is_in_words(words) else None
+        if is_in_words(words):
+            return words
+        in_digits = with_only_number_in_digits(last) if phrase is None else None
+        return None if in_digits is None else last_expression(in_digits)
     aside = _ASIDE.search(text)
     stands_alone = aside and VALUE.search(text[: aside.start()].rpartition("\n")[2])
     if aside and stands_alone:
@@ -311,6 +336,7 @@ def is_correct(response: str, reference: str, prompt: str = "") -> bool:
     `prompt`: as the model read it; it may have opened a thought.
     """
     reference = last_boxed(reference) or reference.rpartition(ANSWER_MARK)[2].strip()
+    response = without_thousands_points(response, reference, prompt)
     if _is_correct(response, reference, prompt):
         return True
     rewritten = with_points(response, reference, prompt)

@@ -1,6 +1,7 @@
 """Finds the program in a response.
 
-It is the last block that is marked as Python, else the last unmarked one that is a program.
+It is the last block that is marked as Python, else the last unmarked one that is a program. If the
+row holds the beginning of the program (HumanEval's `prompt`), the response may be the rest of it.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import ast
 import re
 import textwrap
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 # An opening fence may stand in a list or a quotation; one that names Python may also follow text on
 # its line.
@@ -23,6 +25,13 @@ _OPENING_IN_LINE = re.compile(
 _QUOTATION = re.compile(r"[ \t]*>[ \t]?")
 _PYTHON = re.compile(r"(?:i?python|py)[\d.]*", re.IGNORECASE)
 _MARKDOWN = frozenset({"markdown", "md"})  # a whole answer that somebody has put into a block
+# [BEGIN] and [DONE] are those of MBPP's few-shot prompt
+_MARKED_OTHERWISE = re.compile(
+    r"^\[BEGIN\][ \t]*\n(.*?)(?:^[ \t]*\[DONE\]|\Z)|^\[PYTHON\][ \t]*\n(.*?)(?:^[ \t]*\[/PYTHON\]|\Z)"
+    r"|<(?:code|answer|python)>[ \t]*\n(.*?)</(?:code|answer|python)>",
+    re.DOTALL | re.MULTILINE,
+)
+_BEGINNINGS = ("prompt", "complete_prompt", "code_prompt")  # columns of HumanEval, BigCodeBench
 _LANGUAGE = re.compile(r"[\s{.]*([\w.+#-]*)")
 _DEFINED = re.compile(
     r"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+(\w+)|^(\w+)[ "
@@ -50,6 +59,9 @@ def program_of(response: str, needed: Collection[str] = ()) -> str | None:
     is one.
     """
     blocks = list(_blocks(response))
+    if not blocks:
+        for parts in _MARKED_OTHERWISE.findall(response):
+            blocks.append(_Block("python", "".join(parts)))
     programs = [block.text for block in blocks if block.is_python and block.text.strip()]
     if not programs:
         unmarked = [block.text for block in blocks if not block.language]
@@ -62,6 +74,49 @@ def program_of(response: str, needed: Collection[str] = ()) -> str | None:
         if set(needed) <= _defined(text):
             return text
     return programs[-1]
+
+
+def whole_program(response: str, row: Mapping[str, Any], needed: Collection[str]) -> str | None:
+    """Returns the program of a response behind what its row gives of it; None if there is none.
+
+    A row of HumanEval begins the program: imports, helpers and the head of the function that is
+    asked for. The response may repeat that, have the function alone, or its body alone.
+    """
+    program = program_of(response, needed)
+    beginning = _beginning(row, needed)
+    if beginning is None:
+        return program
+    given = _defined(beginning)
+    asked = given & set(needed)
+    if program is not None and asked <= _defined(program):
+        is_whole = given <= _defined(program) or "from __future__" in program
+        return program if is_whole else f"{beginning}\n\n{program}"
+    body = response if program is None else program
+    if _has_return(_tree(body)):  # a body without its margin
+        body = textwrap.indent(body, "    ")
+    if body[:1] in (" ", "\t") and _tree(beginning + body) is not None:
+        return beginning + body
+    return program
+
+
+def _has_return(tree: ast.Module | None) -> bool:
+    """Returns whether statements outside of any definition return something."""
+    if tree is None:
+        return False
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    outside = [statement for statement in tree.body if not isinstance(statement, definitions)]
+    return any(isinstance(node, ast.Return) for part in outside for node in ast.walk(part))
+
+
+def _beginning(row: Mapping[str, Any], needed: Collection[str]) -> str | None:
+    """Returns the beginning of the program that a row holds, with a line end; None if there is none."""
+    for column in _BEGINNINGS:
+        text = row.get(column)
+        if isinstance(text, str) and "def " in text and set(needed) & _defined(text):
+            tree = _tree(text)
+            if tree is not None and isinstance(tree.body[-1], (ast.FunctionDef, ast.ClassDef)):
+                return text.rstrip() + "\n"
+    return None
 
 
 def _blocks(response: str) -> Iterator[_Block]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from pa_npu.config.sections.rollout import CodeConfig
 from pa_npu.control.tasks import GroupSemaphore
 from pa_npu.errors import DataError
-from pa_npu.rewards.code_program import program_of
+from pa_npu.rewards.code_program import whole_program
 from pa_npu.rewards.code_results import same_output, same_result
 from pa_npu.rewards.code_tests import CodeTest, row_tests
 from pa_npu.rewards.functions import RewardInput
@@ -70,7 +70,7 @@ class CodeReward:
         programs = []
         for response in group.responses:
             text = without_thought(group.prompt, response)
-            programs.append(program_of(text, needed))
+            programs.append(whole_program(text, group.row, needed))
         # Equal programs of a group run once.
         number = next(self._groups)
         scores: dict[str, asyncio.Future[float | None]] = {}

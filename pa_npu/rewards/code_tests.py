@@ -12,6 +12,7 @@ The layouts of published datasets are known:
     ["assert f(1) == 2", ...]                             assertions (MBPP), behind the row's
                                                           test_imports and test_setup_code
     {"assert_case": [...], "import_prefix": text}         assertions (verl)
+    {"functional": text}                                  a program text (verl's users)
     "def check(candidate): ..." and entry_point           assertions in a function (HumanEval)
     "def test_it(): ..."                                  assertions in functions; `solution` is the
                                                           program (KodCode)
@@ -190,7 +191,7 @@ def _tests(value: Any, around: _Surroundings) -> Iterator[CodeTest]:
 
 
 def _mapping(tests: Mapping[str, Any], around: _Surroundings) -> Iterator[CodeTest]:
-    for name in ("assert_case", "test_cases", "test_list", "test"):
+    for name in ("assert_case", "test_cases", "test_list", "test", "functional"):
         if tests.get(name):
             yield from _tests(tests[name], around)
             return

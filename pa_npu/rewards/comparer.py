@@ -17,6 +17,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import select
 import signal
 import subprocess
@@ -35,6 +36,7 @@ from pa_npu.errors import PaNpuError
 _MEMORY_BYTES = 2 << 30  # more than the process has when it starts to compare
 _ATTEMPTS = 3  # at a comparison whose process somebody else has ended
 _LONGEST_WAIT_S = 600.0  # for a process that has no processor, or was stopped
+_ROOT = re.compile(r"(?<![²³⁴-⁹])√\s*(?:\(([^()]{1,200})\)|(\d{1,100}|[A-Za-z](?![A-Za-z])))")
 _WARM_UP = (
     ("x+1", "1+x"),
     (r"\frac{\sqrt{3}}{2}", r"\sin 60^\circ"),
@@ -52,7 +54,12 @@ def equal_expressions(response: str, reference: str) -> bool:
 
     Returns False for one that it cannot read, or not within its limits.
     """
-    return _COMPARER.ask(response, reference)
+    return _COMPARER.ask(_with_roots(response), _with_roots(reference))
+
+
+def _with_roots(text: str) -> str:
+    """Returns a formula with `√18` and `√(x+1)` as LaTeX, which math-verify reads."""
+    return _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2]}}}", text)
 
 
 def preload() -> None:

@@ -25,6 +25,7 @@ _BRACED_COMMA = re.compile(r"(?<![\d.,}])(\d{1,300})\{,\}(\d{1,300})(?![\d.,{])"
 _BOTH = re.compile(r"(?<![\d.,])([1-9]\d{0,2}(?:\.\d{3})+),(\d{1,300})(?![.,]?\d)")
 _SEVERAL_POINTS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:\.\d{3}){2,}(?![.,]?\d)")
 _ONE_POINT = re.compile(r"(?<![\d.,])([1-9]\d{0,2})\.(\d{3})(?![.,]?\d)")
+_POINT_OF_THOUSANDS = re.compile(r"(?<![\d.,])([1-9]\d{0,2})\.(\d{2}0)(?![.,]?\d)")
 _COMMA = re.compile(
     r"(?<![\d.,])(\d{1,3}(?:[ \u00a0\u202f]\d{3})+|\d{1,300}),(\d{1,300})(?![.,]?\d)"
 )
@@ -59,6 +60,24 @@ _LISTED = re.compile(
 _SENTENCE_CHARACTERS = 80
 _OPENING = re.compile(r"(?:[(\[]|\\\{|_\{|(?<![A-Za-z}^])\{)\s*[-+]?\s*$")
 _CLOSING = re.compile(r"\s*(?:[)\]}]|\\\})")
+
+
+def without_thousands_points(response: str, reference: str, prompt: str) -> str:
+    """Returns the response with `1.500` written as `1500` in a language that writes so.
+
+    There it is no 1.5. Numbers that do not end in zero may be decimals of English all the same, and
+    `1.500` is one if the reference is written so.
+    """
+    end = response[-_MAX_CHARACTERS:]
+    if not _POINT_OF_THOUSANDS.search(end):
+        return response
+    if not _writes_commas((end, prompt[-_MAX_CHARACTERS:])):
+        return response
+
+    def joined(number: re.Match[str]) -> str:
+        return number[0] if number[0] in reference else number[1] + number[2]
+
+    return response[:-_MAX_CHARACTERS] + _POINT_OF_THOUSANDS.sub(joined, end)
 
 
 def with_points(response: str, reference: str, prompt: str) -> tuple[str, str] | None:

@@ -204,6 +204,9 @@ def read_number(text: str) -> Number | None:
         if residue and 0 <= residue.value < int(modulus[1] or modulus[2]):
             return residue
         return None
+    fraction = _fraction_in_words(text)
+    if fraction is not None:
+        return Number(fraction)
     text = with_digits(text)
     negative = re.match(r"(?:minus|negative)\s+(?=[^-+\s])", text)
     numeral = _NUMERAL.match(text, negative.end() if negative else 0)
@@ -385,6 +388,13 @@ _IN_WORDS = re.compile(
 )
 
 
+_PARTS = {"half": 2, "halve": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6}
+_PARTS |= {"seventh": 7, "eighth": 8, "ninth": 9, "tenth": 10}
+_FRACTION_IN_WORDS = re.compile(
+    rf"({'|'.join(_SMALL[1:10])})[- ]({'|'.join(_PARTS)})s?", re.IGNORECASE
+)
+
+
 def with_digits(text: str) -> str:
     """Returns the text with the number in words that it begins with, if any, in digits."""
     match = _IN_WORDS.match(text)
@@ -395,7 +405,37 @@ def with_digits(text: str) -> str:
 
 def is_in_words(text: str) -> bool:
     """Returns whether the text is a number in words and nothing else."""
-    return _IN_WORDS.fullmatch(text) is not None
+    return _IN_WORDS.fullmatch(text) is not None or _fraction_in_words(text) is not None
+
+
+_CONTINUES_NUMBER = (_NO_UNITS - {"more", "less"}) | _words("to point raised divided fold score")
+
+
+def with_only_number_in_digits(sentence: str) -> str | None:
+    """Returns a sentence with its number in words in digits; None unless it has exactly one.
+
+    "One" is mostly no number ("one of them", "no one"), and in "three to the fourth" and "eight point
+    two" the first word is not all of it.
+    """
+    numbers = []
+    for match in re.finditer(rf"(?<![\w-])(?:{_IN_WORDS.pattern})", sentence, re.IGNORECASE):
+        if match[2].lower() != "one":
+            numbers.append(match)
+    if len(numbers) != 1:
+        return None
+    number = numbers[0]
+    next_word = re.match(r"[\s,]*([^\W\d_]+)", sentence[number.end() :])
+    if next_word is not None and next_word[1].lower() in _CONTINUES_NUMBER:
+        return None
+    return sentence[: number.start()] + with_digits(number[0]) + sentence[number.end() :]
+
+
+def _fraction_in_words(text: str) -> Fraction | None:
+    """Returns the value of "two-thirds" or "one half"; None for any other text."""
+    match = _FRACTION_IN_WORDS.fullmatch(text)
+    if match is None:
+        return None
+    return Fraction(_WORD_VALUES[match[1].lower()], _PARTS[match[2].lower().rstrip("s")])
 
 
 def _value_of_words(words: str) -> int:

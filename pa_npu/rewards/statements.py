@@ -5,7 +5,11 @@
 - a conclusion and nothing but the answer: "So Ottawa.";
 - a definite subject, a form of "to be", and the answer: "the capital of Canada is Ottawa";
 - the answer, and that it is the answer: "Ottawa is correct";
-- the answer, and what it is, if nothing else can be meant: "Ottawa is the capital of Canada".
+- the answer, and what it is, if nothing else can be meant: "Ottawa is the capital of Canada";
+- the answer in the words of the prompt's question (questions.py).
+
+Where the prompt asks for the subject, remarks may follow: "The capital of Canada is Ottawa. It has
+a million inhabitants."
 
 A subject that denies, doubts, quotes or chooses among several ("the wrong choice", "the teacher
 thinks", "the other city", "if") states nothing, nor does a question. So does a last sentence whose
@@ -19,6 +23,7 @@ import re
 from collections.abc import Callable
 
 from pa_npu.rewards.phrases import SENTENCE_END
+from pa_npu.rewards.questions import answer_in_words_of
 
 _MAX_SENTENCE_CHARACTERS = 300
 _MAX_STATEMENTS = 200  # of the end of a response, that are compared with the last
@@ -30,10 +35,11 @@ _CONCLUSION = (
     r"(?:so|thus|hence|therefore|consequently|accordingly|finally|clearly|as a result|in conclusion"
     r"|in summary|to conclude|overall|conclusion|we conclude|it follows|this means|i conclude"
     r"|also|somit|daher|deshalb|folglich|donc|ainsi|par conséquent|por lo tanto|por tanto|así"
-    r"|portanto|logo|quindi|dunque|pertanto|所以|因此|因而|故|综上|總之|总之)"
+    r"|portanto|logo|quindi|dunque|pertanto|итак|следовательно|значит|таким образом|поэтому"
+    r"|所以|因此|因而|故|综上|總之|总之|したがって|よって|따라서|그러므로)"
 )
 _LEAD_IN = re.compile(
-    r"(?:(?:and|but|okay|ok|well|yes|alright|right),?\s+)?"
+    r"(?:(?:and|but|okay|ok|well|yes|alright|right|in fact|in reality|indeed),?\s+)?"
     rf"(?:{_CONCLUSION}(?:\s*[,，:]\s*|\s+(?:that\s+)?|(?<=[\u4e00-\u9fff])))?"
     r"(?:i (?:think|believe|am (?:confident|sure|certain))\s+(?:that\s+)?)?",
     re.IGNORECASE,
@@ -63,8 +69,26 @@ _COPULA = (
 _STATEMENT = re.compile(
     rf"(?P<subject>{_SUBJECT})"
     rf"\s+(?:{_COPULA}|(?<=answer )(?:should|would) be|must be|has to be)"
-    r"(?:\s*:|\s+(?:therefore|thus|then|called|named|also|donc))?\s+(?P<value>\S.*)",
+    r"(?:\s*:|\s+(?:therefore|thus|then|called|named|known as|also|donc))?\s+(?P<value>\S.*)",
     re.IGNORECASE | re.DOTALL,
+)
+_BARE_STATEMENT = re.compile(  # "Table salt is NaCl", if the prompt asks for table salt
+    rf"(?P<subject>{_NOUNS}{_ATTRIBUTES})\s+(?:is|are|was|were)\s+(?P<value>\S.*)",
+    re.IGNORECASE | re.DOTALL,
+)
+_RUSSIAN_STATEMENT = re.compile(
+    r"(?P<subject>[\u0400-\u04ff][\u0400-\u04ff\s]{1,60}?)"
+    r"(?:\s+[-\u2013\u2014]\s+(?:это\s+)?|\s+(?:это|является|называется)\s+)(?P<value>\S.*)",
+    re.DOTALL,
+)
+_JAPANESE_STATEMENT = re.compile(
+    r"(?P<subject>[\u3040-\u30ff\u4e00-\u9fffー]{1,30}?)は(?P<value>[^はも、]{1,60}?)(?:です|である|だ)",
+    re.DOTALL,
+)
+_KOREAN_STATEMENT = re.compile(
+    r"(?P<subject>[\uac00-\ud7af][\uac00-\ud7af\s]{0,40}?)[은는]\s+(?P<value>\S.{0,60}?)"
+    r"(?:입니다|이다|예요|이에요)",
+    re.DOTALL,
 )
 _CHINESE_STATEMENT = re.compile(
     r"(?P<subject>[\u4e00-\u9fff]{1,20}?)[是为為](?P<value>[^是为為].*)", re.DOTALL
@@ -111,11 +135,31 @@ _CLAUSE = (
 )
 _OTHER_SUBJECT = re.compile(
     rf"\b(?:{'|'.join(f'{_DENYING} {_WRONG} {_OTHER} {_OPEN} {_QUOTING} {_CLAUSE}'.split())})\b"
-    r"|[不非未没另错錯误誤或若如假说說据據]|其他|前任|第二|认为|以为|可能|也许|或许",
+    r"|[不非未没另错錯误誤或若如假说說据據]|其他|前任|第二|认为|以为|可能|也许|或许"
+    r"|\b(?:не|неверн|неправильн|ошибочн|друг|иной|ина|если|возможн|вероятн|бывш|втор|говор)"
+    r"|ない|違|他の|別の|もし|かも|二番|旧|아니|않|틀린|다른|만약|아마|두 번째|옛",
     re.IGNORECASE,
 )
+_CYRILLIC = re.compile(r"[\u0400-\u04ff]")
+_ORDER = re.compile(rf"\b(?:{'|'.join(_OTHER.split())})\b", re.IGNORECASE)
+_SUPERLATIVE = re.compile(r"\b(?:\w{3,}est|most|least|first|last)\b", re.IGNORECASE)
+_ORDINAL = re.compile(
+    r"\b(second|third|fourth|fifth|next)[ -](?=\w+est\b|most\b|least\b)", re.IGNORECASE
+)
+_NO_SUPERLATIVES = frozenset({"best", "honest", "interest", "request", "test", "west", "forest"})
+_RETRACTING = re.compile(
+    r"\b(?:wait|actually|however|but|sorry|correction|corrected|not|no|never|wrong|incorrect\w*|false|"
+    r"mistake\w*|misspoke|instead|rather|hmm|or|maybe|perhaps|possibly|might|may|could|hold on|let me|"
+    r"reconsider\w*|on second thought|unless|if|although|though|except|say|says|said|think\w*|claim\w*|"
+    r"believe\w*|right|correct)\b|n't\b|[?？]|不|错|或|但|而是",
+    re.IGNORECASE,
+)
+_NOT_BUT = re.compile(
+    r"not [^,;.]{1,60}?,? but (?:rather )?(?P<value>[^,;.]{1,100})", re.IGNORECASE
+)
+_PLACE = re.compile(r"(?:on|in|at)\s+", re.IGNORECASE)
 _CHOSEN = re.compile(
-    r"\b(?:correct|right|best|final) (?:option|candidate|guess|possibility|hypothesis)\b",
+    r"\b(?:correct|right|best|final) (?:option|candidate|guess|possibility|hypothesis)\b|说法|說法",
     re.IGNORECASE,
 )
 _SUPPOSED = re.compile(
@@ -133,8 +177,8 @@ _INTERJECTIONS = frozenset(_INTERJECTIONS_TEXT.split())
 _PRONOUNS_TEXT = "it this that he she they es er sie"
 _PRONOUNS = frozenset(_PRONOUNS_TEXT.split())
 _CONTRAST = re.compile(
-    r"\s*[,;\u2014\u2013-]?\s+(?:and )?"
-    r"(?:not|rather than|instead of|nicht|(?:et )?(?:non|pas)|no)\s+(?P<denied>[^,;:]{1,80})\Z",
+    r"\s*[,;\u2014\u2013-]?\s+(?:and )?(?:not|rather than|instead of|nicht|(?:et )?(?:non|pas)|no|а не)"
+    r"\s+(?P<denied>[^,;:]{1,80})\Z",
     re.IGNORECASE,
 )
 _FUNCTION_WORDS_TEXT = (
@@ -162,6 +206,8 @@ def states(text: str, prompt: str, reference: str, means: Callable[[str, str], b
     earlier = sentences[:first]
     if any(_SUPPOSED.match(sentence) for sentence in earlier):
         return False
+    if _is_stated_before_remarks(sentences, prompt=prompt, reference=reference, means=means):
+        return True
     lead_in = _lead_in(last)
     behind = last[len(lead_in) :].rstrip(" .!。！")
     is_conclusion = bool(lead_in.strip())
@@ -169,22 +215,64 @@ def states(text: str, prompt: str, reference: str, means: Callable[[str, str], b
         return True
     if (answer := _IS_THE_ANSWER.fullmatch(behind)) is not None:
         return means(answer["value"], reference)
-    statement = _statement(behind)
-    if statement is not None and means(without_contrast(statement[1]), reference):
+    in_words_of_question = answer_in_words_of(prompt, behind)
+    if in_words_of_question is not None and means(in_words_of_question, reference):
+        return True
+    statement = _statement(behind, prompt)
+    if statement is not None and _means_value(statement[1], reference, means):
         subject, _ = statement
-        if prompt and not _names(subject) <= _words(prompt):
-            return False  # the capital of another country
+        if prompt and not _may_be_asked(subject, prompt):
+            return False
         if is_conclusion or not earlier or _is_asked(subject, prompt):
             return True
         return not any(_is_rival(sentence, subject) for sentence in earlier[-_MAX_STATEMENTS:])
     reverse = _REVERSED_STATEMENT.fullmatch(behind)
-    if reverse is None or _OTHER_SUBJECT.search(reverse["subject"]):
+    if reverse is None or _is_other_subject(reverse["subject"], prompt):
         return False
     if prompt:
         is_answer = _is_asked(reverse["subject"], prompt)
     else:
         is_answer = is_conclusion or not earlier
     return is_answer and means(reverse["value"], reference)
+
+
+def _means_value(value: str, reference: str, means: Callable[[str, str], bool]) -> bool:
+    """Returns whether the value of a statement means the reference.
+
+    "Ottawa, not Toronto", "not Toronto but Ottawa" and, for a day or a place, "on Friday" do.
+    """
+    value = without_contrast(value)
+    not_but = _NOT_BUT.fullmatch(value)
+    if not_but is not None:
+        value = not_but["value"]
+    return means(value, reference) or means(_PLACE.sub("", value, count=1), reference)
+
+
+def _is_stated_before_remarks(
+    sentences: list[str], prompt: str, reference: str, means: Callable[[str, str], bool]
+) -> bool:
+    """Returns whether a sentence answers what the prompt asks, and those behind it are remarks.
+
+    They are none if one of them takes the answer back or doubts it, or states another value of the
+    subject.
+    """
+    subject_of_answer = ""
+    for sentence in sentences[-_MAX_STATEMENTS:]:
+        if subject_of_answer and _RETRACTING.search(sentence):
+            return False
+        behind = sentence[len(_lead_in(sentence)) :].rstrip(" .!。！")
+        statement = _statement(behind, prompt)
+        if statement is None:
+            continue
+        subject, value = statement
+        if subject.casefold() in _PRONOUNS:
+            if subject_of_answer and _is_name(value) and not _means_value(value, reference, means):
+                return False
+        elif _is_asked(subject, prompt) and _may_be_asked(subject, prompt):
+            if not _means_value(value, reference, means):
+                return False
+            subject_of_answer = subject
+    return bool(subject_of_answer)
 
 
 def without_contrast(value: str) -> str:
@@ -203,17 +291,52 @@ def _lead_in(sentence: str) -> str:
     return match[0] if match else ""
 
 
-def _statement(sentence: str) -> tuple[str, str] | None:
+def _statement(sentence: str, prompt: str) -> tuple[str, str] | None:
     """Returns subject and value of a sentence such as "the capital is Ottawa", else None."""
-    match = _STATEMENT.match(sentence) or _CHINESE_STATEMENT.match(sentence)
+    match = (
+        _STATEMENT.match(sentence)
+        or _CHINESE_STATEMENT.match(sentence)
+        or _RUSSIAN_STATEMENT.fullmatch(sentence)
+        or _JAPANESE_STATEMENT.fullmatch(sentence)
+        or _KOREAN_STATEMENT.fullmatch(sentence)
+    )
     if match is None:
-        return None
-    subject = match["subject"]
-    if subject.casefold() not in _PRONOUNS:
-        inside = subject.partition(" ")[2] if " " in subject else subject
-        if _OTHER_SUBJECT.search(_CHOSEN.sub("", inside)):
+        match = _BARE_STATEMENT.fullmatch(sentence)
+        if match is None or not _is_asked(match["subject"], prompt):
             return None
+    subject = match["subject"]
+    if subject.casefold() not in _PRONOUNS and _is_other_subject(subject, prompt):
+        return None
     return subject, match["value"]
+
+
+def _is_other_subject(subject: str, prompt: str) -> bool:
+    """Returns whether a subject denies, doubts, quotes or chooses among several.
+
+    The second largest city does not if the prompt asks for the second largest city.
+    """
+    inside = subject
+    if " " in subject and not _CYRILLIC.match(subject):
+        inside = subject.partition(" ")[2]  # without its article
+    asked = _words(prompt)
+    inside = _ORDER.sub(lambda word: "" if word[0].casefold() in asked else word[0], inside)
+    return _OTHER_SUBJECT.search(_CHOSEN.sub("", inside)) is not None
+
+
+def _may_be_asked(subject: str, prompt: str) -> bool:
+    """Returns False for the capital of another country, and for its largest city, if the prompt does
+    not ask for them; the largest is not the second largest.
+    """
+    superlatives = _superlatives(subject)
+    if not (_names(subject) | superlatives) <= _words(prompt):
+        return False
+    ordinals = {word.casefold() for word in _ORDINAL.findall(prompt)}
+    return not superlatives or ordinals <= _words(subject)
+
+
+def _superlatives(subject: str) -> set[str]:
+    words = {word.casefold() for word in _SUPERLATIVE.findall(subject)}
+    return words - _NO_SUPERLATIVES - _FUNCTION_WORDS
 
 
 def _is_asked(subject: str, prompt: str) -> bool:
@@ -229,11 +352,16 @@ def _is_rival(sentence: str, subject: str) -> bool:
     """
     if sentence.endswith(("?", "？")):
         return False
-    statement = _statement(sentence[len(_lead_in(sentence)) :])
+    statement = _statement(sentence[len(_lead_in(sentence)) :], "")
     if statement is not None:
         return _words(statement[0]) != _words(subject) and subject.casefold() not in _PRONOUNS
-    words = [word for word in re.findall(r"\w+", sentence) if word[:1].isupper()]
-    is_name = 1 <= len(words) <= 3 and len(words) == len(re.findall(r"\w+", sentence))
+    return _is_name(sentence)
+
+
+def _is_name(text: str) -> bool:
+    """Returns whether a text is one to three capitalised words that are no interjection."""
+    words = [word for word in re.findall(r"\w+", text) if word[:1].isupper()]
+    is_name = 1 <= len(words) <= 3 and len(words) == len(re.findall(r"\w+", text))
     return is_name and words[0].casefold() not in _INTERJECTIONS
 
 

@@ -18,6 +18,12 @@ _MENTION = re.compile(  # a mark in quotes, as in a sentence or a program about 
     rf"(?<!\w)([`\"'])[^`\"'\n]{{0,80}}?(?:{_OPENING}|{_CLOSING})[^`\"'\n]{{0,80}}\1(?!\w)",
     re.IGNORECASE,
 )
+# gpt-oss writes its thought and its answer into channels. Without special tokens their names remain.
+_CHANNEL = "<|channel|>"
+_FINAL_CHANNEL = re.compile(
+    r"<\|channel\|>\s*final\b[^<]{0,40}<\|message\|>|(?<=\S)assistantfinal(?=\S)"
+)
+_END_OF_CHANNEL = re.compile(r"(?:<\|(?:end|return|call)\|>.*)\Z", re.DOTALL)
 _LONGEST_MARK = 200  # with the space behind it
 
 
@@ -31,8 +37,14 @@ def without_thought(prompt: str, response: str) -> str:
     """Returns the part of a response behind its last thought; empty if that is never closed.
 
     `prompt`: as the model read it, since it may have opened a thought; may be empty. A mark in
-    quotes does not count.
+    quotes does not count. Of channels (gpt-oss) the final one counts.
     """
+    if _CHANNEL in response or response.startswith("analysis"):
+        final = list(_FINAL_CHANNEL.finditer(response))
+        if final:
+            return _END_OF_CHANNEL.sub("", response[final[-1].end() :])
+        if _CHANNEL in response:
+            return ""
     if "<" not in response and "[" not in response and "◁" not in response:
         return "" if opened_thought(prompt) else response
     text = _MENTION.sub(lambda mention: " " * len(mention[0]), response)

@@ -24,6 +24,7 @@ _VOWEL = re.compile(r"[aeiou]", re.IGNORECASE)
 _OPERATOR = re.compile(r"[=^_+*/<>{}\d]")
 _LONGEST_PRODUCT = 3  # letters beside each other in a formula
 _VARIABLES = frozenset("abcdkmnpqrxyz")
+_SUBSCRIPTS = {0x2080 + digit: str(digit) for digit in range(10)}  # H₂O
 _FULL_WIDTH = {0xFF01 + offset: 0x21 + offset for offset in range(94)} | {0x3000: " ", 0x3001: ","}
 _AROUND = (
     " \t\n\r.,;:!?*_`$\"'\u201c\u201d\u2018\u2019\u300c\u300d\u300e\u300f\u300a\u300b\u3002\uff61"
@@ -31,7 +32,10 @@ _AROUND = (
 )
 _TAG = re.compile(r"</?(?:b|i|em|strong|u|p|span|code)>")
 _BRACKETS = re.compile(r"\(([^()]*)\)|\[([^\[\]]*)\]")
-_ENDINGS = re.compile(r"(?:です|である|となります|になります|입니다|이다)$")
+_ENDINGS = re.compile(
+    r"(?:です|である|となります|になります|입니다|이다)$|(?<=[是对對错錯确確误誤])的$"
+)
+_ITEMS = re.compile(r"\s*(?:[,;、]\s*(?:and\s+)?|\s(?:and|&|und|et|y|e)\s)\s*")
 _ARTICLE = re.compile(r"(?:the|an?)\s+(?=\w{2})")
 _REASON = re.compile(
     r"\s*(?:[,.;:!。，；]|\s[-\u2013\u2014])?\s+(?:because|since|as|for|which|so|due to|where|weil|da|car|parce que|porque|"
@@ -43,8 +47,11 @@ _DENYING_REASON = re.compile(
     r"(?:wrong|incorrect|false|untrue|mistaken|impossible|doubtful|unlikely|absurd|an? (?:error|mistake|myth|lie))\b"
     r"|\W*as [\w ]{0,40}\b(?:wrongly|mistakenly|falsely|incorrectly|erroneously)\b"
 )
-_VERDICT = re.compile(r"(yes|no|true|false)\b(?=\s*[,.;:!\u2013\u2014-])")
-_VERDICTS = frozenset({"yes", "no", "true", "false"})
+_VERDICTS_TEXT = "yes no true false ja nein oui non sí si sì sim não nee tak nie да нет 是 否 对 はい いいえ 네 예 아니요"
+_VERDICTS = frozenset(_VERDICTS_TEXT.split())
+_VERDICT = re.compile(
+    rf"({'|'.join(sorted(_VERDICTS))})(?:(?<=是)的)?(?!\w)(?=\s*[,.;:!。、\u2013\u2014-])"
+)
 _MONTH_NAMES = (
     "january jan januar janvier enero janeiro gennaio января",
     "february feb februar février febrero fevereiro febbraio февраля",
@@ -63,6 +70,7 @@ _MONTHS: dict[str, int] = {}
 for _number, _names in enumerate(_MONTH_NAMES, start=1):
     _MONTHS |= dict.fromkeys(_names.split(), _number)
 _COMPOUND = re.compile(r"(?=\D*\d)(?:[A-Z][a-z]?\d{0,3}){2,}")  # H2O is no product
+_EAST_ASIAN_CHARACTER = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 _TIME = re.compile(
     r"(?<![\d:])(?P<hour>\d{1,2}):(?P<minute>\d{2})(?::(?P<second>\d{2}))?(?!\d|:\d)(?:\s*(?P<half>[ap]\.?m)\b\.?)?",
     re.IGNORECASE,
@@ -90,6 +98,8 @@ def is_text(reference: str) -> bool:
     plain = plain_text(reference[:_MAX_CHARACTERS])
     if _date(plain) is not None or _TIME.fullmatch(plain) or _COMPOUND.fullmatch(plain):
         return True
+    if _EAST_ASIAN_CHARACTER.fullmatch(plain):
+        return True
     plain = _COMMAND.sub(" ", plain)
     is_formula = _OPERATOR.search(plain) is not None
     return any(_is_word(word, is_formula) for word in _LETTERS.findall(plain))
@@ -116,7 +126,8 @@ def equal_words(answer: str, reference: str) -> bool:
 
     Case, spaces, Markdown, quotes, a leading article and punctuation around it do not count. Nor
     does a reason behind the answer ("Paris, because ..."), but another place, person or thing does.
-    Dates are compared by their day.
+    Dates are compared by their day, and lists ("red, blue" and "red and blue") item by item in
+    their order.
     """
     first = normalised(answer)
     second = normalised(reference)
@@ -132,6 +143,9 @@ def equal_words(answer: str, reference: str) -> bool:
         return len(times) == 1 and not _DENIAL.search(first) and _same_time(times[0], time)
     if _squeezed(first) == _squeezed(second):
         return True
+    items = _ITEMS.split(second)
+    if len(items) > 1 and all(items):
+        return list(map(_squeezed, _ITEMS.split(first))) == list(map(_squeezed, items))
     reason = _REASON.search(first)
     if reason and _DENYING_REASON.match(first, reason.start()):
         return False
@@ -182,7 +196,7 @@ def normalised(text: str) -> str:
     That is case, Markdown, quotes, punctuation around the text, and runs of space.
     """
     text = _WRITTEN_TEXT.sub(r" \1 ", text[:_MAX_CHARACTERS])
-    text = plain_text(unicodedata.normalize("NFC", text.translate(_FULL_WIDTH)))
+    text = plain_text(unicodedata.normalize("NFC", text.translate(_FULL_WIDTH | _SUBSCRIPTS)))
     text = _TAG.sub("", text)
     text = re.sub(r"\*\*|__|[`\u200b\ufeff]|^=>", "", text).strip(_AROUND)
     if (bracketed := _BRACKETS.fullmatch(text)) is not None:

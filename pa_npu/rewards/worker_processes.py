@@ -158,20 +158,29 @@ async def start_worker(first: Mapping[str, Any]) -> WorkerProcess:
         worker = await WorkerProcess.start(["pa_npu.rewards.worker"], first, STARTUP_TIMEOUT_S)
     except DeadlineExceeded:
         raise DeadlineExceeded(
-            f"a reward worker did not load its functions within {STARTUP_TIMEOUT_S:.0f} s; make "
-            "them import faster"
+            f"{_imported(first)} did not load within {STARTUP_TIMEOUT_S:.0f} s; "
+            "let its module import faster"
         ) from None
-    if not worker.ready:
-        problem = (
-            "reward.functions: the reward worker died while loading them; correct what its output "
-            "above says"
-        )
-    else:
+    if worker.ready:
         problem = worker.ready.get("unusable", "")
-    if problem:
-        await worker.reap()
-        raise DataError(problem)
-    return worker
+        if problem:
+            await worker.reap()
+            raise DataError(problem)
+        return worker
+    if await worker.reap() == loading.ENDED_BY.name:
+        _, computing_s = first["patience_s"]
+        reason = loading.computed_for(computing_s)
+        raise DataError(loading.refusal(_imported(first), reason))
+    raise DataError(
+        "reward.functions: the reward worker died while loading them; correct what its output "
+        "above says"
+    )
+
+
+def _imported(first: Mapping[str, Any]) -> str:
+    """Returns the names of a worker's functions that are imported, all of them if there are none."""
+    names = [spec["name"] for spec in first["functions"]]
+    return ", ".join([name for name in names if ":" in name] or names)
 
 
 class _WorkerSlot:

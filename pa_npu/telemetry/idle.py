@@ -2,8 +2,8 @@
 
 All are shares of an iteration, which lasts from the end of one publish to the end of the next.
 
-trainer   waits for a group, or at the border for the coordinator and the engines. Sending weights
-          is work.
+trainer   waits for a group, or at the border that ends the iteration for the coordinator and the
+          engines. Sending weights is work.
 engine    has no request in flight. Loading weights is idle; an evaluation is work.
 device    of a run whose engines and trainers share devices: its trainer waits while its engine
           decodes nothing.

@@ -323,7 +323,6 @@ def notes(reports: Sequence[RunReport]) -> list[str]:
     units = sorted(
         {_DEVICE_UNITS.get(report.device or "", "one device of the run") for report in reports}
     )
-    dropped = [f"{report.name} {report.values['dropped_iterations']}" for report in reports]
     named = [
         f"Engines of {report.name} by device: {report.engines}."
         for report in reports
@@ -337,8 +336,8 @@ def notes(reports: Sequence[RunReport]) -> list[str]:
         "Reward and accuracy (of trained responses): means over the last quarter of the "
         "iterations. Synchronous iterations between periodic ones are in no other row than their "
         "own.",
-        f"Warm-up iterations dropped: {', '.join(dropped)}. Seconds are means per iteration; "
-        "evaluation and checkpoint are part of the iteration.",
+        "Seconds are means per iteration without those of the warm-up; evaluation and checkpoint "
+        "are part of the iteration.",
         "Memory: what an iteration needed at most, border included, the mean over iterations; of "
         "the fullest engine and trainer rank. Host memory is resident, a sum over processes that "
         "counts what they share for each.",

@@ -42,6 +42,7 @@ def summarise(run_dir: Path | str) -> str:
         if (run_dir / name).exists()
     ]
     parts.append("\n".join(["Written:", *listing]))
+    parts.append(f"A page with curves, timeline, samples and advice: pa-npu view {run_dir}")
     lines = (
         nothing_learned_line(records, run_dir),
         overlap_line(records),

@@ -110,6 +110,17 @@ def _idle_devices(records: Sequence[Record], config: Mapping[str, Any]) -> Itera
         )
 
 
+def _more(config: Mapping[str, Any], side: str) -> str:
+    """Returns how `side`, which takes the time, gets more devices; the last one cannot be given."""
+    if side == "engines":
+        if config.get("trainer.devices") == 1:
+            return "add engines (rollout.engines), or let devices do both (placement.colocate=true)"
+        return "give devices from trainers to engines (rollout.engines, trainer.devices)"
+    if config.get("rollout.engines") == 1:
+        return "add trainers (trainer.devices), or let devices do both (placement.colocate=true)"
+    return "give devices from engines to trainers (trainer.devices, rollout.engines)"
+
+
 def _idle_sides(records: Sequence[Record], config: Mapping[str, Any]) -> Iterator[Advice]:
     """Yields advice for a run whose engines and trainers have different devices."""
     trainer = recent(records, "trainer_idle")
@@ -133,17 +144,16 @@ def _idle_sides(records: Sequence[Record], config: Mapping[str, Any]) -> Iterato
             "act",
             "trainer_idle",
             "Trainers wait for engines",
-            f"{seen} Generation is what takes the time: give devices from trainers to engines "
-            "(rollout.engines, trainer.devices), or make responses shorter.",
+            f"{seen} Generation is what takes the time: {_more(config, 'engines')}, or make "
+            "responses shorter.",
         )
     elif engine > MUCH_IDLE and engine > CLEARLY * trainer:
         yield Advice(
             "act",
             "engine_idle",
             "Engines wait for trainers",
-            f"{seen} Training is what takes the time: give devices from engines to trainers "
-            "(trainer.devices, rollout.engines), or look at trainer.recompute and "
-            "microbatch.max_tokens.",
+            f"{seen} Training is what takes the time: {_more(config, 'trainers')}, or look at "
+            "trainer.recompute and microbatch.max_tokens.",
         )
     elif min(trainer, engine) > MUCH_IDLE:
         yield Advice(

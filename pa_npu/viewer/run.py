@@ -19,6 +19,7 @@ from pa_npu.config.plain_file import open_plain
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.evaluation.results import DIRECTORY as RESULTS
 from pa_npu.telemetry.chain import CHAIN
+from pa_npu.telemetry.progress import PREFIX
 from pa_npu.telemetry.records import EVALUATIONS, METRICS, JsonLines
 from pa_npu.telemetry.sample_store import SAMPLES_DIRECTORY, sample_iterations
 from pa_npu.telemetry.secrets import Secrets, flat
@@ -203,7 +204,7 @@ class RunDirectory:
                 entry["warnings"] = len(_WARNING.findall(log_text))
                 lines = log_text.splitlines()
                 if lines:
-                    entry["last_line"] = self._secrets().hide(lines[-1])
+                    entry["last_line"] = self._secrets().hide(lines[-1].removeprefix(PREFIX))
             entries.append(entry)
         return entries
 

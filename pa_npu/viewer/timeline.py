@@ -325,15 +325,16 @@ def _trainer_waits(
 
     waiting = [span for span in spans if span.kind == "wait"]
     for_groups = [span for span in waiting if span.name.startswith("wait for group")]
-    for_engines = [span for span in waiting if span.name == "wait for engines"]
+    groups_s = covered_s(for_groups)
+    border_s = _border_wait_s(spans, start_s, end_s)
     parts = {
         "train": covered_s(span for span in spans if span.kind in ("train", "step")),
-        "wait for groups": covered_s(for_groups),
-        "wait for engines": covered_s(for_engines),
+        "wait for groups": groups_s,
+        "wait for engines": border_s,
         "publish": covered_s(span for span in spans if span.kind == "publish"),
         "checkpoint": covered_s(span for span in spans if span.name == "checkpoint"),
     }
-    trainer_idle = idle.trainer_idle(covered_s(waiting), total_s)
+    trainer_idle = idle.trainer_idle(groups_s + border_s, total_s)
     waits = [_wait(process, "trainer", parts, trainer_idle, total_s)]
 
     rank = _natural(process)[1]
@@ -344,6 +345,34 @@ def _trainer_waits(
         device_idle = idle.device_idle(covered_s([*waiting, *decodes]), decodes_s, total_s)
         waits.append(_wait(f"device of {process}", "device", device_parts, device_idle, total_s))
     return waits
+
+
+def _border_wait_s(spans: Sequence[Span], start_s: float, end_s: float) -> float:
+    """Returns the seconds that a trainer waits at the border that ends the iteration.
+
+    All of them count, as in the iteration's record, though engines are done before the trainers have
+    heard of it.
+    """
+    trained_s = [
+        span.end_s
+        for span in spans
+        if span.kind in ("train", "step") and start_s < span.end_s <= end_s
+    ]
+    waits = [span for span in spans if span.name == "wait for engines"]
+    if not trained_s:
+        return _covered_s(waits, start_s, end_s)
+    begins_s = max(trained_s)
+    next_s = min(
+        (
+            span.start_s
+            for span in spans
+            if span.start_s >= begins_s
+            and (span.kind == "train" or span.name.startswith("wait for group"))
+        ),
+        default=float("inf"),
+    )
+    border = [span for span in waits if begins_s <= span.start_s < next_s]
+    return _covered_s(border, begins_s, float("inf"))
 
 
 def _wait(

@@ -169,3 +169,17 @@ def test_scripts_pass_shellcheck() -> None:
     scripts = [str(path) for path in sorted((ROOT / "launch").glob("*.sh"))]
     done = run("shellcheck", "--severity=warning", *scripts)
     assert done.returncode == 0, done.stdout
+
+
+def test_compiling_packages_says_how_far_it_is_and_passes_over_what_is_no_python(
+    tmp_path: Path,
+) -> None:
+    for number in range(500):
+        (tmp_path / f"module_{number}.py").write_text(f"value = {number}\n")
+    (tmp_path / "template.py").write_text("class {{ name }}:\n")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_module.py").write_text("value = 1\n")
+    done = run(sys.executable, str(ROOT / "launch" / "compile_packages.py"), str(tmp_path))
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout == "501 files: 10% 30% 50% 60% 80% 100% "
+    assert len(list(tmp_path.rglob("*.pyc"))) == 500

@@ -205,7 +205,11 @@ def _layers(causal: Any) -> dict[str, Any]:
 
 
 def _chosen(causal: Any, config: Config, shape: AdapterShape) -> list[str]:
-    """Returns the names of the modules that the targets choose. Raises DataError if there are none."""
+    """Returns the names of the modules that the targets choose.
+
+    Raises DataError if there are none, or if one target of lora.targets chooses none. An adapter
+    that peft wrote may name layers of other models beside those of this one.
+    """
     head = causal.get_output_embeddings()
     names = []
     for name, module in causal.named_modules():
@@ -214,12 +218,28 @@ def _chosen(causal: Any, config: Config, shape: AdapterShape) -> list[str]:
         is_linear = isinstance(module, torch.nn.Linear) and module is not head
         if is_linear or shape.targets != "all-linear":
             names.append(name)
-    if not names:
+    without_layer = []
+    if not isinstance(shape.targets, str):
+        for target in shape.targets:
+            if not any(name == target or name.endswith(f".{target}") for name in names):
+                without_layer.append(target)
+    if not names or (without_layer and not config.model.adapter):
+        missing = ", ".join(map(repr, without_layer)) or repr(shape.targets)
         raise DataError(
-            f"{_key(config)}: {shape.targets}: the model has none of these; name linear layers of "
-            "the model"
+            f"{_key(config)}: the model has no layer that is called {missing}; name linear layers "
+            f"of the model ({_linear_layers(causal)})"
         )
     return names
+
+
+def _linear_layers(causal: Any) -> str:
+    """Returns the last parts of the names of the model's linear layers, without the LM head."""
+    head = causal.get_output_embeddings()
+    names: dict[str, None] = {}
+    for name, module in causal.named_modules():
+        if isinstance(module, torch.nn.Linear) and module is not head:
+            names[name.rpartition(".")[2]] = None
+    return ", ".join(names) or "it has none"
 
 
 def _weights(layers: dict[str, Any], adapters: str) -> dict[str, torch.Tensor]:

@@ -102,7 +102,7 @@ function drawHeader() {
         { class: "title" },
         h("h1", {}, shown(state.runs.folder)),
         stateChip(),
-        h("span", { class: "quiet" }, `${state.runs.runs.length} runs`),
+        h("span", { class: "quiet" }, counted(state.runs.runs.length, "run")),
         h("span", { class: "spacer" }),
         themeButton(),
       ),

@@ -110,6 +110,10 @@ function format(value, kind = "") {
   return numberFormat.format(value);
 }
 
+function counted(number, noun) {
+  return `${number} ${noun}${number === 1 ? "" : "s"}`;
+}
+
 function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
   if (seconds < 10) return numberFormat.format(Math.round(seconds * 1000) / 1000) + " s";

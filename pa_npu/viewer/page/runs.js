@@ -30,14 +30,16 @@ const RUN_COLUMNS = [
   },
   {
     name: "tpspd",
-    title: "tokens/s/device",
+    title: "tokens/s",
+    hint: "tokens per second and device",
     isNumber: true,
     kind: "count",
     sort: (run) => run.numbers.tpspd,
   },
   {
     name: "iteration_s",
-    title: "s/iteration",
+    title: "s/iter.",
+    hint: "seconds of an iteration",
     isNumber: true,
     sort: (run) => run.numbers.iteration_s,
   },
@@ -45,7 +47,7 @@ const RUN_COLUMNS = [
     name: "started",
     title: "started",
     sort: (run) => run.state.started,
-    text: (run) => moment(run.state.started),
+    text: (run) => shortMoment(run.state.started),
   },
   {
     name: "duration",
@@ -65,6 +67,11 @@ function moment(seconds) {
   const date = new Date(seconds * 1000),
     two = (value) => String(value).padStart(2, "0");
   return `${date.getFullYear()}-${two(date.getMonth() + 1)}-${two(date.getDate())} ${two(date.getHours())}:${two(date.getMinutes())}`;
+}
+
+/* Without the year, if it is this one. */
+function shortMoment(seconds) {
+  return moment(seconds).replace(`${new Date().getFullYear()}-`, "");
 }
 
 function runSeconds(run) {
@@ -126,6 +133,7 @@ function runsView(main) {
       "th",
       {
         class: known.isNumber ? "number" : null,
+        title: known.hint || null,
         "aria-sort": known === column ? (look.isDescending ? "descending" : "ascending") : "none",
       },
       h(
@@ -190,8 +198,8 @@ function runsView(main) {
     );
     place.write({ q: look.wanted });
     count.textContent =
-      `${fitting.length} of ${runs.length} runs` +
-      (leftOut ? `; ${leftOut} older ones are left out` : "");
+      (fitting.length < runs.length ? `${fitting.length} of ${counted(runs.length, "run")} ` : "") +
+      (leftOut ? `${leftOut} older ones are left out` : "");
     compare.disabled = chosenRuns.size < 2 || Boolean(EMBEDDED);
     compare.textContent = chosenRuns.size > 1 ? `compare ${chosenRuns.size} runs` : "compare";
     fill(body, fitting.map(row));

@@ -367,7 +367,7 @@ function waitsPanel(data) {
       "tr",
       {},
       h("td", { class: "mono" }, shown(shorten(entry.name, 26))),
-      h("td", { width: "70%" }, svg),
+      h("td", { width: "66%" }, svg),
       h("td", { class: "number" }, format(entry.idle, "share")),
     );
   };

@@ -444,10 +444,11 @@ def test_what_is_no_adapter_of_the_model_is_refused_in_a_line(
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (["nothing_of_the_model"], "the model has none of these"),
+        (["nothing_of_the_model"], "no layer that is called 'nothing_of_the_model'; name"),
+        (["q_proj", "wq", "w1"], "no layer that is called 'wq', 'w1'; name .*q_proj, k_proj"),
         (["lm_head"], "the LM head"),
         (["embed_tokens"], "no linear layer"),
-        ([".*"], "the model has none of these"),
+        ([".*"], r"no layer that is called '\.\*'"),
         (["self_attn"], "name linear layers of the model"),
         (["input_layernorm"], "name linear layers of the model"),
     ],

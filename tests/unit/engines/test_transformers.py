@@ -110,7 +110,7 @@ def test_a_response_ends_at_the_tokens_of_both_files_and_of_the_tokenizer_as_vll
     server.close()
     assert server._end_token_ids == known | {1, 67}
     line = end_tokens_line(spec, tokenizer)
-    assert line.startswith("a response ends at ") and "(67)" in line and "(1)" in line
+    assert line.startswith("a response ends at ") and "(token 67)" in line and "(token 1)" in line
     (directory / "generation_config.json").write_text('{"eos_token_id": "x"}')
     with pytest.raises(DataError, match="has a value that cannot be used"):
         end_token_ids(spec.path, spec.eos_token_ids, tokenizer)

@@ -110,8 +110,9 @@ def test_doctor_names_each_stack_once_and_peft_where_it_is_missing(
     assert "  peft           not installed: adapters" in out and "missing: peft" not in out
     stack = trainer_versions.nearest_stack("cpu").name
     assert f"\n  cpu            {stack}: as supported\n" in out
+    assert "trainers with megatron replace" in out and "what is installed stays as it is" in out
     assert main(["doctor", *base, "trainer.backend=fsdp"]) == 0, "trains without adapters"
-    assert "changes of fsdp to other packages" in capsys.readouterr().out
+    assert "replace" not in capsys.readouterr().out, "fsdp changes no other package"
     assert main(["doctor", *base, "trainer.backend=fsdp", "lora.rank=4"]) == 1
     assert (
         "missing: lora.rank: adapters need peft, which is not installed" in capsys.readouterr().out

@@ -37,6 +37,18 @@ def make(tmp_path: Path) -> Config:
     return Config.model_validate(tree)
 
 
+@pytest.mark.parametrize(("waiting", "is_said"), [(3.9, False), (9.2, True)])
+def test_a_machine_that_others_kept_busy_is_said_after_the_run(
+    waiting: float, is_said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.1, waiting, 99.0))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    note = machine_limits.busy_note()
+    assert bool(note) is is_said
+    if note:
+        assert "9 processes wanted its 2 cores at once" in note
+
+
 @pytest.mark.parametrize(
     ("hard", "said"), [(700, "a process may open 700 here, and the run needs 1536"), (4096, "")]
 )

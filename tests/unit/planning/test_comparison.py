@@ -57,11 +57,16 @@ def test_a_plan_says_what_the_same_devices_take_in_turns_split_with_roles_and_on
     ]
     lines = comparison_lines(split)
     assert lines[0].startswith(
-        f"an iteration          {split.this.seconds:.3g} s: 1 engine x 4 beside 12 ranks of TP 4 "
-        "PP 3 EP 4"
+        f"an iteration          {split.this.seconds:.3g} s, of it {split.this.border_s:.3g} s for "
+        "new weights: 1 engine x 4 beside 12 ranks of TP 4 PP 3 EP 4"
     )
     for way, line in zip(split.ways, lines[1:6], strict=True):
         assert line.split("s (")[0].split() == [*way.name.split(), f"{way.seconds:.3g}"], line
+
+
+def test_a_way_in_which_nothing_fits_is_named(split: Compared) -> None:
+    lines = comparison_lines(replace(split, ways=split.ways[:-1], missing=("one version behind",)))
+    assert lines[5] == "  one version behind  no sizes fit on these devices"
 
 
 def test_no_way_is_worse_than_what_the_configuration_itself_would_take_in_it(

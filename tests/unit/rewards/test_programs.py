@@ -13,7 +13,7 @@ from pa_npu.data.prompts import Prompt, PromptSet
 from pa_npu.errors import DataError
 from pa_npu.rewards import code_tests
 from pa_npu.rewards.check import check_row_tests
-from pa_npu.rewards.code_program import program_of
+from pa_npu.rewards.code_program import program_of, whole_program
 from pa_npu.rewards.code_results import same_output, same_result
 from pa_npu.rewards.code_tests import CodeTest, row_tests
 from pa_npu.rewards.thoughts import without_thought
@@ -45,6 +45,10 @@ BLOCKS: dict[str, tuple[str, str | None]] = {
     "with a file's name": ("```python:main.py\na()\n```", "a()\n"),
     "with other line ends": ("```Python\r\na()\r\n```\r\n", "a()\n"),
     "in a block of Markdown": ("````markdown\nSo\n```python\na()\n```\n````", "a()\n"),
+    "between MBPP's marks": ("[BEGIN]\na()\n[DONE]\n", "a()\n"),
+    "between MBPP's marks, stopped": ("[BEGIN]\na()\n", "a()\n"),
+    "between tags": ("<code>\na()\n</code>", "a()\n"),
+    "between tags of the answer": ("<answer>\na()\n</answer>", "a()\n"),
     "never closed": ("```python\na()", "a()\n"),
     "unmarked": ("```\na()\n```", "a()\n"),
     "unmarked, before sample output": ("```\na()\n```\n```\n[1, 2]\n```", "a()\n"),
@@ -73,6 +77,33 @@ def test_a_block_that_only_shows_how_a_function_is_called_is_not_the_program() -
     assert program_of(draft, {"f"}) == "def f(x):\n    return\n", "the last that defines it"
 
 
+HEAD = (
+    'from typing import List\n\n\ndef g(x):\n    return x\n\n\ndef f(x: List[int]):\n    """F."""\n'
+)
+
+
+@pytest.mark.parametrize(
+    ("response", "program"),
+    [
+        ("    return g(x)\n", f"{HEAD}    return g(x)\n"),
+        ("```python\n    return g(x)\n```", f"{HEAD}    return g(x)\n"),
+        ("```python\ndef f(x):\n    return g(x)\n```", f"{HEAD}\n\ndef f(x):\n    return g(x)\n"),
+        (f"```python\n{HEAD}    return g(x)\n```", f"{HEAD}    return g(x)\n"),
+        ("```python\ndef other(x):\n    return x\n```", "def other(x):\n    return x\n"),
+        ("I would return x.", None),
+    ],
+)
+def test_a_response_may_be_the_rest_of_a_program_that_its_row_begins(
+    response: str, program: str | None
+) -> None:
+    written = whole_program(response, {"prompt": HEAD}, {"f"})
+    if program is None or written is None:
+        assert written == program
+    else:
+        assert written.split() == program.split()
+    assert whole_program(response, {"prompt": "Write f."}, {"f"}) == program_of(response, {"f"})
+
+
 @pytest.mark.parametrize(
     ("prompt", "response", "rest"),
     [
@@ -95,6 +126,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "APPS": (
         {"tests": '{"inputs": ["1\\n"], "outputs": ["2\\n"]}'},
         [{"kind": "stdin", "content": "1\n", "wanted": ("2\n",)}],
+    ),
+    "a text under functional": (
+        {"tests": '{"functional": "assert f(1) == 2"}'},
+        [{"kind": "assertion", "content": "assert f(1) == 2"}],
     ),
     "APPS with lines": (
         {"tests": {"inputs": [["1", "2"]], "outputs": [["3"]]}},

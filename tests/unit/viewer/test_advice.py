@@ -67,6 +67,18 @@ def test_synchronous_iterations_between_periodic_ones_are_no_reason_for_advice()
             "trainer.devices",
         ),
         (
+            {"trainer_idle": 0.6, "engine_idle": 0.1},
+            {"trainer.devices": 1},
+            "Trainers wait for engines",
+            "add engines (rollout.engines), or let devices do both (placement.colocate=true)",
+        ),
+        (
+            {"trainer_idle": 0.1, "engine_idle": 0.6},
+            {"rollout.engines": 1},
+            "Engines wait for trainers",
+            "add trainers (trainer.devices), or let devices do both",
+        ),
+        (
             {"trainer_idle": 0.5, "engine_idle": 0.5},
             {},
             "wait for each other",

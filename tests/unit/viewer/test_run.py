@@ -23,8 +23,10 @@ from pa_npu.viewer.run import RunDirectory, columns
 from pa_npu.viewer.server import ViewServer, answer, export
 from pa_npu.viewer.timeline import RunTimeline
 from tests.helpers.finished_run import (
+    BEGAN_S,
     GROUPS,
     HOSTILE,
+    ITERATION_S,
     ITERATIONS,
     RESPONSES,
     SECRET,
@@ -138,6 +140,30 @@ def test_waits_of_an_iteration_are_what_its_spans_add_up_to(run_dir: Path) -> No
                 f"bars of a track overlap in {row['name']}"
             )
     assert RunDirectory(run_dir).timeline(ITERATIONS + 5) is None
+
+
+def test_a_trainer_that_hears_late_of_a_publish_waits_in_the_iteration_that_this_ends(
+    tmp_path: Path,
+) -> None:
+    """The record of an iteration counts all of its border, too."""
+    run_dir = make_run(tmp_path / "run")
+    file = run_dir / "timeline" / "trainer-0.jsonl"
+    events = [json.loads(line) for line in file.read_text().splitlines()]
+    start_s = BEGAN_S + 5 * ITERATION_S
+    for event in events:
+        if event.get("name") == "wait for engines" and event["start"] == start_s + 9.0:
+            event["end"] += 0.4
+        if event.get("name") == "wait for group" and event["start"] == start_s + ITERATION_S:
+            event["start"] += 0.4
+    file.write_text("".join(json.dumps(event) + "\n" for event in events))
+    run = RunDirectory(run_dir)
+    for iteration, groups_s, border_s in ((5, 3.0, 1.4), (6, 2.6, 1.0)):
+        timeline = run.timeline(iteration)
+        assert timeline is not None
+        (trainer,) = [entry for entry in timeline["waits"] if entry["name"] == "trainer-0"]
+        assert trainer["parts"]["wait for groups"] == pytest.approx(groups_s)
+        assert trainer["parts"]["wait for engines"] == pytest.approx(border_s)
+        assert trainer["idle"] == pytest.approx((groups_s + border_s) / ITERATION_S)
 
 
 def test_a_device_shows_its_roles_and_is_no_engine(tmp_path: Path) -> None:
