@@ -61,17 +61,26 @@ class Distillation(PolicyGradient):
 
     @property
     def models(self) -> tuple[NeededModel, ...]:
-        teachers = [
-            NeededModel(
+        return (*super().models, *self.teachers)
+
+    @property
+    def teachers(self) -> tuple[NeededModel, ...]:
+        """The teachers, in the order of their numbers."""
+        teachers = []
+        for number, (name, teacher) in enumerate(self.config.teacher.items(), start=1):
+            model = NeededModel(
                 teacher_name(name),
                 "a directory",
                 directory=teacher.model,
                 num_choices=self.keys.distill_top_k if self.compares_distributions else 0,
                 targets=(TEACHER_COLUMN, number) if len(self.config.teacher) > 1 else None,
             )
-            for number, (name, teacher) in enumerate(self.config.teacher.items(), start=1)
-        ]
-        return (*super().models, *teachers)
+            if teacher.is_scored:
+                model = replace(
+                    model, source="a scoring engine", computed_by="engines", directory=None
+                )
+            teachers.append(model)
+        return tuple(teachers)
 
     # The loss
 
@@ -135,9 +144,8 @@ class Distillation(PolicyGradient):
     def _teacher_logprobs(self, batch: TokenBatch) -> torch.Tensor:
         from pa_npu.algorithm.choices import by_target
 
-        teachers = [model for model in self.models if model.directory]
-        values = {model.name: batch.columns[model.name] for model in teachers}
-        logprobs = by_target(teachers, batch.columns, values)
+        values = {model.name: batch.columns[model.name] for model in self.teachers}
+        logprobs = by_target(self.teachers, batch.columns, values)
         assert logprobs is not None, "there is a teacher"
         return logprobs
 

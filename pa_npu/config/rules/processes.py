@@ -33,7 +33,7 @@ def broken_engines(c: ConfigTree) -> Iterator[str]:
             f"rollout.responses_per_prompt = {r.responses_per_prompt}; set it to at least "
             f"{r.responses_per_prompt} or to auto"
         )
-    longest = c.data.max_prompt_tokens + r.max_response_tokens
+    longest = c.engine_tokens
     if longest > r.max_num_batched_tokens:
         yield (
             f"rollout.max_num_batched_tokens: {r.max_num_batched_tokens} is less than "
