@@ -240,7 +240,8 @@ def fingerprints(config: Config) -> dict[str, str]:
     """
     digests = {"path": config.model.path, "fingerprint": model_fingerprint(config.model.path)}
     for name, teacher in config.teacher.items():
-        digests[f"teacher.{name}"] = model_fingerprint(teacher.model)
+        if teacher.model is not None:
+            digests[f"teacher.{name}"] = model_fingerprint(teacher.model)
     return digests
 
 

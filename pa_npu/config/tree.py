@@ -141,6 +141,7 @@ class ConfigTree(Section):
             trainer=self.trainer,
             schedule=self.schedule,
             publish=self.publish,
+            has_scored_teachers=bool(self.scored_teachers),
         )
 
     @property

@@ -147,7 +147,7 @@ class EngineClient:
         deadline_s: float,
         written: npt.NDArray[np.int32] = NO_TOKENS,
     ) -> list[Generation]:
-        body = encode_request(prompt_tokens, n, seed, sampling, written)
+        body = encode_request(prompt_tokens, n, seed, sampling, written, self._served_model)
         num_given = len(prompt_tokens) + len(written)
         max_bytes = ANSWER_BYTES
         max_bytes += n * (_TOKEN_BYTES * sampling.max_tokens + _PROMPT_TOKEN_BYTES * num_given)

@@ -72,6 +72,7 @@ def encode_request(
     seed: int,
     sampling: Sampling,
     written: npt.NDArray[np.int32] = NO_TOKENS,
+    served_model: str = SERVED_MODEL,
 ) -> bytes:
     """Returns the body of a request for n responses.
 
@@ -80,7 +81,7 @@ def encode_request(
     computes as a part of the prompt.
     """
     body: dict[str, Any] = {
-        "model": SERVED_MODEL,
+        "model": served_model,
         "prompt": [*prompt_tokens.tolist(), *written.tolist()],
         "n": n,
         "seed": seed,

@@ -180,7 +180,6 @@ def score_bytes(num_tokens: int, num_choices: int) -> int:
     return num_tokens * (num_choices + 1) * _ENTRY_BYTES
 
 
-
 def texts(places: Sequence[Mapping[str, Scored] | None]) -> list[Mapping[int, str]]:
     """Returns for each place the texts of the tokens that the server names there, by id."""
     found: list[Mapping[int, str]] = []

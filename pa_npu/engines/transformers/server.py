@@ -331,8 +331,7 @@ class Server:
             likely.append(dict(reversed(list(zip(texts, logprobs, strict=True)))))
         of_written = choice["logprobs"]["token_logprobs"]
         likely += [
-            {text: logprob}
-            for text, logprob in zip(pieces[len(prompt) :], of_written, strict=True)
+            {text: logprob} for text, logprob in zip(pieces[len(prompt) :], of_written, strict=True)
         ]
         for place, text in enumerate(pieces[1 : len(prompt)], start=1):
             said = likely[place]

@@ -21,11 +21,11 @@ def follow_temperatures(worker: Any) -> bool:
 
     Returns False if this engine's runner computes them in an unknown way.
     """
-    runner = worker.model_runner
+    runner: Any = worker.model_runner
     if hasattr(runner, "_pa_scores"):
         return bool(runner._pa_scores)
-    sampler = getattr(runner, "sampler", None)
-    original = getattr(runner, "_get_prompt_logprobs_dict", None)
+    sampler: Any = getattr(runner, "sampler", None)
+    original: Any = getattr(runner, "_get_prompt_logprobs_dict", None)
     runner._pa_scores = (
         original is not None
         and isinstance(getattr(runner, "num_prompt_logprobs", None), dict)
