@@ -539,7 +539,8 @@ class Teachers:
         given = (scores.logprobs, scores.choices, scores.choice_logprobs)
         values = {}
         for column, array in zip(self.columns, given, strict=False):
-            values[column] = np.asarray(array, column.type)
+            values[column] = column.blank(len(sample.tokens))
+            values[column][sample.trained] = array[sample.trained]
         return with_columns(sample, values)
 
 
