@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import numpy as np
 import pytest
@@ -89,6 +90,30 @@ class ModelConformance(Conformance):
             assert np.abs(scores.logprobs[-12:] - response.logprobs).max() < 2e-5
         hotter = found[-1].logprobs
         assert np.abs(hotter - found[0].logprobs).max() > 0.05, "another temperature must show"
+
+    async def test_programs_that_compare_texts_by_their_likelihood_are_answered(self, subject):
+        """As lm-eval asks: several prompts at once, echoed with the log-probs of their tokens."""
+        prompts = [prompt(1).tolist()[:9], prompt(2).tolist()[:6]]
+        body = {"model": "policy", "prompt": prompts, "max_tokens": 1, "logprobs": 1, "echo": True}
+        body |= {"temperature": 0, "seed": 1234}
+        async with aiohttp.ClientSession() as session:
+            key = {"Authorization": f"Bearer {subject.key}"}
+            url = f"{subject.url}/v1/completions"
+            async with session.post(url, json=body, headers=key) as reply:
+                assert reply.status == 200, await reply.text()
+                choices = (await reply.json())["choices"]
+        model = AutoModelForCausalLM.from_pretrained(subject.model, dtype=torch.float32).eval()
+        assert [choice["index"] for choice in choices] == [0, 1]
+        for choice, tokens in zip(choices, prompts, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens])).logits[0, :-1]
+            expected = torch.log_softmax(logits, -1)
+            said = choice["logprobs"]
+            own = expected.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+            assert said["token_logprobs"][0] is None
+            assert said["token_logprobs"][1:-1] == pytest.approx(own, abs=2e-5)
+            best = [max(top.values()) for top in said["top_logprobs"][1:-1]]
+            assert best == pytest.approx(expected.max(-1).values.tolist(), abs=2e-5)
 
     @pytest.mark.nightly
     async def test_a_thousand_responses_moved_at_random_tokens_equal_those_that_were_not(

@@ -26,7 +26,6 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from itertools import accumulate
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -37,6 +36,7 @@ from aiohttp.typedefs import Handler
 
 from pa_npu import platform
 from pa_npu.engines.codec import SERVED_MODEL
+from pa_npu.engines.echo import echo_logprobs
 from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, EngineIdentity, authorised
 from pa_npu.engines.transformers.decoding import (
     NO_ROUTES,
@@ -323,26 +323,12 @@ class Server:
         choice["token_ids"] = tokens
         if scored is None:
             return
-        pieces = [self._text([token]) for token in tokens]
-        likely: list[dict[str, float] | None] = [None]
-        for numbers, logprobs in zip(scored.likely, scored.likely_logprobs, strict=True):
-            texts = [self._text([number]) for number in numbers]
-            # of several tokens with one text, the likeliest
-            likely.append(dict(reversed(list(zip(texts, logprobs, strict=True)))))
-        of_written = choice["logprobs"]["token_logprobs"]
-        likely += [
-            {text: logprob} for text, logprob in zip(pieces[len(prompt) :], of_written, strict=True)
+        likely = [
+            list(zip(numbers, logprobs, strict=True))
+            for numbers, logprobs in zip(scored.likely, scored.likely_logprobs, strict=True)
         ]
-        for place, text in enumerate(pieces[1 : len(prompt)], start=1):
-            said = likely[place]
-            if said is not None:  # a likelier token of the same text keeps its log-prob
-                said.setdefault(text, scored.logprobs[place - 1])
-        choice["logprobs"] = {
-            "tokens": pieces,
-            "token_logprobs": [None, *scored.logprobs, *of_written],
-            "top_logprobs": likely,
-            "text_offset": [0, *accumulate(len(text) for text in pieces[:-1])],
-        }
+        logprobs = [*scored.logprobs, *choice["logprobs"]["token_logprobs"]]
+        choice["logprobs"] = echo_logprobs(self._text, tokens, logprobs, likely)
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(tokens))
