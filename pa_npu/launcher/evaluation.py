@@ -31,6 +31,7 @@ from pa_npu.evaluation.results import (
     summarise,
     write_results,
 )
+from pa_npu.evaluation.written_rows import write_rows
 from pa_npu.families.model_directory import check_tokenizer, load_tokenizer
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.checks.data import check_held_out, check_rewards
@@ -49,13 +50,20 @@ _VERSION = 0  # of a model that nobody trains
 
 
 def evaluate(
-    config: Config, checkpoint: str | None = None, compared_file: str | None = None
+    config: Config,
+    checkpoint: str | None = None,
+    compared_file: str | None = None,
+    rows_file: str | None = None,
+    *,
+    only_correct: bool = False,
 ) -> int:
     """Asks every question of every set, prints the table and writes the results; returns the exit
     code.
 
     checkpoint: is exported to model.path first.
     compared_file: results of an evaluation to compare with.
+    rows_file: the answers are written there as rows for the supervised stage.
+    only_correct: only those that are.
     """
     if not config.rollout.has_engines:
         raise ConfigError(
@@ -91,6 +99,9 @@ def evaluate(
         for line in difference_lines(before, evaluation.responses, compared_file):
             say(line)
     say(f"results by question: {file}")
+    if rows_file is not None:
+        rows = Path(rows_file)
+        say(write_rows(rows, config, evaluation.responses, only_correct=only_correct).line(rows))
     return 0
 
 

@@ -160,8 +160,11 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
 def check_training_rows(tokenizer: Any, config: Config) -> list[AnySet]:
     """Reads data.train as a coordinator without engines will."""
     from pa_npu.data.trained_sets import load_training_rows, num_items
+    from pa_npu.evaluation.written_rows import check_written_rows
 
     row_is = build_algorithm(config).row_is
+    for number, dataset in enumerate(config.data.datasets):
+        check_written_rows(dataset.path, config.data.key_of(number))
     loaded = load_training_rows(config, tokenizer, row_is)
     rows_per_iteration = num_items(config, row_is)
     product = "schedule.prompts_per_iteration"
