@@ -8,6 +8,9 @@ Two ways tell these, and the first that applies is taken for all rows of a datas
                 are beginnings of the whole text, what lies between them is the message
              2. else with another content in its place: what differs is the message, and an end
                 token that follows at once belongs to it
+             A template without an end token of its own, as GLM's, ends a message by the next
+             one's role: that token belongs to the message where a response stops at it, and behind
+             the last message an end token is put, so that the model learns to stop
 
 The second way fails where a template writes the rest of a conversation differently with another
 message in it. That is found on the row, and refused in one line.
@@ -18,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from pa_npu.config.plain_file import reason
@@ -33,6 +37,7 @@ from pa_npu.data.template import (
     rendered_with_mask,
 )
 from pa_npu.errors import DataError
+from pa_npu.families.model_directory import generation_end_tokens
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # What no row has, to be found in a rendering.
@@ -80,6 +85,8 @@ class Renderer:
         text = self._template if isinstance(self._template, str) else ""
         self._has_marks = bool(_GENERATION.search(text))
         self._end_token = str(getattr(tokenizer, "eos_token", None) or "")
+        self._stops = stop_texts(tokenizer)
+        self._specials = special_texts(tokenizer)
         self._rules: list[str] = []
         if not getattr(tokenizer, "is_fast", False):
             raise DataError(
@@ -212,7 +219,7 @@ class Renderer:
             why = "the template's generation marks are around nothing that has a weight"
         else:
             self._use(COMPARED)
-            written = self._compared(row, text)
+            text, written = self._ended(row, text, self._compared(row, text))
             why = "every message of the assistant has the weight 0, or is empty"
         return TrainedText(row.location, text, written, special=False, why_nothing=why)
 
@@ -276,6 +283,27 @@ class Renderer:
                 written.append(Written(*span, weight))
         return tuple(written)
 
+    def _ended(
+        self, row: Conversation, text: str, written: tuple[Written, ...]
+    ) -> tuple[str, tuple[Written, ...]]:
+        """Returns the text and its trained stretches, each with what ends a response behind it."""
+        ended = []
+        for stretch in written:
+            following = text[stretch.end :].lstrip()
+            stop = next((stop for stop in self._stops if following.startswith(stop)), "")
+            if stop and not text[: stretch.end].endswith(self._specials):
+                end = len(text) - len(following) + len(stop)
+                stretch = replace(stretch, end=end)
+            ended.append(stretch)
+        is_last = bool(ended) and row.messages[-1]["role"] == "assistant" and row.weights[-1] > 0
+        if not is_last or not self._end_token:
+            return text, tuple(ended)
+        last = ended[-1]
+        if last.end < len(text.rstrip()) or text[: last.end].endswith(self._specials):
+            return text, tuple(ended)
+        text = text[: last.end] + self._end_token
+        return text, (*ended[:-1], replace(last, end=len(text)))
+
     def _between_beginnings(
         self, row: Conversation, text: str, number: int
     ) -> tuple[int, int] | None:
@@ -312,3 +340,23 @@ class Renderer:
         if self._end_token and following.startswith(self._end_token):
             end = len(text) - len(following) + len(self._end_token)
         return len(start), end
+
+
+def stop_texts(tokenizer: Any) -> tuple[str, ...]:
+    """Returns the texts of the tokens at which a response stops: the tokenizer's end token, and
+    those that the model's generation_config.json names.
+    """
+    stops = [str(getattr(tokenizer, "eos_token", None) or "")]
+    directory = str(getattr(tokenizer, "name_or_path", "") or "")
+    if Path(directory).is_dir():
+        for token in generation_end_tokens(directory):
+            stops.append(str(tokenizer.convert_ids_to_tokens(token)))
+    return tuple(stop for stop in stops if stop)
+
+
+def special_texts(tokenizer: Any) -> tuple[str, ...]:
+    """Returns the texts of the tokenizer's special tokens."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    texts = {str(token) for token in added if getattr(token, "special", False)}
+    texts |= {str(text) for text in getattr(tokenizer, "all_special_tokens", ())}
+    return tuple(sorted(text for text in texts if text))

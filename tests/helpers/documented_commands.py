@@ -118,6 +118,8 @@ NOT_RUN = {
     "tests/unit/trainer/test_agreement.py has the same faults",
     "bash launch/run_distill_tiny.sh": "minutes; tests/unit/planning/test_recipes.py reads its "
     "configuration, tests/unit/algorithm/test_distillation.py has its updates",
+    "bash launch/run_distill_two_tiny.sh": "minutes; tests/unit/planning/test_recipes.py reads its "
+    "configuration, tests/integration/test_teacher_engine_runs.py has such runs, smaller",
     "bash launch/run_grpo_tiny_tools.sh": "test_tool_environment has such a run, smaller",
     "bash launch/run_grpo_7b.sh --device npu [--config OVERLAY.yaml ...] [key=value ...]": "a synopsis",
     "docker build -f docker/cpu.Dockerfile -t pa_npu:cpu . && docker run --rm --shm-size 1g "
