@@ -21,7 +21,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from pa_npu.config.plain_file import reason
@@ -29,6 +28,7 @@ from pa_npu.config.sections.inputs import DataConfig
 from pa_npu.data.messages import Message, left_out
 from pa_npu.data.prompts import knows_reasoning, with_reasoning
 from pa_npu.data.row_layouts import Conversation, PlainText, RowContent
+from pa_npu.data.stop_tokens import special_texts, stop_texts
 from pa_npu.data.template import (
     TemplateFailed,
     check_options,
@@ -37,7 +37,6 @@ from pa_npu.data.template import (
     rendered_with_mask,
 )
 from pa_npu.errors import DataError
-from pa_npu.families.model_directory import generation_end_tokens
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # What no row has, to be found in a rendering.
@@ -340,23 +339,3 @@ class Renderer:
         if self._end_token and following.startswith(self._end_token):
             end = len(text) - len(following) + len(self._end_token)
         return len(start), end
-
-
-def stop_texts(tokenizer: Any) -> tuple[str, ...]:
-    """Returns the texts of the tokens at which a response stops: the tokenizer's end token, and
-    those that the model's generation_config.json names.
-    """
-    stops = [str(getattr(tokenizer, "eos_token", None) or "")]
-    directory = str(getattr(tokenizer, "name_or_path", "") or "")
-    if Path(directory).is_dir():
-        for token in generation_end_tokens(directory):
-            stops.append(str(tokenizer.convert_ids_to_tokens(token)))
-    return tuple(stop for stop in stops if stop)
-
-
-def special_texts(tokenizer: Any) -> tuple[str, ...]:
-    """Returns the texts of the tokenizer's special tokens."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    texts = {str(token) for token in added if getattr(token, "special", False)}
-    texts |= {str(text) for text in getattr(tokenizer, "all_special_tokens", ())}
-    return tuple(sorted(text for text in texts if text))

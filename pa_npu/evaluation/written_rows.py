@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pa_npu.checkpoints.provenance import model_fingerprint
 from pa_npu.config.plain_file import reason
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
@@ -52,9 +51,16 @@ class WrittenRows:
 
 
 def write_rows(
-    file: Path, config: Config, responses: Sequence[Judged], *, only_correct: bool
+    file: Path,
+    config: Config,
+    responses: Sequence[Judged],
+    *,
+    fingerprint: str,
+    only_correct: bool,
 ) -> WrittenRows:
     """Writes the answers as rows, and what they are beside them.
+
+    fingerprint: of the model that gave them.
 
     Raises DataError if nothing is left to write, or the file cannot be written.
     """
@@ -76,7 +82,8 @@ def write_rows(
             "rollout.max_response_tokens, or take another model"
         )
     data = "".join(lines).encode()
-    about = _about(config, data, written, only_correct)
+    about = {**_about(config, data, written), "fingerprint": fingerprint}
+    about["only_correct"] = only_correct
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
@@ -143,19 +150,17 @@ def _row(record: Record, text: str) -> dict[str, Any]:
     return row
 
 
-def _about(config: Config, data: bytes, written: WrittenRows, only_correct: bool) -> dict[str, Any]:
+def _about(config: Config, data: bytes, written: WrittenRows) -> dict[str, Any]:
     sets = config.evaluate.all_sets(config.data.test)
     return {
         "digest": _digest(data),
         "rows": written.rows,
         "model": config.model.path,
-        "fingerprint": model_fingerprint(config.model.path),
         "questions": {name: dataset.path for name, dataset in sets.items()},
         "samples": config.evaluate.samples,
         "temperature": config.evaluate.temperature,
         "top_p": config.evaluate.top_p,
         "seed": config.run.seed,
-        "only_correct": only_correct,
     }
 
 

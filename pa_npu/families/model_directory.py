@@ -232,7 +232,7 @@ def _check_tensors(spec: ModelSpec, stored: dict[str, StoredTensor]) -> None:
 
 def check_end_tokens(spec: ModelSpec) -> None:
     _in_vocabulary(spec, "config.json: eos_token_id", spec.eos_token_ids)
-    _in_vocabulary(spec, "generation_config.json: eos_token_id", generation_end_tokens(spec.path))
+    _in_vocabulary(spec, "generation_config.json: eos_token_id", _generation_end_tokens(spec.path))
 
 
 def end_token_ids(path: str, config_tokens: Sequence[int], tokenizer: Any) -> tuple[int, ...]:
@@ -241,7 +241,7 @@ def end_token_ids(path: str, config_tokens: Sequence[int], tokenizer: Any) -> tu
     They come from config.json (`config_tokens`), generation_config.json and the tokenizer. Raises
     DataError.
     """
-    tokens = {*config_tokens, *generation_end_tokens(path)}
+    tokens = {*config_tokens, *_generation_end_tokens(path)}
     if tokenizer.eos_token_id is not None:
         tokens.add(int(tokenizer.eos_token_id))
     return tuple(sorted(tokens))
@@ -257,8 +257,7 @@ def end_tokens_line(spec: ModelSpec, tokenizer: Any) -> str:
     return f"a response ends at {' or '.join(names)}"
 
 
-def generation_end_tokens(path: str) -> tuple[int, ...]:
-    """Returns the end tokens that generation_config.json names. Raises DataError."""
+def _generation_end_tokens(path: str) -> tuple[int, ...]:
     file = Path(path) / "generation_config.json"
     if not file.exists():
         return ()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.agents.environment import evaluated
+from pa_npu.checkpoints.provenance import model_fingerprint
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.coordinator.environment_trial import check_environment
@@ -101,7 +102,14 @@ def evaluate(
     say(f"results by question: {file}")
     if rows_file is not None:
         rows = Path(rows_file)
-        say(write_rows(rows, config, evaluation.responses, only_correct=only_correct).line(rows))
+        written = write_rows(
+            rows,
+            config,
+            evaluation.responses,
+            fingerprint=model_fingerprint(config.model.path),
+            only_correct=only_correct,
+        )
+        say(written.line(rows))
     return 0
 
 

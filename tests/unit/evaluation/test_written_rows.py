@@ -60,7 +60,7 @@ def test_answers_are_read_back_as_conversations_that_the_questions_began(
     file = tmp_path / "rows" / "rows.jsonl"
     answers = [answer(2, "is 6"), answer(0, "2"), answer(1, "4", correct=False)]
     answers += [answer(0, "2 and", finished=False)]
-    written = write_rows(file, config, answers, only_correct=False)
+    written = write_rows(file, config, answers, fingerprint="f", only_correct=False)
     assert (written.rows, written.cut, written.wrong) == (3, 1, 0)
     options = DataConfig(train=str(file))
     read = list(read_conversations(str(file), "data.train", options, None, ("train",), False))
@@ -73,7 +73,7 @@ def test_answers_are_read_back_as_conversations_that_the_questions_began(
         [("user", "1+1?"), ("assistant", "2")],
         [("system", "Add."), ("user", "2+2?"), ("assistant", "4")],
     ]
-    chosen = write_rows(file, config, answers, only_correct=True)
+    chosen = write_rows(file, config, answers, fingerprint="f", only_correct=True)
     assert (chosen.rows, chosen.cut, chosen.wrong) == (2, 1, 1)
     assert "left out: 1 without an end, 1 wrong" in chosen.line(file)
 
@@ -82,9 +82,14 @@ def test_rows_that_were_changed_are_not_those_that_the_model_wrote(
     config: Config, tmp_path: Path
 ) -> None:
     file = tmp_path / "rows.jsonl"
-    write_rows(file, config, [answer(0, "2")], only_correct=False)
+    write_rows(file, config, [answer(0, "2")], fingerprint="f", only_correct=False)
     about = check_written_rows(str(file), "data.train")
-    assert about is not None and about["model"] == config.model.path and about["rows"] == 1
+    assert (
+        about is not None
+        and about["model"] == config.model.path
+        and about["rows"] == 1
+        and about["fingerprint"] == "f"
+    )
     file.write_text(file.read_text().replace("2", "3"))
     with pytest.raises(DataError, match=r"data\.train: .* is not what .* wrote, by the digest"):
         check_written_rows(str(file), "data.train")
@@ -98,4 +103,4 @@ def test_rows_that_were_changed_are_not_those_that_the_model_wrote(
 def test_nothing_to_write_is_one_line(config: Config, tmp_path: Path) -> None:
     cut = [answer(0, "2", finished=False)]
     with pytest.raises(DataError, match="1 without an end and 0 wrong; raise"):
-        write_rows(tmp_path / "rows.jsonl", config, cut, only_correct=True)
+        write_rows(tmp_path / "rows.jsonl", config, cut, fingerprint="f", only_correct=True)
