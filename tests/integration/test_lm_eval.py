@@ -86,8 +86,8 @@ async def test_its_accuracies_are_those_of_transformers(tmp_path: Path) -> None:
     finally:
         engine.kill()
     assert done.returncode == 0, done.stderr[-3000:]
-    (file,) = (tmp_path / "results").rglob("results_*.json")
-    results = json.loads(file.read_text())["results"]
+    (found,) = (tmp_path / "results").rglob("results_*.json")
+    results = json.loads(found.read_text())["results"]
     assert results["tiny_likely"]["acc,none"] == 1.0
     assert results["tiny_text"]["exact_match,none"] == 1.0
 

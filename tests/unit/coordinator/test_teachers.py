@@ -131,7 +131,7 @@ class Job:
         )
         scoring = Scoring(temperature, 2)
         self.teacher = EngineTeacher("large", chosen, scoring, Witnesses(str(run_dir)), inputs)
-        self.teacher.fleet._make_engine = lambda url: engines[url]  # type: ignore[assignment]
+        self.teacher.fleet._make_engine = lambda url: engines[url]  # type: ignore[assignment, return-value]
         self.prompt = prompt
 
     async def __aenter__(self) -> EngineTeacher:
