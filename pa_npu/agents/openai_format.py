@@ -126,6 +126,8 @@ class CompletionRequest:
     logprobs: the client wants log-probs. top_logprobs: and a list of the likeliest tokens.
     token_ids: the client wants the ids of what was shown and written.
     as_sampled: the fields that asked for something else than the run samples.
+    echo: the answer begins with the prompt, with the log-probs of its tokens if these are wanted.
+    num_logprobs: at each of its places, so many of the likeliest tokens.
     """
 
     body: Mapping[str, Any]
@@ -141,6 +143,8 @@ class CompletionRequest:
     temperature: float | None = None
     top_p: float = 1.0
     seed: int | None = None
+    echo: bool = False
+    num_logprobs: int = 0
 
     @property
     def messages(self) -> Sequence[Mapping[str, Any]]:
@@ -175,6 +179,18 @@ class CompletionRequest:
             return prompt
         raise RequestRefused("prompt: give one text or one list of token ids", param="prompt")
 
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts of a request outside of a session, which may be several."""
+        prompt = self.body.get("prompt")
+        if not isinstance(prompt, list) or not any(
+            isinstance(item, (str, list)) for item in prompt
+        ):
+            return [self.prompt]
+        if len(prompt) > _MAX_CHOICES:
+            raise RequestRefused(f"prompt: more than {_MAX_CHOICES} at once", param="prompt")
+        return [replace(self, body={"prompt": item}).prompt for item in prompt]
+
 
 def read_request(
     body: Any, *, rules: SamplingRules, endpoint_fields: Sequence[str], free: bool = False
@@ -187,7 +203,7 @@ def read_request(
     """
     if not isinstance(body, Mapping):
         raise RequestRefused("the body must be a JSON object")
-    chosen = {"temperature", "top_p", "seed", "n"} if free else set()
+    chosen = {"temperature", "top_p", "seed", "n", "echo"} if free else set()
     known = {
         "max_tokens",
         "max_completion_tokens",
@@ -221,7 +237,9 @@ def read_request(
             raise RequestRefused(f"{name}: {value!r:.40} is no number", param=name)
         as_sampled.append(name)
     max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
-    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
+    echoes = free and body.get("echo") is True
+    least = 0 if echoes else 1  # an echoed prompt may be all that is wanted
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < least):
         raise RequestRefused(
             f"max_tokens: {max_tokens!r:.20} must be a whole number above 0", param="max_tokens"
         )
@@ -237,6 +255,10 @@ def read_request(
         token_ids=body.get("return_token_ids") is True,
         as_sampled=tuple(as_sampled),
     )
+    if echoes:
+        if request.stream:
+            raise RequestRefused("echo: is not streamed; leave out stream", param="echo")
+        request = replace(request, echo=True, num_logprobs=_wanted_logprobs(body))
     return _with_free_choices(request) if free else request
 
 
@@ -263,6 +285,15 @@ def _wants_top_logprobs(body: Mapping[str, Any]) -> bool:
     if not body.get("logprobs"):
         raise RequestRefused("top_logprobs: goes with logprobs; set both", param="top_logprobs")
     return True
+
+
+def _wanted_logprobs(body: Mapping[str, Any]) -> int:
+    number = body.get("logprobs") or 0
+    if type(number) is bool or not isinstance(number, int) or not 0 <= number <= _MAX_TOP_LOGPROBS:
+        raise RequestRefused(
+            f"logprobs: {number!r:.20} is none of 0 to {_MAX_TOP_LOGPROBS}", param="logprobs"
+        )
+    return number
 
 
 def _stop_texts(body: Mapping[str, Any]) -> tuple[str, ...]:

@@ -65,21 +65,29 @@ class NeededModel:
     """A model that the loss reads beside the policy.
 
     source: where its weights come from: the policy as it was when the iteration began; the run's
-    initial weights, which algorithm.reference_refresh_every may renew; or `directory`, whose model
-    may have another shape and never changes. computed_by: who runs it.
+    initial weights, which algorithm.reference_refresh_every may renew; `directory`, whose model
+    may have another shape and never changes; or a teacher's engine or server, which scores the
+    samples. computed_by: who runs it; what engines score comes in columns of the samples
+    (samples/teachers.py).
     num_choices: of every target, so many of its most likely tokens are compared with the policy's
     distribution (TokenBatch.choices); 0: none.
     targets: a column and its value: the model is asked for targets that have it; None: for all.
 
-    The log-probs of a model with a directory are a column of TokenBatch under the model's name.
+    The log-probs of a teacher are a column of TokenBatch under the model's name.
     """
 
     name: str
-    source: Literal["policy at the iteration's start", "initial weights", "a directory"]
-    computed_by: Literal["trainers"] = "trainers"
+    source: Literal[
+        "policy at the iteration's start", "initial weights", "a directory", "a scoring engine"
+    ]
+    computed_by: Literal["trainers", "engines"] = "trainers"
     directory: str | None = None
     num_choices: int = 0
     targets: tuple[str, int] | None = None
+
+    @property
+    def is_teacher(self) -> bool:
+        return self.source in ("a directory", "a scoring engine")
 
 
 DEMONSTRATION = "demonstration"

@@ -1,8 +1,10 @@
 """The tokens that a teacher finds most likely, and how the policy's distribution over them is compared with the teacher's.
 
-    teacher's pass ──k ids of every target──> choices_of ──> policy's pass ──log-probs of these──> Choices
+    teacher's pass, or columns ──k ids of every target──> chosen_tokens ──> policy's pass ──log-probs of these──> Choices
 
-A distribution over k + 1 outcomes: the teacher's k most likely tokens, and all others together.
+A distribution over k + 1 outcomes: the teacher's k most likely tokens, and all others together. A
+teacher that trainers hold finds them in its pass; one that engines compute has sent them, as
+columns of the samples.
 """
 
 from __future__ import annotations
@@ -13,6 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from pa_npu.algorithm.algorithm import NeededModel
+
+# The columns of a teacher that engines compute (samples/teachers.py): the log-prob of each token, and
+# the ids and log-probs of the most likely ones, whose last is of all other tokens together.
+SCORES_COLUMN = "teacher_logprobs"
+CHOICES_COLUMN = "teacher_choices"
+CHOICE_LOGPROBS_COLUMN = "teacher_choice_logprobs"
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,37 @@ def by_target(
         rows = _targets_of(model, columns)
         merged = torch.where(rows.reshape(-1, *[1] * (of_model.dim() - 1)), of_model, merged)
     return merged
+
+
+def chosen_tokens(
+    models: Sequence[NeededModel],
+    columns: Mapping[str, torch.Tensor],
+    computed: Mapping[str, torch.Tensor],
+    targets: torch.Tensor,
+) -> torch.Tensor | None:
+    """Returns for each target the tokens whose log-probs the policy gives too, int64 [N, k]; None
+    where no teacher is compared by them.
+
+    Targets that no teacher was asked for, and a filler's, have the vocabulary's first k: no loss
+    reads them.
+
+    Args:
+        models: the teachers.
+        columns: of the microbatch.
+        computed: [N, k] by name, of the teachers that have had a pass.
+        targets: int64 [N].
+    """
+    values = dict(computed)
+    for model in models:
+        if model.computed_by != "engines" or not model.num_choices:
+            continue
+        first = torch.arange(model.num_choices, device=targets.device)
+        sent = columns.get(CHOICES_COLUMN)
+        if sent is None:
+            values[model.name] = first.expand(len(targets), -1)
+        else:
+            values[model.name] = torch.where(sent < 0, first, sent.long())
+    return by_target(models, columns, values)
 
 
 def _targets_of(model: NeededModel, columns: Mapping[str, torch.Tensor]) -> torch.Tensor:

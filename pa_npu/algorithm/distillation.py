@@ -28,6 +28,8 @@ from pa_npu.algorithm.algorithm import NeededModel
 from pa_npu.algorithm.policy_gradient import PolicyGradient
 from pa_npu.config.rules.learning import of_preset
 from pa_npu.config.rules.unread import Condition
+from pa_npu.config.schema import Config
+from pa_npu.config.sections.learning import TeacherConfig
 
 if TYPE_CHECKING:
     import torch
@@ -61,17 +63,26 @@ class Distillation(PolicyGradient):
 
     @property
     def models(self) -> tuple[NeededModel, ...]:
-        teachers = [
-            NeededModel(
+        return (*super().models, *self.teachers)
+
+    @property
+    def teachers(self) -> tuple[NeededModel, ...]:
+        """The teachers, in the order of their numbers."""
+        teachers = []
+        for number, (name, teacher) in enumerate(self.config.teacher.items(), start=1):
+            model = NeededModel(
                 teacher_name(name),
                 "a directory",
                 directory=teacher.model,
                 num_choices=self.keys.distill_top_k if self.compares_distributions else 0,
                 targets=(TEACHER_COLUMN, number) if len(self.config.teacher) > 1 else None,
             )
-            for number, (name, teacher) in enumerate(self.config.teacher.items(), start=1)
-        ]
-        return (*super().models, *teachers)
+            if teacher.is_scored:
+                model = replace(
+                    model, source="a scoring engine", computed_by="engines", directory=None
+                )
+            teachers.append(model)
+        return tuple(teachers)
 
     # The loss
 
@@ -135,9 +146,8 @@ class Distillation(PolicyGradient):
     def _teacher_logprobs(self, batch: TokenBatch) -> torch.Tensor:
         from pa_npu.algorithm.choices import by_target
 
-        teachers = [model for model in self.models if model.directory]
-        values = {model.name: batch.columns[model.name] for model in teachers}
-        logprobs = by_target(teachers, batch.columns, values)
+        values = {model.name: batch.columns[model.name] for model in self.teachers}
+        logprobs = by_target(self.teachers, batch.columns, values)
         assert logprobs is not None, "there is a teacher"
         return logprobs
 
@@ -200,6 +210,8 @@ class Distillation(PolicyGradient):
         coef = f"algorithm.distill_coef: {keys.distill_coef:g}{of_preset(config, 'distill_coef')}"
         if not config.teacher:
             yield f"{coef} needs a teacher; set teacher.NAME.model to its directory"
+        for name, teacher in config.teacher.items():
+            yield from _broken_teacher(config, f"teacher.{name}", teacher)
         column = config.data.teacher_column
         if len(config.teacher) > 1 and column is None:
             names = ", ".join(config.teacher)
@@ -218,13 +230,64 @@ class Distillation(PolicyGradient):
                 "are not the policy's; set it to none"
             )
         every = config.schedule.finite_difference_every
-        if self.compares_distributions and every and config.trainer.frozen_pass == "separate":
+        held = any(not teacher.is_scored for teacher in config.teacher.values())
+        apart = held and config.trainer.frozen_pass == "separate"
+        if self.compares_distributions and every and apart:
             yield (
                 f"schedule.finite_difference_every: {every} with trainer.frozen_pass = separate "
                 f"and algorithm.distill_divergence = {keys.distill_divergence}: the check needs "
                 "the teacher in the policy's pass; set frozen_pass to together, or "
                 "finite_difference_every to 0"
             )
+
+
+def _broken_teacher(config: Config, key: str, teacher: TeacherConfig) -> Iterator[str]:
+    """Yields what is wrong with the keys of one teacher."""
+    sources = {
+        "model": teacher.model,
+        "url": teacher.url,
+        "hint_column": teacher.hint_column,
+    }
+    given = [f"{name}={value}" for name, value in sources.items() if value is not None]
+    if not given:
+        yield (
+            f"{key}.model: is missing, so that there is no teacher; set it to an HF directory, or "
+            "url to a server, or hint_column to a column of the data"
+        )
+    elif len(given) > 1:
+        yield f"{key}: {' and '.join(given)} are several teachers in one; keep one of these keys"
+    if teacher.url is not None and not teacher.url.startswith(("http://", "https://")):
+        yield f"{key}.url: {teacher.url!r:.80} is no URL; give http://HOST:PORT"
+    if teacher.model is None or not teacher.engines:
+        for name, default in (("engines", 0), ("tensor_parallel", 1), ("backend", None)):
+            if getattr(teacher, name) != default:
+                remedy = "set model" if teacher.model is None else "set engines to 1 or more"
+                yield (
+                    f"{key}.{name}: {getattr(teacher, name)} would be read by nothing, since the "
+                    f"run starts no engines for this teacher; {remedy}, or remove the key"
+                )
+    if teacher.place != "policy":
+        for name, usual in (("hint_text", "{hint}"), ("max_prompt_tokens", None)):
+            if getattr(teacher, name) != usual:
+                yield (
+                    f"{key}.{name}: would be read by nothing; set hint_column, or remove the key"
+                )
+    elif "{hint}" not in teacher.hint_text:
+        yield (
+            f"{key}.hint_text: {teacher.hint_text!r:.80} does not contain {{hint}}, so that the "
+            "policy would be shown nothing more; put {hint} where the column's text belongs"
+        )
+    elif config.environment.name == "agents":
+        yield (
+            f"{key}.hint_column: {teacher.hint_column} with environment.name = agents, whose "
+            "prompts are made by programs; use another environment, or a teacher with a model"
+        )
+    if teacher.place == "engines" and config.placement.cluster != "local":
+        yield (
+            f"{key}.engines: {teacher.engines} with placement.cluster = "
+            f"{config.placement.cluster}: the run starts a teacher's engines on this machine only; "
+            "start them with pa-npu engines and set url, or engines to 0"
+        )
 
 
 def discounted_sums(

@@ -26,7 +26,12 @@ from pa_npu.algorithm.agreement import (
     difference_sums,
 )
 from pa_npu.algorithm.algorithm import Algorithm
-from pa_npu.algorithm.choices import Choices, by_target
+from pa_npu.algorithm.choices import (
+    CHOICE_LOGPROBS_COLUMN,
+    SCORES_COLUMN,
+    Choices,
+    by_target,
+)
 from pa_npu.algorithm.component_sums import all_metric_names, all_sums
 from pa_npu.algorithm.loss_gradient import GivenChoices, GivenLoss
 from pa_npu.algorithm.model_outputs import (
@@ -214,7 +219,8 @@ class Objective:
         return self._algorithm.normaliser(counts)
 
     def _with_teachers(self, microbatch: Targets, outputs: Outputs) -> dict[str, torch.Tensor]:
-        """The microbatch's columns, and the log-probs of each model with a directory of its own.
+        """The microbatch's columns, and the log-probs of each teacher: of those that trainers hold
+        from the frozen pass, of others as they came with the samples.
 
         Raises InvariantViolation where these are of other weights (I7).
         """
@@ -231,6 +237,8 @@ class Objective:
                     f"{name} is {named_weights(directory)}; give the log-probs of that one"
                 )
             columns[name] = logprobs.values
+        for model in self._models.scored:
+            columns[model.name] = microbatch.columns[SCORES_COLUMN]
         return columns
 
     def _choices(self, microbatch: Targets, outputs: Outputs) -> Choices | None:
@@ -241,6 +249,9 @@ class Objective:
             for name, logprobs in outputs.frozen.items()
             if logprobs.choices is not None
         }
+        for model in self._models.scored:
+            if model.num_choices:
+                by_model[model.name] = microbatch.columns[CHOICE_LOGPROBS_COLUMN]
         teacher = by_target(self._models.teachers, microbatch.columns, by_model)
         return None if policy is None or teacher is None else Choices(policy, teacher)
 

@@ -89,7 +89,7 @@ def _broken_teachers(algorithm: Algorithm) -> Iterator[str]:
                 "which is no policy gradient on the policy's responses; set it to 0, or loss to clip"
             )
         return
-    if config.teacher and not any(model.directory for model in algorithm.models):
+    if config.teacher and not any(model.is_teacher for model in algorithm.models):
         yield (
             f"teacher: {', '.join(config.teacher)} would be read by nothing; set "
             "algorithm.distill_coef, or remove the section"

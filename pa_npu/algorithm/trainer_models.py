@@ -16,7 +16,7 @@ class TrainerModels:
 
     computed: by name, those that go through every microbatch, frozen.
     directories: of those that come from a directory of their own and are no copies, by name.
-    teachers: these models as the algorithm describes them.
+    teachers: all teachers as the algorithm describes them, those that engines score among them.
     keeps_published: whether there is a copy of the published weights, which is never computed.
     keeps_reference: whether the reference has weights of its own. Without a change to come it is
     the policy with its adapters off.
@@ -30,8 +30,29 @@ class TrainerModels:
 
     @property
     def num_choices(self) -> Mapping[str, int]:
-        """By name, how many of a model's most likely tokens are wanted of every target."""
-        return {model.name: model.num_choices for model in self.teachers if model.num_choices}
+        """By name, how many of its most likely tokens are wanted of a model that trainers hold, for
+        every target.
+        """
+        return {
+            model.name: model.num_choices
+            for model in self.teachers
+            if model.num_choices and model.name in self.directories
+        }
+
+    @property
+    def compares_distributions(self) -> bool:
+        """Whether the policy gives log-probs of a teacher's most likely tokens."""
+        return any(model.num_choices for model in self.teachers)
+
+    @property
+    def held(self) -> tuple[NeededModel, ...]:
+        """The teachers that trainers hold."""
+        return tuple(model for model in self.teachers if model.computed_by == "trainers")
+
+    @property
+    def scored(self) -> tuple[NeededModel, ...]:
+        """The teachers whose log-probs are columns of the samples."""
+        return tuple(model for model in self.teachers if model.computed_by == "engines")
 
     @property
     def copies(self) -> tuple[str, ...]:
@@ -69,5 +90,5 @@ def trainer_models(config: Config, algorithm: Algorithm | None = None) -> Traine
         keeps_published=config.schedule.max_staleness > 0 and not old_is_published,
         keeps_reference="reference" in computed and (begins_otherwise or not config.has_adapters),
         directories={model.name: model.directory for model in models if model.directory},
-        teachers=tuple(model for model in models if model.directory),
+        teachers=tuple(model for model in algorithm.models if model.is_teacher),
     )

@@ -142,7 +142,7 @@ def try_class(config: Config) -> None:
         advantages = algorithm.credit(group)
         wrong_credit = algorithm.broken_credit(group, advantages)
         batch = _made_up_batch(algorithm.loss_columns)
-        teachers = [model.name for model in algorithm.models if model.directory]
+        teachers = [model.name for model in algorithm.models if model.is_teacher]
         columns = {name: batch.engine_logprobs - 0.02 for name in teachers}
         for model in algorithm.models:
             if model.targets is not None:

@@ -59,7 +59,8 @@ _KEYS: dict[Change, dict[str, str]] = {
         "frozen_pass",
         "microbatch": "responses max_tokens",
         "optimizer": "offload",
-        "teacher": "NAME.model",
+        "teacher": "NAME.model NAME.engines NAME.tensor_parallel NAME.backend NAME.url "
+        "NAME.max_prompt_tokens NAME.concurrent",
         "attention": "shared_prompt implementation",
         "evaluate": "sets samples temperature top_p max_response_tokens overlap metric",
         "schedule": "iterations epochs stream compare_iterations dispatch evaluate_every "
@@ -68,7 +69,7 @@ _KEYS: dict[Change, dict[str, str]] = {
         "publish": "mode probe_tokens probe_tolerance noise_margin only_logged",
     },
     Change.NEW_RUN: {
-        "teacher": "NAME.weight",
+        "teacher": "NAME.weight NAME.hint_column NAME.hint_text",
         "data": "train demonstrations question_column answer_column teacher_column chat_template template_options "
         "system_prompt instruction max_prompt_tokens overlong_prompt shuffle",
         "rollout": "responses_per_prompt max_response_tokens temperature ignore_eos",
@@ -239,7 +240,8 @@ def fingerprints(config: Config) -> dict[str, str]:
     """
     digests = {"path": config.model.path, "fingerprint": model_fingerprint(config.model.path)}
     for name, teacher in config.teacher.items():
-        digests[f"teacher.{name}"] = model_fingerprint(teacher.model)
+        if teacher.model is not None:
+            digests[f"teacher.{name}"] = model_fingerprint(teacher.model)
     return digests
 
 

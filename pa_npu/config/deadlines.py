@@ -44,6 +44,7 @@ class Deadlines:
     trainer: TrainerConfig
     schedule: ScheduleConfig
     publish: PublishConfig
+    has_scored_teachers: bool = False
 
     @property
     def request_limit_s(self) -> float:
@@ -82,6 +83,15 @@ class Deadlines:
         return max(limits)
 
     @property
+    def score_limit_s(self) -> float:
+        """The longest that a teacher's engines score a group, beside its rewards: one that is lost
+        has been replaced.
+        """
+        if not self.has_scored_teachers:
+            return 0.0
+        return self.rollout.request_timeout_s + self.run.startup_timeout_s
+
+    @property
     def group_limit_s(self) -> float:
         """The longest that a group is written: its request, or the sessions of its agents."""
         if self.environment.name != "agents":
@@ -101,7 +111,7 @@ class Deadlines:
         """trainer.wait_timeout_s, resolved."""
         timeout_s = self.trainer.wait_timeout_s
         return (
-            max(WAIT_TIMEOUT_S, self.group_limit_s + self.reward_limit_s)
+            max(WAIT_TIMEOUT_S, self.group_limit_s + max(self.reward_limit_s, self.score_limit_s))
             if timeout_s is None
             else timeout_s
         )

@@ -25,6 +25,8 @@ class Devices:
     trainer: TrainerConfig
     schedule: ScheduleConfig
     placement: PlacementConfig
+    teacher_sizes: tuple[int, ...] = ()
+    """Devices of each engine that is a teacher's."""
 
     @property
     def num_shared_engines(self) -> int:
@@ -94,7 +96,13 @@ class Devices:
     def num_devices(self) -> int:
         """The number of all devices, each counted once: the denominator of TPSPD."""
         num_dedicated_engines = self.rollout.engines - self.num_shared_engines
-        return self.trainer.devices + num_dedicated_engines * self.rollout.tensor_parallel
+        num_engine_devices = num_dedicated_engines * self.rollout.tensor_parallel
+        return self.trainer.devices + num_engine_devices + self.num_teacher_devices
+
+    @property
+    def num_teacher_devices(self) -> int:
+        """The number of devices of teachers' engines."""
+        return sum(self.teacher_sizes)
 
     @property
     def devices_per_node(self) -> int:
@@ -105,7 +113,18 @@ class Devices:
     def engine_devices(self) -> tuple[int, ...] | None:
         """The engines' part of placement.devices; empty with placement.colocate."""
         indices = self.placement.devices
-        return None if indices is None else indices[: len(indices) - self.trainer.devices]
+        if indices is None:
+            return None
+        return indices[: len(indices) - self.trainer.devices - self.num_teacher_devices]
+
+    @property
+    def teacher_devices(self) -> tuple[int, ...] | None:
+        """The part of placement.devices that teachers' engines have."""
+        indices = self.placement.devices
+        if indices is None:
+            return None
+        end = len(indices) - self.trainer.devices
+        return indices[end - self.num_teacher_devices : end]
 
     @property
     def trainer_devices(self) -> tuple[int, ...] | None:

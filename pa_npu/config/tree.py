@@ -72,6 +72,41 @@ class ConfigTree(Section):
         return Mesh.of_trainer(self.trainer)
 
     @property
+    def scored_teachers(self) -> dict[str, TeacherConfig]:
+        """The teachers whose log-probs come with the groups, by name."""
+        return {name: teacher for name, teacher in self.teacher.items() if teacher.is_scored}
+
+    @property
+    def teacher_engines(self) -> tuple[str, ...]:
+        """Of each engine that the run starts for a teacher, the teacher's name, in order."""
+        names: list[str] = []
+        for name, teacher in self.teacher.items():
+            if teacher.place == "engines":
+                names += [name] * teacher.engines
+        return tuple(names)
+
+    @property
+    def scored_choices(self) -> int:
+        """How many of the most likely tokens the engines of teachers give at each place."""
+        if not self.scored_teachers or self.algorithm.distill_divergence == "sampled":
+            return 0
+        return self.algorithm.distill_top_k
+
+    def hinted_prompt_tokens(self, teacher: TeacherConfig) -> int:
+        """Returns the longest prompt of a teacher that is the policy with a hint."""
+        return teacher.max_prompt_tokens or 2 * self.data.max_prompt_tokens
+
+    @property
+    def engine_tokens(self) -> int:
+        """Tokens of the longest sequence that the policy's engines take."""
+        written = self.rollout.max_response_tokens
+        longest = self.data.max_prompt_tokens + written
+        for teacher in self.teacher.values():
+            if teacher.place == "policy":  # a request that scores also writes one token
+                longest = max(longest, self.hinted_prompt_tokens(teacher) + written + 1)
+        return longest
+
+    @property
     def microbatch_responses(self) -> int:
         """Responses per microbatch, resolved."""
         return self.microbatch.responses or self.rollout.responses_per_prompt
@@ -106,6 +141,7 @@ class ConfigTree(Section):
             trainer=self.trainer,
             schedule=self.schedule,
             publish=self.publish,
+            has_scored_teachers=bool(self.scored_teachers),
         )
 
     @property
@@ -121,4 +157,7 @@ class ConfigTree(Section):
             trainer=self.trainer,
             schedule=self.schedule,
             placement=self.placement,
+            teacher_sizes=tuple(
+                self.teacher[name].tensor_parallel for name in self.teacher_engines
+            ),
         )

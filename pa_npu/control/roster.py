@@ -19,6 +19,7 @@ import logging
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
+from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, StoreError
 from pa_npu.control.typed import Counter, Topic
 
@@ -26,6 +27,12 @@ T = TypeVar("T")
 
 PREFIX = "pa/engines/"
 _MARK_BYTES = 32
+
+
+def teacher_prefix(config: Config, name: str) -> str:
+    """Returns the prefix of the roster of a teacher's engines."""
+    return f"pa/teachers/{list(config.teacher).index(name)}/"
+
 
 log = logging.getLogger(__name__)
 

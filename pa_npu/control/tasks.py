@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+S = TypeVar("S")
 T = TypeVar("T")
 # The launcher kills what is left after 5 s (GRACE_S of its process tree).
 LONGEST_S = 4.0
@@ -82,6 +83,16 @@ async def gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)
+    finally:
+        await cancel(tasks)
+
+
+async def gather_both(first: Awaitable[T], second: Awaitable[S]) -> tuple[T, S]:
+    """Does both at the same time. The first failure cancels the other and is raised."""
+    tasks = (asyncio.ensure_future(first), asyncio.ensure_future(second))
+    try:
+        await asyncio.gather(*tasks)
+        return tasks[0].result(), tasks[1].result()
     finally:
         await cancel(tasks)
 

@@ -15,6 +15,7 @@ from pa_npu.coordinator.row_groups import sample_of
 from pa_npu.data.row_sets import Row, RowSet
 from pa_npu.data.row_stream import RowGroup, in_order_of_work
 from pa_npu.data.stream import PromptStream
+from pa_npu.samples.teachers import teacher_columns, without_scores
 
 
 class Demonstrations:
@@ -28,6 +29,7 @@ class Demonstrations:
         self._num_rows = config.demonstration_groups * self._size
         self._weight = demonstrated.weight
         self._component = algorithm.demonstrations.number
+        self._columns = teacher_columns(config)
         self._rows: PromptStream[Row] = PromptStream(
             loaded.rows, config.run.seed, config.data.shuffle
         )
@@ -47,4 +49,5 @@ class Demonstrations:
         samples = [
             sample_of(row, component=self._component, factor=self._weight) for row in prompt.rows
         ]
+        samples = without_scores(samples, self._columns)
         return ScoredGroup(prompt, samples, None, is_demonstration=True)

@@ -1,6 +1,6 @@
 """Groups that engines write: from prompts to scored groups, each admitted whole to one engine.
 
-    prompts, by schedule ──admit──> environment on an engine ──samples──> rewards ──> deliver
+    prompts, by schedule ──admit──> environment on an engine ──samples──> rewards, teachers ──> deliver
                     (window per engine)          (each group on its own, as soon as the one before
                                                  its arrow is done)
 
@@ -14,12 +14,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
-from pa_npu.control.tasks import TaskScope
+from pa_npu.control.tasks import TaskScope, gather_both
 from pa_npu.coordinator.admission import Admission, Admitted, Planner
 from pa_npu.coordinator.answers import answers_of
 from pa_npu.coordinator.delivery import Delivery
@@ -34,6 +34,7 @@ from pa_npu.coordinator.episode import (
 from pa_npu.coordinator.features import AdmissionPace, Feature, HookPoints, IdleTailMeter
 from pa_npu.coordinator.group_source import Deliver
 from pa_npu.coordinator.producer import Producer
+from pa_npu.coordinator.teachers import Teachers
 from pa_npu.coordinator.updates import EveryGroup
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.teachers import teacher_number
@@ -47,12 +48,15 @@ from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.samples.seeds import group_seed
 from pa_npu.samples.teachers import with_teacher
+from pa_npu.samples.types import Sample
 from pa_npu.telemetry.timeline import Timeline, now
 
 
 @dataclass(eq=False, repr=False)
 class EngineGroups:
-    """The GroupSource of a run with engines. work: what training a group costs."""
+    """The GroupSource of a run with engines. work: what training a group costs. teachers: those that
+    engines compute; None without any.
+    """
 
     config: Config
     pool: EnginePool
@@ -62,6 +66,7 @@ class EngineGroups:
     sampling: Sampling
     timeline: Timeline
     work: GroupCost
+    teachers: Teachers | None = None
 
     def __post_init__(self) -> None:
         self.algorithm = build_algorithm(self.config)
@@ -160,9 +165,13 @@ class IterationOnEngines:
             samples = await run_episode(
                 config, source.environment, prompt, size, generate, max_tokens
             )
-        samples = with_components(source.algorithm, samples)
-        if config.data.teacher_column is not None:
-            samples = with_teacher(samples, teacher_number(prompt, config))
+            samples = with_components(source.algorithm, samples)
+            if config.data.teacher_column is not None:
+                samples = with_teacher(samples, teacher_number(prompt, config))
+            teachers = source.teachers
+            if teachers is not None and teachers.is_session_needed(prompt):
+                samples = await self._scored(teachers, admitted, samples, session)
+                teachers = None
         generate.answers.expect(generate.num_trained)
         for tell in points.generated:
             tell(session.lease)
@@ -174,7 +183,12 @@ class IterationOnEngines:
         timeline.complete(f"group {index}", start_s, now(), lane, iteration=iteration, **shape)
         start_s = now()
         generate.answers.check_seeds(config.run.seed, iteration, index)
-        group = await score(source.rewards, prompt, samples, generate.counted, generate.answers)
+        rewarded = score(source.rewards, prompt, samples, generate.counted, generate.answers)
+        if teachers is None:
+            group = await rewarded
+        else:
+            scored, group = await gather_both(self._scored(teachers, admitted, samples), rewarded)
+            group = replace(group, samples=scored)
         timeline.complete(
             f"reward {index}",
             start_s,
@@ -184,6 +198,29 @@ class IterationOnEngines:
             computed=group.computed,
         )
         return group, session.lease
+
+    async def _scored(
+        self,
+        teachers: Teachers,
+        admitted: Admitted,
+        samples: list[Sample],
+        session: GroupSession | None = None,
+    ) -> list[Sample]:
+        """Returns the samples of a group with what their teacher says of them."""
+        index = admitted.index
+        start_s = now()
+        scored = await teachers.score(
+            admitted.prompt,
+            samples,
+            iteration=self.number,
+            label=f"group {index} of iteration {self.number}",
+            session=session,
+        )
+        end_s = now()
+        self.source.timeline.complete(
+            f"score {index}", start_s, end_s, "teachers", iteration=self.number
+        )
+        return scored
 
 
 def producer_on_engines(
@@ -201,6 +238,7 @@ def producer_on_engines(
     *,
     streamed: Callable[..., Delivery] = Delivery,
     demonstrations: Demonstrations | None = None,
+    teachers: Teachers | None = None,
 ) -> Producer:
     """Makes the producer whose groups engines write; see Producer and EngineGroups."""
     source = EngineGroups(
@@ -212,6 +250,7 @@ def producer_on_engines(
         sampling=sampling,
         timeline=timeline,
         work=work,
+        teachers=teachers,
     )
     return Producer(
         config=config,

@@ -16,6 +16,7 @@ from pa_npu.control.channel import StoreChannel, connect
 from pa_npu.coordinator.assembly import make_sessions
 from pa_npu.coordinator.demonstrations import Demonstrations
 from pa_npu.coordinator.start import first_version, store_address
+from pa_npu.data.hints import hints_of
 from pa_npu.data.prompts import Prompt, load_prompts, load_training
 from pa_npu.data.stream import TrainingStream
 from pa_npu.data.teachers import check_teacher_names
@@ -128,7 +129,7 @@ def load_prompt_sets(
 ) -> tuple[TrainingStream[Prompt], dict[str, tuple[Prompt, ...]]]:
     """Returns the training stream at the position of the checkpoint, and held-out prompts by set."""
     answers = needs_answers(config.reward, config.environment)
-    loaded = load_training(config.data, tokenizer, answers)
+    loaded = load_training(config.data, tokenizer, answers, hints_of(config))
     for prompts in loaded:
         check_teacher_names(prompts.prompts, prompts.path, config)
         logger.info("training on %s", prompts.summary)

@@ -57,6 +57,7 @@ from pa_npu.coordinator.roles import RolesDelivery
 from pa_npu.coordinator.run_on_rows import run_on_rows
 from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.coordinator.start import lead, make_records
+from pa_npu.coordinator.teachers import Teachers, open_teachers
 from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.engines.membership import Fleet
 from pa_npu.engines.pool import EnginePool
@@ -101,8 +102,13 @@ async def run(config: Config) -> None:
         channel = inputs.channel(attempt_prefix())
         engines = await open_engines(stack, config, inputs)
         shared = await open_shared(stack, config, inputs)
-        production = await open_production(stack, config, inputs, engines.pool, shared)
+        teachers, known_teachers = await open_teachers(stack, config, inputs)
+        production = await open_production(stack, config, inputs, engines.pool, shared, teachers)
         await engines.fleet.wait_all_ready()
+        if any(teacher.place == "policy" for teacher in config.teacher.values()):
+            engines.fleet.check_scores(config.rollout.temperature)
+        for teacher in known_teachers:
+            await teacher.ready()
         if config.devices.engines_sleep:
             engines.fleet.check_sleep()
         connection, trainers = await connect_to_trainers(config, channel, inputs.store)
@@ -206,7 +212,12 @@ class ProductionParts:
 
 
 async def open_production(
-    stack: AsyncExitStack, config: Config, inputs: RunInputs, pool: EnginePool, shared: Shared
+    stack: AsyncExitStack,
+    config: Config,
+    inputs: RunInputs,
+    pool: EnginePool,
+    shared: Shared,
+    teachers: Teachers | None = None,
 ) -> ProductionParts:
     """Makes the producer, and opens its environment and gateway on `stack`."""
     # groups go through a client of their own, so that a slow put delays no wait
@@ -242,6 +253,7 @@ async def open_production(
         features=features,
         streamed=make_delivery,
         demonstrations=inputs.demonstrations,
+        teachers=teachers,
     )
     return ProductionParts(buffer, controller, service, producer)
 

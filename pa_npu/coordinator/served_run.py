@@ -1,7 +1,8 @@
 """ServedRun: what a gateway with a port of its own (agent.port) offers beside sessions, for the run's key.
 
     POST /v1/chat/completions, /v1/completions    a sample of the version that the engines hold,
-                                                  which trains nothing
+                                                  which trains nothing; with echo and logprobs also
+                                                  the log-probs of given tokens
     GET  /v1/models, /v1/models/policy            the model, and that version
     POST /groups                                  copies of the run's groups, by columns; each task
                                                   gets each group once
@@ -14,10 +15,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from itertools import count
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -40,17 +41,20 @@ from pa_npu.config.schema import Config
 from pa_npu.control.tasks import cancel
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.features import Feature
+from pa_npu.engines.echo import echo_logprobs
 from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool
-from pa_npu.engines.protocol import Generation, Sampling
+from pa_npu.engines.protocol import NO_TOKENS, Generation, Sampling, Scores, Scoring
 from pa_npu.errors import PaNpuError
 from pa_npu.samples.attachments import described
 from pa_npu.samples.group import IDENTITY, PER_SAMPLE, PER_TOKEN, Group
 from pa_npu.samples.seeds import group_seed
 
+T = TypeVar("T")
 # Beside all iterations of training and evaluation, whose groups have seeds of their own.
 _SEED_ITERATION = 2**61
 _MOST_GROUPS = 1024
+_NO_LOGPROBS: npt.NDArray[np.float32] = np.zeros(0, np.float32)
 _MOST_TASKS = 64
 _ABOUT = "about"  # identity and texts
 _FOLLOWING = ("trained", "written")
@@ -118,7 +122,7 @@ class ServedRun(Feature):
         self._arrived = asyncio.Event()
         self._version: int | None = None
         self._holds = asyncio.Event()
-        self._running: set[asyncio.Task[list[Generation]]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
         self._admitting = asyncio.Lock()
 
     # the coordinator's side
@@ -199,7 +203,22 @@ class ServedRun(Feature):
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         asked = await self._read(request, TEXT_FIELDS)
-        prompt = asked.prompt
+        prompts = asked.prompts
+        if len(prompts) > 1 and asked.stream:
+            raise RequestRefused("stream: one prompt at a time", param="stream")
+        whole = [await self._complete(prompt, asked) for prompt in prompts]
+        answer = whole[0]
+        for further in whole[1:]:
+            answer["choices"] += further["choices"]
+            answer["weight_version"] = max(answer["weight_version"], further["weight_version"])
+            for name, number in further["usage"].items():
+                answer["usage"][name] += number
+        for number, choice in enumerate(answer["choices"]):
+            choice["index"] = number
+        return await send_answer(request, answer, _stream(answer, asked))
+
+    async def _complete(self, prompt: str | list[int], asked: CompletionRequest) -> dict[str, Any]:
+        """Returns the answer to one prompt."""
         tokens = (
             self._chat.encode(prompt, begins=True, templated=False)
             if isinstance(prompt, str)
@@ -210,13 +229,44 @@ class ServedRun(Feature):
                 f"prompt: token {max(tokens)} is not in the model's vocabulary", param="prompt"
             )
         number = next(self._requests)
-        generations = await self._sample(tokens, asked, number)
+        scores = await self._score(tokens, asked)
+        generations = [Generation(NO_TOKENS, _NO_LOGPROBS, "", "length", self._version)]
+        if asked.max_tokens != 0:
+            generations = await self._sample(tokens, asked, number)
         written = [
             (ChatAnswer(self._chat.decode_answer(generation, asked.stop)[1], {}, ()), generation)
             for generation in generations
         ]
         answer = whole_answer(self._chat, f"cmpl-{number}", written, tokens, asked)
-        return await send_answer(request, answer, _stream(answer, asked))
+        if asked.echo:
+            for choice, generation in zip(answer["choices"], generations, strict=True):
+                self._echo(choice, tokens, generation, scores)
+        return answer
+
+    def _echo(
+        self,
+        choice: dict[str, Any],
+        prompt: Sequence[int],
+        generation: Generation,
+        scores: Scores | None,
+    ) -> None:
+        """Puts the prompt, and its log-probs where they were asked for, before what was written."""
+
+        def decode(tokens: Sequence[int]) -> str:
+            return str(self._chat.tokenizer.decode(list(tokens)))
+
+        choice["text"] = decode(prompt) + choice["text"]
+        if scores is None:
+            return
+        likely = [
+            list(zip(numbers, logprobs, strict=False))
+            for numbers, logprobs in zip(
+                scores.choices[1:].tolist(), scores.choice_logprobs[1:].tolist(), strict=True
+            )
+        ]
+        tokens = [*prompt, *generation.tokens.tolist()]
+        logprobs = [*scores.logprobs[1:].tolist(), *generation.logprobs.tolist()]
+        choice["logprobs"] = echo_logprobs(decode, tokens, logprobs, likely)
 
     async def _read(self, request: web.Request, fields: Sequence[str]) -> CompletionRequest:
         body = await read_json(request)
@@ -226,18 +276,30 @@ class ServedRun(Feature):
         )
         return read_request(body, rules=rules, endpoint_fields=fields, free=True)
 
+    async def _score(self, tokens: Sequence[int], asked: CompletionRequest) -> Scores | None:
+        """Returns the scores of a prompt that is echoed with log-probs; None for all others."""
+        if not (asked.echo and asked.logprobs):
+            return None
+        scoring = Scoring(num_choices=asked.num_logprobs)
+        if len(tokens) < 2:  # its one token follows from nothing
+            return Scores(
+                np.zeros(len(tokens), np.float32),
+                np.zeros((len(tokens), 0), np.int32),
+                np.zeros((len(tokens), 0), np.float32),
+            )
+        self._room_behind(tokens)
+        array = np.asarray(tokens, np.int32)
+
+        async def score() -> Scores:
+            with await self._session(1, len(tokens)) as session:
+                return await session.score(array, scoring)
+
+        return await self._by_one_version(score, "scores")
+
     async def _sample(
         self, tokens: Sequence[int], asked: CompletionRequest, number: int
     ) -> list[Generation]:
-        """Written by one version: again where weights change meanwhile."""
-        longest = self.config.data.max_prompt_tokens + self.sampling.max_tokens
-        left = min(longest - len(tokens), self.sampling.max_tokens)
-        if not tokens or left < 1:
-            line = (
-                f"{len(tokens)} tokens; a prompt has at least one, and with its answer at most "
-                f"{longest}"
-            )
-            raise RequestRefused(line, code="context_length_exceeded", param="prompt")
+        left = self._room_behind(tokens)
         sampling = replace(
             self.sampling,
             max_tokens=min(left, asked.max_tokens or left),
@@ -253,6 +315,28 @@ class ServedRun(Feature):
             else asked.seed
         )
         prompt = np.asarray(tokens, np.int32)
+
+        async def write() -> list[Generation]:
+            num_tokens = asked.n * (len(prompt) + sampling.max_tokens)
+            with await self._session(asked.n, num_tokens) as session:
+                return await session.generate(prompt, asked.n, seed, sampling)
+
+        return await self._by_one_version(write, f"sample {number}")
+
+    def _room_behind(self, tokens: Sequence[int]) -> int:
+        """Returns how many tokens may be written behind these. Raises RequestRefused."""
+        longest = self.config.data.max_prompt_tokens + self.sampling.max_tokens
+        left = min(longest - len(tokens), self.sampling.max_tokens)
+        if not tokens or left < 1:
+            line = (
+                f"{len(tokens)} tokens; a prompt has at least one, and with its answer at most "
+                f"{longest}"
+            )
+            raise RequestRefused(line, code="context_length_exceeded", param="prompt")
+        return left
+
+    async def _by_one_version(self, call: Callable[[], Coroutine[Any, Any, T]], name: str) -> T:
+        """Does what `call` does, again where weights change meanwhile."""
         while True:
             try:
                 await asyncio.wait_for(self._holds.wait(), self.config.deadlines.wait_timeout_s)
@@ -260,9 +344,7 @@ class ServedRun(Feature):
                 raise RequestRefused(
                     "the engines wait for weights; try later", status=503
                 ) from None
-            task = asyncio.create_task(
-                self._write(prompt, asked.n, seed, sampling), name=f"sample {number}"
-            )
+            task = asyncio.create_task(call(), name=name)
             self._running.add(task)
             try:
                 await asyncio.wait({task})
@@ -275,23 +357,20 @@ class ServedRun(Feature):
                 except PaNpuError as error:  # a sample for others ends no run
                     raise RequestRefused(str(error), status=503) from None
 
-    async def _write(
-        self, prompt: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling
-    ) -> list[Generation]:
-        tokens = n * (len(prompt) + sampling.max_tokens)
+    async def _session(self, sequences: int, tokens: int) -> GroupSession:
+        """Returns a session with room for so many sequences."""
         async with self._admitting:
             lease = await self.pool.admit(
-                n, tokens, self._window, self.config.deadlines.engine_wait_s
+                sequences, tokens, self._window, self.config.deadlines.engine_wait_s
             )
-        with GroupSession(
+        return GroupSession(
             self.pool,
             lease,
             self._window,
             deadline_s=self.config.rollout.request_timeout_s,
             again_deadline_s=self.config.deadlines.engine_wait_s,
             label="a sample for another program",
-        ) as session:
-            return await session.generate(prompt, n, seed, sampling)
+        )
 
     def _window(self, _: str) -> int:
         return self.config.rollout.max_num_seqs

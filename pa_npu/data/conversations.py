@@ -8,6 +8,9 @@ Two ways tell these, and the first that applies is taken for all rows of a datas
                 are beginnings of the whole text, what lies between them is the message
              2. else with another content in its place: what differs is the message, and an end
                 token that follows at once belongs to it
+             A template without an end token of its own, as GLM's, ends a message by the next
+             one's role: that token belongs to the message where a response stops at it, and behind
+             the last message an end token is put, so that the model learns to stop
 
 The second way fails where a template writes the rest of a conversation differently with another
 message in it. That is found on the row, and refused in one line.
@@ -25,6 +28,7 @@ from pa_npu.config.sections.inputs import DataConfig
 from pa_npu.data.messages import Message, left_out
 from pa_npu.data.prompts import knows_reasoning, with_reasoning
 from pa_npu.data.row_layouts import Conversation, PlainText, RowContent
+from pa_npu.data.stop_tokens import special_texts, stop_texts
 from pa_npu.data.template import (
     TemplateFailed,
     check_options,
@@ -80,6 +84,8 @@ class Renderer:
         text = self._template if isinstance(self._template, str) else ""
         self._has_marks = bool(_GENERATION.search(text))
         self._end_token = str(getattr(tokenizer, "eos_token", None) or "")
+        self._stops = stop_texts(tokenizer)
+        self._specials = special_texts(tokenizer)
         self._rules: list[str] = []
         if not getattr(tokenizer, "is_fast", False):
             raise DataError(
@@ -212,7 +218,7 @@ class Renderer:
             why = "the template's generation marks are around nothing that has a weight"
         else:
             self._use(COMPARED)
-            written = self._compared(row, text)
+            text, written = self._ended(row, text, self._compared(row, text))
             why = "every message of the assistant has the weight 0, or is empty"
         return TrainedText(row.location, text, written, special=False, why_nothing=why)
 
@@ -275,6 +281,27 @@ class Renderer:
             if span[1] > span[0]:
                 written.append(Written(*span, weight))
         return tuple(written)
+
+    def _ended(
+        self, row: Conversation, text: str, written: tuple[Written, ...]
+    ) -> tuple[str, tuple[Written, ...]]:
+        """Returns the text and its trained stretches, each with what ends a response behind it."""
+        ended = []
+        for stretch in written:
+            following = text[stretch.end :].lstrip()
+            stop = next((stop for stop in self._stops if following.startswith(stop)), "")
+            if stop and not text[: stretch.end].endswith(self._specials):
+                end = len(text) - len(following) + len(stop)
+                stretch = replace(stretch, end=end)
+            ended.append(stretch)
+        is_last = bool(ended) and row.messages[-1]["role"] == "assistant" and row.weights[-1] > 0
+        if not is_last or not self._end_token:
+            return text, tuple(ended)
+        last = ended[-1]
+        if last.end < len(text.rstrip()) or text[: last.end].endswith(self._specials):
+            return text, tuple(ended)
+        text = text[: last.end] + self._end_token
+        return text, (*ended[:-1], replace(last, end=len(text)))
 
     def _between_beginnings(
         self, row: Conversation, text: str, number: int

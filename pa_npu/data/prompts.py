@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from pa_npu.config.plain_file import reason
 from pa_npu.config.sections.inputs import DataConfig, Dataset, TrainingDataset
 from pa_npu.config.words import counted
+from pa_npu.data.hints import Hint
 from pa_npu.data.messages import Message, left_out
 from pa_npu.data.records import Columns, Record, read_records
 from pa_npu.data.template import TemplateFailed, check_options, chosen_template, rendered
@@ -40,6 +41,7 @@ class Prompt:
     prompt_id: row of the dataset, from 0; of several datasets, as if they were one behind the
     other. tokens: int32 [P]. text: the rendered prompt. answer: the final answer, without GSM8K's
     reasoning. row: the dataset row as it was read. source: what its dataset is called.
+    hinted: by teacher, the tokens of the prompt with its hint.
     """
 
     prompt_id: int
@@ -48,6 +50,7 @@ class Prompt:
     text: str
     row: dict[str, Any]
     source: str = ""
+    hinted: Mapping[str, npt.NDArray[np.int32]] = field(default_factory=dict)
 
     @property
     def identity(self) -> bytes:
@@ -90,6 +93,7 @@ def load_prompts(
     key: str,
     first_id: int = 0,
     needs_answer: bool = True,
+    hints: Sequence[Hint] = (),
 ) -> PromptSet:
     """Reads, renders and tokenizes a dataset. Raises DataError for unusable data.
 
@@ -98,6 +102,7 @@ def load_prompts(
         key: the configuration key that names the dataset, for messages.
         first_id: prompt_id of its first row.
         needs_answer: as Columns.
+        hints: with each of which every prompt is made a second time.
     """
     is_training = isinstance(dataset, TrainingDataset)
     path = dataset.path
@@ -118,6 +123,7 @@ def load_prompts(
     source = dataset.called if isinstance(dataset, TrainingDataset) else ""
     limit = config.max_prompt_tokens
     prompts: list[Prompt] = []
+    used: list[Record] = []
     too_long: list[_Encoded] = []
     shortest = sys.maxsize
     for number, encoded in enumerate(_encoded(records, tokenizer, config)):
@@ -133,6 +139,7 @@ def load_prompts(
             text = tokenizer.decode(tokens)
         array = np.asarray(tokens, np.int32)
         prompts.append(Prompt(first_id + number, array, record.answer, text, record.row, source))
+        used.append(record)
     if too_long and config.overlong_prompt == "refuse":
         first = too_long[0]
         longest = max(too_long, key=lambda encoded: encoded.num_tokens)
@@ -147,11 +154,44 @@ def load_prompts(
             f"{key}: all {len(records)} prompts of {path} are longer than data.max_prompt_tokens = "
             f"{limit} and were skipped; raise data.max_prompt_tokens (shortest: {shortest})"
         )
+    for hint in hints:
+        prompts = _with_hint(hint, prompts, used, tokenizer, config)
     num_skipped = len(records) - len(prompts)
     return PromptSet(path, tuple(prompts), len(records), len(too_long) - num_skipped, num_skipped)
 
 
-def load_training(config: DataConfig, tokenizer: Any, needs_answer: bool = True) -> list[PromptSet]:
+def _with_hint(
+    hint: Hint,
+    prompts: Sequence[Prompt],
+    records: Sequence[Record],
+    tokenizer: Any,
+    config: DataConfig,
+) -> list[Prompt]:
+    """Returns the prompts with their tokens behind which a hint's teacher scores their responses."""
+    shown = [hint.shown_with(record) for record in records if hint.is_for(record)]
+    with_hint = _encoded(shown, tokenizer, config)
+    found = []
+    for prompt, record in zip(prompts, records, strict=True):
+        if hint.is_for(record):
+            encoded = next(with_hint)
+            if encoded.num_tokens > hint.max_tokens:
+                raise DataError(
+                    f"{record.location}: the prompt with its hint has {encoded.size} tokens, more "
+                    f"than teacher.{hint.teacher}.max_prompt_tokens = {hint.max_tokens}; raise it, "
+                    "or shorten the hint"
+                )
+            tokens = np.asarray(encoded.tokens, np.int32)
+            prompt = replace(prompt, hinted={**prompt.hinted, hint.teacher: tokens})
+        found.append(prompt)
+    return found
+
+
+def load_training(
+    config: DataConfig,
+    tokenizer: Any,
+    needs_answer: bool = True,
+    hints: Sequence[Hint] = (),
+) -> list[PromptSet]:
     """The training datasets, in the configuration's order, with prompt_ids of their own.
 
     Raises DataError.
@@ -160,7 +200,9 @@ def load_training(config: DataConfig, tokenizer: Any, needs_answer: bool = True)
     for number, dataset in enumerate(config.datasets):
         first_id = sum(prompts.num_read for prompts in sets)
         sets.append(
-            load_prompts(dataset, tokenizer, config, config.key_of(number), first_id, needs_answer)
+            load_prompts(
+                dataset, tokenizer, config, config.key_of(number), first_id, needs_answer, hints
+            )
         )
     return sets
 

@@ -72,6 +72,11 @@ class PromptStream(Generic[Item]):
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.arange(0)
 
+    @property
+    def first(self) -> Item:
+        """The first prompt of the dataset."""
+        return self._prompts[0]
+
     def take(self, num_prompts: int) -> list[Item]:
         """The next prompts; runs over into the next epoch where needed."""
         return [self._next() for _ in range(num_prompts)]
@@ -146,6 +151,11 @@ class TrainingStream(Generic[Item]):
         ]
         self._taken = [0] * len(self._streams)
         self._demonstrations = demonstrations
+
+    @property
+    def first(self) -> Item:
+        """The first prompt of the first dataset, wherever the stream is."""
+        return self._streams[0].first
 
     def take(self, num_prompts: int) -> list[Item]:
         """The next prompts."""

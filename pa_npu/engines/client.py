@@ -22,6 +22,7 @@ import numpy.typing as npt
 from pa_npu.config.texts import path_problem
 from pa_npu.control.bounded_http import bounded_get, read_at_most
 from pa_npu.engines.codec import (
+    SERVED_MODEL,
     DecodedAnswer,
     checked_generations,
     decode_answer,
@@ -45,7 +46,16 @@ from pa_npu.engines.protocol import (
     Generation,
     LoadedWeights,
     Sampling,
+    Scores,
+    Scoring,
     WeightGroups,
+)
+from pa_npu.engines.score_codec import (
+    decode_places,
+    decode_scores,
+    encode_score_request,
+    score_bytes,
+    texts,
 )
 from pa_npu.engines.worker_answers import (
     loaded_weights,
@@ -92,10 +102,16 @@ class EngineClient:
         vocab_size: every token id must be below it.
         api_key: None takes VLLM_API_KEY, if set.
         kind: of the engine, the value of rollout.backend.
+        served_model: name of the model there.
     """
 
     def __init__(
-        self, url: str, vocab_size: int, api_key: str | None = None, kind: str = "vllm"
+        self,
+        url: str,
+        vocab_size: int,
+        api_key: str | None = None,
+        kind: str = "vllm",
+        served_model: str = SERVED_MODEL,
     ) -> None:
         self.name = url.rstrip("/")
         self._headers = {"Content-Type": "application/json"}
@@ -106,6 +122,7 @@ class EngineClient:
         self._responses: set[aiohttp.ClientResponse] = set()  # those that are being read
         self._vocab_size = vocab_size
         self._kind = kind
+        self._served_model = served_model
         self._asked_to_load = False
         self._version: int | None = None  # that it loaded for this client
         self._generating = 0
@@ -133,7 +150,7 @@ class EngineClient:
         deadline_s: float,
         written: npt.NDArray[np.int32] = NO_TOKENS,
     ) -> list[Generation]:
-        body = encode_request(prompt_tokens, n, seed, sampling, written)
+        body = encode_request(prompt_tokens, n, seed, sampling, written, self._served_model)
         num_given = len(prompt_tokens) + len(written)
         max_bytes = ANSWER_BYTES
         max_bytes += n * (_TOKEN_BYTES * sampling.max_tokens + _PROMPT_TOKEN_BYTES * num_given)
@@ -204,6 +221,40 @@ class EngineClient:
                 with_routes(response, ids.reshape(-1)[:end], num_given, routes, self.name)
             )
         return completed
+
+    async def score(
+        self, tokens: npt.NDArray[np.int32], scoring: Scoring, *, deadline_s: float
+    ) -> Scores:
+        data, headers = await self._score(tokens, scoring, deadline_s)
+        version = self._check_version(headers)
+        # most of the work with an answer, for which no request should wait
+        return await asyncio.to_thread(
+            decode_scores, data, tokens, scoring, self._vocab_size, self.name, version
+        )
+
+    async def token_texts(
+        self, tokens: npt.NDArray[np.int32], *, deadline_s: float
+    ) -> list[Mapping[int, str]]:
+        """Returns for each place of a sequence the text of its token, by id, as the server has it."""
+        data, _ = await self._score(tokens, Scoring(), deadline_s)
+        return texts(decode_places(data, len(tokens), self.name))
+
+    async def _score(
+        self, tokens: npt.NDArray[np.int32], scoring: Scoring, deadline_s: float
+    ) -> tuple[bytes, Mapping[str, str]]:
+        self._generating += 1
+        try:
+            return await self._request(
+                "POST",
+                "/v1/completions",
+                encode_score_request(tokens, scoring, self._served_model),
+                deadline_s,
+                action="a request for scores",
+                max_bytes=ANSWER_BYTES + score_bytes(len(tokens), scoring.num_choices),
+                keep_connection=True,
+            )
+        finally:
+            self._generating -= 1
 
     async def cut_responses(self, *, deadline_s: float) -> None:
         # New requests wait between the two. Releases differ in the names of modes; `abort` is the
@@ -340,6 +391,7 @@ class EngineClient:
             continues=all_can("continues"),
             sleeps=all_can("sleeps"),
             records_routes=all_can("routes"),
+            scores_at_temperature=all_can("scores_at_temperature"),
         )
 
     def _check_version(self, headers: Mapping[str, str]) -> int | None:

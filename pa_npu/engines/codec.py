@@ -28,7 +28,7 @@ from pa_npu.samples.routes import NO_ROUTE, Routes
 SERVED_MODEL = "policy"
 """The name under which every engine serves the model."""
 # A log-prob may exceed 0 by rounding of the log-softmax; bf16 engines compute it in fp32.
-_LOGPROB_ROUNDING = 1e-4
+LOGPROB_ROUNDING = 1e-4
 # vLLM replaces -inf by this, which a sampled token cannot have.
 _LOGPROB_CLAMP = -9999.0
 # abort: how vLLM ends a response that is cut
@@ -75,6 +75,7 @@ def encode_request(
     seed: int,
     sampling: Sampling,
     written: npt.NDArray[np.int32] = NO_TOKENS,
+    served_model: str = SERVED_MODEL,
 ) -> bytes:
     """Returns the body of a request for n responses.
 
@@ -83,7 +84,7 @@ def encode_request(
     computes as a part of the prompt.
     """
     body: dict[str, Any] = {
-        "model": SERVED_MODEL,
+        "model": served_model,
         "prompt": [*prompt_tokens.tolist(), *written.tolist()],
         "n": n,
         "seed": seed,
@@ -380,9 +381,9 @@ def _checked_logprobs(
 ) -> npt.NDArray[np.float32]:
     # NaN fails both comparisons
     if len(logprobs) and not (
-        logprobs.min() > _LOGPROB_CLAMP and logprobs.max() <= _LOGPROB_ROUNDING
+        logprobs.min() > _LOGPROB_CLAMP and logprobs.max() <= LOGPROB_ROUNDING
     ):
-        position = int((~((logprobs > _LOGPROB_CLAMP) & (logprobs <= _LOGPROB_ROUNDING))).argmax())
+        position = int((~((logprobs > _LOGPROB_CLAMP) & (logprobs <= LOGPROB_ROUNDING))).argmax())
         raise EngineError(
             f"engine {engine}: response {_response_at(position, bounds)} has log-prob "
             f"{logprobs[position]}, must be finite and at most 0; are the engine's weights finite?"

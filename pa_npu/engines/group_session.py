@@ -29,6 +29,8 @@ from pa_npu.engines.protocol import (
     Generation,
     RolloutEngine,
     Sampling,
+    Scores,
+    Scoring,
 )
 from pa_npu.errors import DeadlineExceeded, InvariantViolation, UserError
 from pa_npu.samples.columns import continued
@@ -119,6 +121,30 @@ class GroupSession:
             )
         self._tokens += sum([len(response.tokens) for response in generations])
         return list(generations)
+
+    async def score(self, tokens: npt.NDArray[np.int32], scoring: Scoring) -> Scores:
+        """Returns the scores of a sequence by the engine that has the group, or by the next one of
+        the same version if that is gone.
+        """
+        for sends in count(1):
+            await self._leave_resting()
+            engine = self.lease.engine
+            try:
+                with self._pool.count_request(engine):
+                    return await engine.score(tokens, scoring, deadline_s=self._deadline_s)
+            except (EngineGone, DeadlineExceeded) as error:
+                if sends == _MAX_SENDS:
+                    raise EngineError(
+                        f"{self._label}: {sends} engines were lost while they scored it, the last: "
+                        f"{error}"
+                    ) from None
+                if not await self._move_from(engine, str(error)):
+                    raise
+            except EngineError:
+                # an engine whose device trains cuts all that it has in flight
+                if sends == _MAX_SENDS or not self._pool.is_resting(engine):
+                    raise
+        raise AssertionError("unreachable: the loop ends by return or raise")
 
     async def _continue(
         self,

@@ -134,6 +134,21 @@ class Fleet:
                     "--enable-sleep-mode, or set rollout.sleep=false"
                 )
 
+    def check_scores(self, temperature: float) -> None:
+        """Raises ConfigError if a ready engine cannot score at this temperature.
+
+        Call it if the policy is its own teacher.
+        """
+        for member in self._members.values():
+            capabilities = member.capabilities
+            can_scale = capabilities is None or capabilities.scores_at_temperature
+            if temperature != 1.0 and not can_scale:
+                raise ConfigError(
+                    f"teacher.NAME.hint_column: engine {member.name} scores at temperature 1 only, "
+                    f"and rollout.temperature = {temperature:g}; set it to 1, or use another "
+                    "release of the engine"
+                )
+
     def run_on(self) -> tuple[EngineRunsOn, ...]:
         """Returns what each ready engine runs on, in the order of the roster."""
         runs_on = []

@@ -96,6 +96,38 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """The way to score a sequence.
+
+    temperature: of the distribution whose log-probs are wanted.
+    num_choices: at each place, so many of the most likely tokens are wanted too; 0: none.
+    """
+
+    temperature: float = 1.0
+    num_choices: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """What a model says of the T tokens of a sequence, each behind those before it. Read only.
+
+    The first token follows from nothing: it has log-prob 0 and no likely tokens.
+
+    logprobs: float32 [T].
+    choices: int32 [T, k], the k most likely tokens at each place, the likeliest first; -1 at the
+        first.
+    choice_logprobs: float32 [T, k + 1], theirs, and last that of all other tokens together; [T, 0]
+        without choices.
+    version: of the weights that scored, as the engine states it.
+    """
+
+    logprobs: npt.NDArray[np.float32]
+    choices: npt.NDArray[np.int32]
+    choice_logprobs: npt.NDArray[np.float32]
+    version: int | None = None
+
+
+@dataclass(frozen=True)
 class WeightGroups:
     """The process groups in which an engine's workers receive weights.
 
@@ -144,6 +176,7 @@ class EngineCapabilities:
     continues: whether it continues responses that another engine has begun, and can cut its own.
     sleeps: whether it can give its device's memory back for a time.
     records_routes: whether it reports the experts of a mixture that each token took.
+    scores_at_temperature: whether it scores at other temperatures than 1.
     """
 
     kind: str
@@ -152,6 +185,7 @@ class EngineCapabilities:
     continues: bool = False
     sleeps: bool = False
     records_routes: bool = False
+    scores_at_temperature: bool = False
 
 
 class RolloutEngine(Protocol):
@@ -190,6 +224,21 @@ class RolloutEngine(Protocol):
                 responses. The rest is returned, and sampling.max_tokens is that of the rest.
 
         Returns n generations in the order of their seeds.
+
+        Raises:
+            DeadlineExceeded, EngineGone, EngineError: as every method.
+        """
+
+    async def score(
+        self, tokens: npt.NDArray[np.int32], scoring: Scoring, *, deadline_s: float
+    ) -> Scores:
+        """Returns the log-prob of every token of a sequence behind those before it.
+
+        Args:
+            tokens: int32 [T], at least 2.
+            scoring: temperature, and how many of the most likely tokens are wanted. Other
+                temperatures than 1 only of engines with `scores_at_temperature`.
+            deadline_s: seconds from now.
 
         Raises:
             DeadlineExceeded, EngineGone, EngineError: as every method.

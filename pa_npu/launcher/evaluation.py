@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pa_npu.agents.environment import evaluated
+from pa_npu.checkpoints.provenance import model_fingerprint
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.coordinator.environment_trial import check_environment
@@ -31,6 +32,7 @@ from pa_npu.evaluation.results import (
     summarise,
     write_results,
 )
+from pa_npu.evaluation.written_rows import write_rows
 from pa_npu.families.model_directory import check_tokenizer, load_tokenizer
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.checks.data import check_held_out, check_rewards
@@ -49,13 +51,20 @@ _VERSION = 0  # of a model that nobody trains
 
 
 def evaluate(
-    config: Config, checkpoint: str | None = None, compared_file: str | None = None
+    config: Config,
+    checkpoint: str | None = None,
+    compared_file: str | None = None,
+    rows_file: str | None = None,
+    *,
+    only_correct: bool = False,
 ) -> int:
     """Asks every question of every set, prints the table and writes the results; returns the exit
     code.
 
     checkpoint: is exported to model.path first.
     compared_file: results of an evaluation to compare with.
+    rows_file: the answers are written there as rows for the supervised stage.
+    only_correct: only those that are.
     """
     if not config.rollout.has_engines:
         raise ConfigError(
@@ -91,6 +100,16 @@ def evaluate(
         for line in difference_lines(before, evaluation.responses, compared_file):
             say(line)
     say(f"results by question: {file}")
+    if rows_file is not None:
+        rows = Path(rows_file)
+        written = write_rows(
+            rows,
+            config,
+            evaluation.responses,
+            fingerprint=model_fingerprint(config.model.path),
+            only_correct=only_correct,
+        )
+        say(written.line(rows))
     return 0
 
 

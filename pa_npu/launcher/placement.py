@@ -22,8 +22,9 @@ class Placement:
     """Devices and cores of one node's processes. An engine has rollout.tensor_parallel devices.
     cores: empty if unpinned.
 
-    Shared engines (placement.colocate) have devices of trainers. engines, ranks: which
-    engines and trainer ranks of the run these are, in the order of the other fields.
+    Shared engines (placement.colocate) have devices of trainers. engines, ranks, teachers: which
+    engines, trainer ranks and teachers' engines of the run these are, in the order of the other
+    fields.
     """
 
     engine_devices: tuple[tuple[int, ...], ...]
@@ -32,6 +33,15 @@ class Placement:
     trainer_cores: tuple[tuple[int, ...], ...]
     engines: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
+    teacher_devices: tuple[tuple[int, ...], ...] = ()
+    teacher_cores: tuple[tuple[int, ...], ...] = ()
+    teachers: tuple[int, ...] = ()
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """The devices of all processes."""
+        units = (*self.engine_devices, *self.teacher_devices)
+        return (*(index for unit in units for index in unit), *self.trainer_devices)
 
     def lines(self) -> list[str]:
         """For people: who runs where."""
@@ -47,6 +57,11 @@ class Placement:
         ]
         named += [
             (f"trainer-{rank}", where) for rank, where in zip(self.ranks, trainers, strict=True)
+        ]
+        teachers = self.teacher_cores if any(self.teacher_cores) else self.teacher_devices
+        named += [
+            (f"teacher-{index}", where)
+            for index, where in zip(self.teachers, teachers, strict=True)
         ]
         shared = [
             f"engine-{i}"
@@ -74,7 +89,7 @@ def placement_lines(placements: Sequence[Placement]) -> list[str]:
 
 
 def place(config: Config, num_devices: int | None, cores: Sequence[int]) -> Placement:
-    """Assign the devices of the only node, engines first.
+    """Assign the devices of the only node: engines, then teachers' engines, then trainers.
 
     num_devices: how many devices with memory of their own there are; None on cpu, where a device is
     one of `cores` and, without placement.devices, processes share cores unpinned when there are too
@@ -131,6 +146,7 @@ def _shares(config: Config, num_nodes: int, per_node: int) -> list[Placement]:
     engines = _units(
         "rollout", config.rollout.tensor_parallel, dedicated, config.devices.engine_devices, free
     )
+    teachers = _teacher_units(config, free)
     together = len(config.mesh.groups("tensor"))
     trainers = _units("trainer", config.mesh.tensor, together, config.devices.trainer_devices, free)
     devices = [index for unit in trainers for index in unit]
@@ -155,9 +171,25 @@ def _shares(config: Config, num_nodes: int, per_node: int) -> list[Placement]:
                 trainer_cores=((),) * len(ranks),
                 engines=tuple(here),
                 ranks=tuple(ranks),
+                # they are started on one machine only
+                teacher_devices=tuple(teachers),
+                teacher_cores=((),) * len(teachers),
+                teachers=tuple(range(len(teachers))),
             )
         )
     return placements
+
+
+def _teacher_units(config: Config, free: list[list[int]]) -> list[tuple[int, ...]]:
+    """Devices of each engine of a teacher, whose numbers of devices may differ."""
+    listed = config.devices.teacher_devices
+    units: list[tuple[int, ...]] = []
+    begin = 0
+    for name, size in zip(config.teacher_engines, config.devices.teacher_sizes, strict=True):
+        own = None if listed is None else listed[begin : begin + size]
+        units += _units(f"teacher.{name}", size, 1, own, free)
+        begin += size
+    return units
 
 
 def _shared_units(config: Config, trainers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -206,10 +238,7 @@ def settle_on_node(
 
     Raises ConfigError when the node has fewer devices than its share needs.
     """
-    used = [
-        *(index for engine in placement.engine_devices for index in engine),
-        *placement.trainer_devices,
-    ]
+    used = placement.used
     available = len(cores) if num_devices is None else num_devices
     enough = max(used, default=-1) < available
     if not enough and num_devices is not None:
@@ -224,6 +253,9 @@ def settle_on_node(
         placement,
         engine_cores=tuple(tuple(cores[i] for i in engine) for engine in placement.engine_devices),
         trainer_cores=tuple((cores[i],) for i in placement.trainer_devices),
+        teacher_cores=tuple(
+            tuple(cores[i] for i in teacher) for teacher in placement.teacher_devices
+        ),
     )
 
 
@@ -254,6 +286,17 @@ def engine_ports(config: Config, engines: Sequence[int]) -> list[int]:
     if config.placement.port:
         return [config.placement.port + 1 + index for index in engines]
     return free_ports(config.placement.address, len(engines))
+
+
+def teacher_ports(config: Config, teachers: Sequence[int], taken: Sequence[int]) -> list[int]:
+    """One port for each engine of a teacher: behind those of the engines, or free ones that are not
+    `taken`.
+    """
+    if config.placement.port:
+        first = config.placement.port + 1 + config.rollout.engines * (not config.rollout.attach)
+        return [first + index for index in teachers]
+    ports = free_ports(config.placement.address, len(teachers) + len(taken))
+    return [port for port in ports if port not in taken][: len(teachers)]
 
 
 def free_ports(host: str, count: int) -> list[int]:

@@ -33,7 +33,7 @@ from pa_npu.config.words import counted
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect, host_store
 from pa_npu.control.messages import TRAINERS_RUN_ON
 from pa_npu.control.roster import PREFIX as ROSTER_PREFIX
-from pa_npu.control.roster import Roster
+from pa_npu.control.roster import Roster, teacher_prefix
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.errors import BAD_INPUT, ConfigError, DataError
 from pa_npu.launcher.checks.engines import check_engines
@@ -48,7 +48,7 @@ from pa_npu.launcher.process.commands import Startable, Store, coordinator_comma
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
 from pa_npu.launcher.process.processes import Awaited, engine_answers, trainers_announced
-from pa_npu.launcher.process.recovery import Attempt, Recovery
+from pa_npu.launcher.process.recovery import Attempt, Recovery, StartedTeacher
 from pa_npu.launcher.process.supervisor import (
     EarlyEndRequest,
     StopSignals,
@@ -113,6 +113,9 @@ def _run(
             if config.rollout.has_engines
             else ""
         )
+        if config.teacher_engines:
+            of_teachers = counted(len(config.teacher_engines), "engine")
+            engines = f"{engines}{of_teachers} of teachers and "
         console.say(
             f"pa_npu {__version__}: {engines}{counted(config.trainer.devices, 'trainer rank')} "
             f"on {platform.name}{f', {nodes} nodes' if nodes > 1 else ''}; run directory {run_dir}"
@@ -164,6 +167,7 @@ def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
     roster = announce(config, plan.store, urls, plan.key)
     if config.rollout.has_engines:
         console.say(f"engines can join with: pa-npu join {plan.store.address}")
+    teachers = announce_teachers(config, plan)
     recovery = Recovery(
         config=config,
         tree=cluster.processes,
@@ -178,7 +182,8 @@ def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
         recovery.expect(engine)
     supervisor = Supervisor(cluster.processes, console, timeline, signals, recovery, plan.early_end)
     first = plan.attempt(config, 0)
-    return supervisor.run(engines, first.commands, [*await_engines(config, urls), *first.awaited])
+    awaited = [*await_engines(config, urls), *await_teachers(plan), *first.awaited]
+    return supervisor.run(engines, first.commands, awaited, teachers)
 
 
 def run_engines(config: Config) -> int:
@@ -281,6 +286,30 @@ def announce(config: Config, store: Store, urls: Sequence[str], key: str) -> Ros
             url, restarts=not config.rollout.attach, shared=config.devices.is_shared(index)
         )
     return roster
+
+
+def announce_teachers(config: Config, plan: Plan) -> list[StartedTeacher]:
+    """The rosters of the run's store with the engines of teachers, one for each teacher."""
+    rosters: dict[str, Roster] = {}
+    started = []
+    for role, name in zip(plan.cluster.teachers(), config.teacher_engines, strict=True):
+        if name not in rosters:
+            limit_s = config.run.startup_timeout_s
+            store = connect(plan.store.host, plan.store.port, limit_s)
+            channel = StoreChannel(store, teacher_prefix(config, name))
+            rosters[name] = Roster(channel, plan.key)
+        index = rosters[name].announce(plan.cluster.engine_url(role))
+        started.append(StartedTeacher(role, rosters[name], index))
+    return started
+
+
+def await_teachers(plan: Plan) -> list[Awaited]:
+    timeout_s = plan.config.run.startup_timeout_s
+    awaited = []
+    for role, name in zip(plan.cluster.teachers(), plan.config.teacher_engines, strict=True):
+        is_ready = partial(engine_answers, plan.cluster.engine_url(role))
+        awaited.append(Awaited(f"{role.name} ({name})", is_ready, timeout_s, role.name))
+    return awaited
 
 
 def _for_joining(config: Config) -> dict[str, Any]:

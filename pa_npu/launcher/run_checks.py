@@ -14,7 +14,6 @@ from pathlib import Path
 from pa_npu import platform as platforms
 from pa_npu.agents.parser_trial import check_tool_parser
 from pa_npu.algorithm.registry import build_algorithm
-from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.trial import check_algorithm
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
@@ -40,9 +39,11 @@ from pa_npu.launcher.checks.model import (
     adapter_lines,
     check_memory,
     check_model_files,
+    check_teacher_servers,
     check_teacher_vocabularies,
     check_teachers,
     planned_model,
+    teacher_directories,
 )
 from pa_npu.launcher.engine_key import engine_key
 from pa_npu.launcher.machine_limits import check_limits
@@ -52,6 +53,7 @@ from pa_npu.launcher.trainer_versions import trainer_problems
 from pa_npu.planning.automatic import with_places, with_share
 from pa_npu.planning.memory import without_adapters
 from pa_npu.planning.model_rules import settled_rule
+from pa_npu.planning.teachers import engine_teacher_specs, teacher_engine_config
 from pa_npu.platform.base import Platform
 
 
@@ -109,7 +111,7 @@ def check_surroundings(
     findings.spec = planned_model(config, findings) if forgive else check_model_files(config)
     if config.has_adapters:
         local.run(partial(check_adapters, config), config.model.adapter)
-    directories = trainer_models(config).directories
+    directories = teacher_directories(config)
     local.run(partial(check_teachers, config, findings.spec), *directories.values())
     check_memory(config, findings)
     backend_module(config.trainer.backend)
@@ -121,6 +123,12 @@ def check_surroundings(
             check_attached if config.rollout.attach else engine_kind(config.rollout.backend).check
         )
         local.run(partial(check, config))
+    for name, teacher in config.teacher.items():
+        if teacher.place == "engines":
+            own = teacher_engine_config(config, name)
+            spec = engine_teacher_specs(config)[name]
+            check_engine_keys(own, spec)
+            local.run(partial(engine_kind(own.rollout.backend).check, own))
     _check_machine(config, findings, local)
     return findings
 
@@ -163,6 +171,7 @@ def _check_samples(config: Config, findings: Findings, local: LocalChecks) -> Co
     if tokenizer is not None:
         check_tool_parser(config)
         check_environment(config, sample)
+        local.run(partial(check_teacher_servers, config, findings, tokenizer))
     return config
 
 
@@ -173,6 +182,7 @@ def _check_machine(config: Config, findings: Findings, local: LocalChecks) -> No
     placement = findings.placement
     num_engines = len(placement.engines) if placement else 0
     num_ranks = len(placement.ranks) if placement else 0
+    num_teachers = len(placement.teachers) if placement else 0
 
     local.run(partial(check_ports, config, placement.engines if placement else ()))
     local.run(partial(check_trackers, config))
@@ -180,7 +190,9 @@ def _check_machine(config: Config, findings: Findings, local: LocalChecks) -> No
     if changed:
         findings.notes.append(changed)
     local.run(partial(check_run_directory, config))
-    local.run(partial(check_limits, config, 1 + num_engines + num_ranks))  # 1: the coordinator
+    local.run(
+        partial(check_limits, config, 1 + num_engines + num_ranks + num_teachers)
+    )  # 1: the coordinator
     findings.notes += address_notes(config)
 
     platform = findings.platform

@@ -190,6 +190,15 @@ def evaluate_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="results of another evaluation to compare with, by question",
     )
+    parser.add_argument(
+        "--rows",
+        metavar="FILE",
+        help="write the answers there too, as rows that another model learns from "
+        "(algorithm.name=sft)",
+    )
+    parser.add_argument(
+        "--only-correct", action="store_true", help="of the answers, write the correct ones alone"
+    )
 
 
 def evaluate(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -197,17 +206,28 @@ def evaluate(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.results:
         from pa_npu.launcher.evaluation import show
 
-        if unread := [*options.data, *options.overrides, *rest]:
+        rows = [option for option in (options.rows,) if option]
+        if unread := [*options.data, *rows, *options.overrides, *rest]:
             raise UserError(
                 f"command line: {unread[0]}: --results asks nothing, so that this would be read by "
                 "nothing; remove it"
             )
         return show(options.results, options.compare)
+    if options.only_correct and not options.rows:
+        raise UserError(
+            "command line: --only-correct is about the rows that are written; add --rows FILE"
+        )
     with _called(_OWN_NAMES):
         config = _evaluated(options, rest)
         from pa_npu.launcher import evaluation
 
-        return evaluation.evaluate(config, options.checkpoint, options.compare)
+        return evaluation.evaluate(
+            config,
+            options.checkpoint,
+            options.compare,
+            options.rows,
+            only_correct=options.only_correct,
+        )
 
 
 def _evaluated(options: argparse.Namespace, rest: Sequence[str]) -> Config:

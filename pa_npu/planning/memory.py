@@ -20,7 +20,11 @@ from pa_npu.config.schema import Config
 from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import Work, work
-from pa_npu.planning.teachers import teacher_specs
+from pa_npu.planning.teachers import (
+    engine_teacher_specs,
+    teacher_engine_config,
+    teacher_specs,
+)
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, group_buffer_bytes
 
 GIB = 2**30
@@ -304,6 +308,9 @@ def _activation_bytes(config: Config, spec: ModelSpec, stage: int) -> tuple[int,
     return tokens * (kept * element + received), working_set
 
 
+_ID_BYTES = 8
+
+
 def _head_bytes(config: Config, spec: ModelSpec, amount: Work) -> int:
     """Returns the bytes of the LM head's backward: log-probabilities of a chunk and their gradient,
     the head's gradient, hidden states.
@@ -322,9 +329,15 @@ def _head_bytes(config: Config, spec: ModelSpec, amount: Work) -> int:
     if not config.has_adapters:
         sum_bytes = FP32 if element < FP32 and chunk < rows else 0
         gradient = vocabulary * spec.hidden_size * (element + sum_bytes)
+    count = max((model.num_choices for model in trainer_models(config).teachers), default=0)
+    if count:
+        # ids, both models' log-probs and the gradient at the policy's, of every target
+        choices = rows * (count + 1) * (_ID_BYTES + 3 * FP32)
+    else:
+        choices = 0
     num_states = 3 + _num_models_in_pass(config)
     hidden = amount.microbatch_tokens * spec.hidden_size * element * num_states
-    return logits + gradient + hidden
+    return logits + gradient + choices + hidden
 
 
 def _num_models_in_pass(config: Config) -> int:
@@ -374,6 +387,14 @@ def engine_memory(
             ("KV cache", cache),
         ),
     )
+
+
+def teacher_memories(config: Config, device_bytes: int | None) -> dict[str, Memory]:
+    """Returns the memory of an engine of each teacher that has engines, on one device, by name."""
+    memories = {}
+    for name, spec in engine_teacher_specs(config).items():
+        memories[name] = engine_memory(teacher_engine_config(config, name), spec, device_bytes)
+    return memories
 
 
 def kv_bytes_per_token(config: Config, spec: ModelSpec) -> int:

@@ -126,6 +126,12 @@ def _engine_rules(config: Config, spec: ModelSpec) -> list[str]:
             f"{prompt} + {response} exceeds the {spec.max_positions} positions of {spec.path}; "
             "lower one"
         )
+    elif config.engine_tokens > spec.max_positions:
+        messages.append(
+            "teacher.NAME.max_prompt_tokens + rollout.max_response_tokens + 1 = "
+            f"{config.engine_tokens} exceeds the {spec.max_positions} positions of {spec.path}; "
+            "lower one"
+        )
     return messages
 
 

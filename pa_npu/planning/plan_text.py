@@ -15,6 +15,7 @@ from pa_npu.planning.memory import (
     cache_tokens,
     engine_memory,
     format_bytes,
+    teacher_memories,
     trainer_memory,
     wanted_sequences,
     wanted_tokens,
@@ -44,6 +45,7 @@ def derived_lines(
     if config.rollout.has_engines:
         engines, engine_lines = _engine_lines(config, spec, device_bytes, own_memory)
         lines += engine_lines
+    lines += _teacher_lines(config, device_bytes if own_memory else None)
     if config.placement.colocate and own_memory and device_bytes is not None:
         lines.append(_shared_memory_line(config, spec, device_bytes, trainers))
     if trainers.on_host:
@@ -169,15 +171,39 @@ def _ranks(config: Config) -> str:
 
 
 def _devices(config: Config) -> str:
-    if not config.rollout.has_engines:
-        return f"{config.devices.num_devices} = {counted(config.trainer.devices, 'trainer rank')}"
-    engines = f"{counted(config.rollout.engines, 'engine')} x {config.rollout.tensor_parallel}"
+    devices = config.devices
+    ranks = counted(config.trainer.devices, "trainer rank")
+    parts = []
+    if config.rollout.has_engines and not config.placement.colocate:
+        engines = counted(config.rollout.engines, "engine")
+        parts.append(f"{engines} x {config.rollout.tensor_parallel}")
+    for name, teacher in config.teacher.items():
+        if teacher.place == "engines":
+            engines = counted(teacher.engines, "engine")
+            parts.append(f"{engines} x {teacher.tensor_parallel} of teacher.{name}")
+    text = f"{devices.num_devices} = {' + '.join([*parts, ranks])}"
     if config.placement.colocate:
-        return (
-            f"{config.devices.num_devices} = {counted(config.trainer.devices, 'trainer rank')}, with "
-            f"{engines} on them"
+        engines = f"{counted(config.rollout.engines, 'engine')} x {config.rollout.tensor_parallel}"
+        text += f", with {engines} on them"
+    return text
+
+
+def _teacher_lines(config: Config, device_bytes: int | None) -> list[str]:
+    """Returns the lines about teachers that engines compute."""
+    lines = []
+    memories = teacher_memories(config, device_bytes)
+    for name, teacher in config.scored_teachers.items():
+        who = {
+            "engines": "engines of its own",
+            "server": f"the server {teacher.url}",
+            "policy": "the run's engines, behind a prompt with its hint",
+        }[teacher.place]
+        memory = f"; {memories[name].line()}" if name in memories else ""
+        lines.append(
+            f"teacher {name:<13} scored by {who}, beside the rewards{memory}; its time is not in "
+            "the prediction"
         )
-    return f"{config.devices.num_devices} = {engines} + {counted(config.trainer.devices, 'trainer rank')}"
+    return lines
 
 
 def _settings(entry: EngineSettings) -> str:

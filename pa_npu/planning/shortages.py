@@ -32,11 +32,13 @@ from pa_npu.planning.memory import (
     cache_tokens,
     engine_memory,
     format_bytes,
+    teacher_memories,
     trainer_memory,
     wanted_sequences,
     wanted_tokens,
 )
 from pa_npu.planning.model_rules import check_model
+from pa_npu.planning.teachers import engine_teacher_specs, teacher_engine_config
 
 _MAX_TENSOR_PARALLEL = 8  # devices that one node links directly
 _MAX_CHANGES = 4
@@ -84,6 +86,7 @@ def shortages(
         return missing
     if not config.placement.colocate:
         missing += _engine_shortages(config, spec, device_bytes)
+    missing += _teacher_shortages(config, device_bytes)
     missing += _buffer_shortages(config, spec, device_bytes)
     if config.placement.colocate:
         missing += _shared_shortages(config, spec, device_bytes)
@@ -166,6 +169,22 @@ def _engine_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Ite
     yield Shortage("engine", problem, fatal, proposal, result)
 
 
+def _teacher_shortages(config: Config, device_bytes: int) -> Iterator[Shortage]:
+    """Yields each teacher whose engines cannot hold one sequence."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    for name, teacher in engine_teacher_specs(config).items():
+        own = teacher_engine_config(config, name)
+        tokens = cache_tokens(own, teacher, device_bytes)
+        if tokens < longest:
+            problem = (
+                f"{own.devices.memory_fraction:.0%} of {format_bytes(device_bytes)} hold the "
+                f"weights of teacher.{name} on {own.rollout.tensor_parallel} devices each "
+                f"(teacher.{name}.tensor_parallel) and a KV cache of {tokens} tokens, less than "
+                f"one sequence of {longest}"
+            )
+            yield Shortage("teacher", problem, True, None, "")
+
+
 def _buffer_shortages(config: Config, spec: ModelSpec, device_bytes: int) -> Iterator[Shortage]:
     """Yields a shortage where the second buffer of a delayed publish does not fit beside the share
     of a device that the engine takes for itself.
@@ -237,7 +256,12 @@ def _host_shortages(config: Config, spec: ModelSpec, host_bytes: int) -> list[Sh
         rank_bytes = trainer.state if exact else trainer.total
         engine_bytes = engine_memory(candidate, spec, None).total
         engine_devices = candidate.rollout.engines * candidate.rollout.tensor_parallel
-        return rank_bytes * candidate.trainer.devices + engine_bytes * engine_devices
+        of_teachers = 0
+        for name, memory in teacher_memories(candidate, None).items():
+            teacher = candidate.teacher[name]
+            of_teachers += memory.total * teacher.engines * teacher.tensor_parallel
+        of_engines = engine_bytes * engine_devices + of_teachers
+        return rank_bytes * candidate.trainer.devices + of_engines
 
     def fits(candidate: Config) -> bool:
         return needed(candidate) <= USABLE * host_bytes

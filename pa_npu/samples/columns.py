@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 NO_VERSION = -1
 """Version of a token that no policy generated."""
 
-Filler = Literal["environment", "engine", "row", "coordinator", "trainers"]
+Filler = Literal["environment", "engine", "row", "teacher", "coordinator", "trainers"]
 _FILLERS: dict[Filler, str] = {
     "environment": "the environment (environment.name) must give it to SampleBuilder",
     "engine": "the engine (rollout.backend) must return it with every response",
     "row": "the coordinator must take it from the row of data",
+    "teacher": "the teacher's engine or server must score every sample",
     "coordinator": "the coordinator must make it of the group",
     "trainers": "trainers must make it of the group",
 }
@@ -124,7 +125,7 @@ class Column:
         elif (self.make is not None) != (self.filled_by in ("coordinator", "trainers")):
             problem = (
                 "filled_by must be coordinator or trainers with `make`, and environment, "
-                "engine or row without"
+                "engine, row or teacher without"
             )
         if problem is not None:
             raise ConfigError(

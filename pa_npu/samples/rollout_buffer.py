@@ -50,7 +50,7 @@ from pa_npu.samples.columns import LOGPROBS, NONE, Column, RunColumns
 from pa_npu.samples.group import Group
 from pa_npu.samples.notice import notice_bytes
 from pa_npu.samples.routes import routes_of
-from pa_npu.samples.teachers import teacher_column
+from pa_npu.samples.teachers import teacher_columns
 from pa_npu.samples.wire import from_bytes, to_bytes
 
 T = TypeVar("T")
@@ -234,10 +234,8 @@ def trained_columns(config: Config) -> RunColumns:
 
 
 def _columns_of_models(config: Config) -> Sequence[Column]:
-    """What models read: the routes that routers replay, and which teacher is asked."""
-    columns = tuple(getattr(routes_of(config), "columns", ()))
-    teacher = teacher_column(config)
-    return columns if teacher is None else (*columns, teacher)
+    """What models read: the routes that routers replay, which teacher is asked, and what it says."""
+    return (*getattr(routes_of(config), "columns", ()), *teacher_columns(config))
 
 
 def payloads(

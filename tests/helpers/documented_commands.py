@@ -118,6 +118,15 @@ NOT_RUN = {
     "tests/unit/trainer/test_agreement.py has the same faults",
     "bash launch/run_distill_tiny.sh": "minutes; tests/unit/planning/test_recipes.py reads its "
     "configuration, tests/unit/algorithm/test_distillation.py has its updates",
+    "pa-npu evaluate --model models/Qwen2.5-32B-Instruct --data sums=sums.jsonl --rows "
+    "rows/sums.jsonl --only-correct evaluate.samples=4": "tests/unit/evaluation/test_written_rows.py writes such rows",
+    "pa-npu run --config student.yaml algorithm.name=sft data.train=rows/sums.jsonl": "test_supervised_run has such a run",
+    "export OPENAI_API_KEY=$(cat RUN/api_key)": "tests/integration/test_lm_eval.py",
+    "lm_eval run --model local-completions --tasks arc_easy --model_args "
+    "model=policy,base_url=http://HOST:PORT/v1/completions,tokenizer_backend=huggingface,"
+    "tokenizer=RUN/hf,max_length=4096": "tests/integration/test_lm_eval.py, with a task of its own",
+    "bash launch/run_distill_two_tiny.sh": "minutes; tests/unit/planning/test_recipes.py reads its "
+    "configuration, tests/integration/test_teacher_engine_runs.py has such runs, smaller",
     "bash launch/run_grpo_tiny_tools.sh": "test_tool_environment has such a run, smaller",
     "bash launch/run_grpo_7b.sh --device npu [--config OVERLAY.yaml ...] [key=value ...]": "a synopsis",
     "docker build -f docker/cpu.Dockerfile -t pa_npu:cpu . && docker run --rm --shm-size 1g "

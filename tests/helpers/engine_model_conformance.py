@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from pa_npu.engines.protocol import (
     EngineError,
     Generation,
     Sampling,
+    Scoring,
 )
 from pa_npu.errors import InvariantViolation
 from tests.helpers.engine_conformance import Conformance
@@ -48,6 +50,72 @@ class ModelConformance(Conformance):
     def other_model(self, subject: Subject, tmp_path: Path) -> Path:
         family = AutoConfig.from_pretrained(subject.model).model_type
         return make_engine_model(tmp_path / "other", seed=1, family=family)
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    async def test_given_tokens_are_scored_as_transformers_scores_them(
+        self, subject, client, temperature
+    ):
+        """At the temperature that is asked for, several requests at once; and what the engine wrote
+        itself has the log-probs that it wrote it with.
+        """
+        await self.publish(subject, client, 1)
+        assert (await client.wait_ready(deadline_s=DEADLINE_S)).scores_at_temperature
+        sampling = Sampling(12, temperature, (EOS,), ignore_eos=True)
+        written = [(await ask(client, 1, 7, sampling, number))[0] for number in range(3)]
+        rows = [
+            np.concatenate([prompt(number), response.tokens])
+            for number, response in enumerate(written)
+        ]
+        several = [(Scoring(temperature, count), row) for row in rows for count in (0, 5)]
+        found = await asyncio.gather(
+            *(client.score(row, scoring, deadline_s=DEADLINE_S) for scoring, row in several),
+            client.score(rows[0], Scoring(2.0), deadline_s=DEADLINE_S),
+        )
+        model = AutoModelForCausalLM.from_pretrained(subject.model, dtype=torch.float32).eval()
+        for (scoring, row), scores in zip(several, found, strict=False):
+            with torch.no_grad():
+                logits = model(torch.from_numpy(row).long()[None]).logits[0, :-1].double()
+            expected = torch.log_softmax(logits / temperature, -1)
+            own = expected.gather(-1, torch.from_numpy(row[1:]).long()[:, None])[:, 0]
+            assert np.abs(scores.logprobs[1:] - own.numpy()).max() < 2e-5
+            assert scores.version == 1 and scores.logprobs[0] == 0
+            if not scoring.num_choices:
+                assert scores.choices.shape == (len(row), 0)
+                continue
+            top = expected.topk(scoring.num_choices)
+            assert (scores.choices[1:] == top.indices.numpy()).all()
+            rest = torch.log1p(-top.values.exp().sum(-1))
+            outcomes = torch.cat([top.values, rest[:, None]], 1).numpy()
+            assert np.abs(scores.choice_logprobs[1:] - outcomes).max() < 2e-5
+            assert (scores.choices[0] == -1).all()
+        for response, scores in zip(written, found[::2], strict=False):
+            assert np.abs(scores.logprobs[-12:] - response.logprobs).max() < 2e-5
+        hotter = found[-1].logprobs
+        assert np.abs(hotter - found[0].logprobs).max() > 0.05, "another temperature must show"
+
+    async def test_programs_that_compare_texts_by_their_likelihood_are_answered(self, subject):
+        """As lm-eval asks: several prompts at once, echoed with the log-probs of their tokens."""
+        prompts = [prompt(1).tolist()[:9], prompt(2).tolist()[:6]]
+        body = {"model": "policy", "prompt": prompts, "max_tokens": 1, "logprobs": 1, "echo": True}
+        body |= {"temperature": 0, "seed": 1234}
+        async with aiohttp.ClientSession() as session:
+            key = {"Authorization": f"Bearer {subject.key}"}
+            url = f"{subject.url}/v1/completions"
+            async with session.post(url, json=body, headers=key) as reply:
+                assert reply.status == 200, await reply.text()
+                choices = (await reply.json())["choices"]
+        model = AutoModelForCausalLM.from_pretrained(subject.model, dtype=torch.float32).eval()
+        assert [choice["index"] for choice in choices] == [0, 1]
+        for choice, tokens in zip(choices, prompts, strict=True):
+            with torch.no_grad():
+                logits = model(torch.tensor([tokens])).logits[0, :-1]
+            expected = torch.log_softmax(logits, -1)
+            said = choice["logprobs"]
+            own = expected.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+            assert said["token_logprobs"][0] is None
+            assert said["token_logprobs"][1:-1] == pytest.approx(own, abs=2e-5)
+            best = [max(top.values()) for top in said["top_logprobs"][1:-1]]
+            assert best == pytest.approx(expected.max(-1).values.tolist(), abs=2e-5)
 
     @pytest.mark.nightly
     async def test_a_thousand_responses_moved_at_random_tokens_equal_those_that_were_not(

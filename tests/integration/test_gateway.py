@@ -19,7 +19,7 @@ import pytest
 from pa_npu.agents.gateway import GATEWAY_FILE
 from tests.helpers.coordinator_run import GROUPS, RESPONSES, ROOT, WAIT_S, Run
 from tests.helpers.stand_in_engine import API_KEY
-from tools.stand_in import Speed
+from tools.stand_in import Speed, scored_logprob
 
 pytestmark = pytest.mark.integration
 
@@ -49,6 +49,20 @@ def test_other_programs_sample_from_the_current_version_and_take_groups_as_colum
     assert asked(run, "POST", "/v1/completions", body)[1]["choices"] == sampled["choices"], (
         "by its seed"
     )
+    several = {"prompt": [[5, 6, 7], "w8 w9"], "max_tokens": 1, "echo": True, "logprobs": 1}
+    status, echoed = asked(run, "POST", "/v1/completions", {**several, "seed": 8})
+    assert status == 200 and [choice["index"] for choice in echoed["choices"]] == [0, 1]
+    for choice, prompt in zip(echoed["choices"], ([5, 6, 7], [8, 9]), strict=True):
+        said = choice["logprobs"]
+        expected = [scored_logprob(token, place) for place, token in enumerate(prompt)][1:]
+        assert said["token_logprobs"][0] is None
+        assert said["token_logprobs"][1:-1] == pytest.approx(expected)
+        assert len(said["tokens"]) == len(prompt) + 1 == len(said["text_offset"])
+        assert choice["text"].startswith(" ".join(f"w{token}" for token in prompt))
+    only = {"prompt": [5, 6, 7], "max_tokens": 0, "echo": True, "logprobs": 0}
+    (choice,) = asked(run, "POST", "/v1/completions", only)[1]["choices"]
+    assert len(choice["logprobs"]["token_logprobs"]) == 3
+
     assert asked(run, "GET", "/v1/models")[1]["data"][0]["weight_version"] == 0
     assert asked(run, "GET", "/v1/models/policy")[1]["weight_version"] == 0
     assert asked(run, "GET", "/v1/models/another")[0] == 404
@@ -90,6 +104,9 @@ def test_other_programs_sample_from_the_current_version_and_take_groups_as_colum
         ("POST", "/v1/completions", b"{", 400, "not JSON"),
         ("POST", "/v1/completions", {"prompt": [1, 10**6]}, 400, "not in the model"),
         ("POST", "/v1/completions", {"prompt": "w5 " * 100}, 400, "at most"),
+        ("POST", "/v1/completions", {**several, "logprobs": 50}, 400, "logprobs: 50"),
+        ("POST", "/v1/completions", {**several, "stream": True}, 400, "stream"),
+        ("POST", "/v1/completions", {"prompt": "w5", "max_tokens": 0}, 400, "max_tokens: 0"),
         (
             "POST",
             "/v1/chat/completions",

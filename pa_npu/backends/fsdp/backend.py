@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pa_npu.algorithm.choices import asked_models, by_target
+from pa_npu.algorithm.choices import asked_models, chosen_tokens
 from pa_npu.algorithm.loss_gradient import HeadGradient
 from pa_npu.algorithm.model_outputs import Logprobs, Outputs, Weights
 from pa_npu.algorithm.objective import Objective
@@ -153,7 +153,8 @@ class FsdpBackend:
                 start_s = now()
                 has_computed = True
                 objective.begin()
-                is_watched = not (objective.entropy_gradient or self._trainer_models.num_choices)
+                compares = self._trainer_models.compares_distributions
+                is_watched = not (objective.entropy_gradient or compares)
                 outputs = self._pass(
                     microbatch, objective.entropy_gradient, HeadGradient() if is_watched else None
                 )
@@ -344,7 +345,9 @@ class FsdpBackend:
             chunk,
             entropy_grad=entropy_gradient,
             head_gradient=head,
-            choices=by_target(self._trainer_models.teachers, microbatch.columns, choices),
+            choices=chosen_tokens(
+                self._trainer_models.teachers, microbatch.columns, choices, microbatch.targets
+            ),
         )
         policy = Logprobs(scores.logprobs, self._weights.get("policy"), scores.choice_logprobs)
         return Outputs(policy, scores.entropy, frozen, head)
@@ -353,7 +356,7 @@ class FsdpBackend:
         """Returns the frozen models that a microbatch asks for, and those that this rank computes,
         beside others whose microbatches ask for them: gathering their layers is a collective.
         """
-        teachers = self._trainer_models.teachers
+        teachers = self._trainer_models.held
         if all(model.targets is None for model in teachers):
             return self._frozen, self._frozen
         names = asked_models(teachers, microbatch.columns)

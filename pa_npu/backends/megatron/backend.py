@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from pa_npu.algorithm.choices import asked_models, by_target
+from pa_npu.algorithm.choices import asked_models, chosen_tokens
 from pa_npu.algorithm.model_outputs import Logprobs, Outputs, Weights
 from pa_npu.algorithm.objective import Objective
 from pa_npu.algorithm.registry import build_algorithm
@@ -345,7 +345,9 @@ class MegatronBackend:
             for name, scores in {**(scored or {}), **frozen}.items():
                 if scores.choices is not None:
                     choices[name] = scores.choices
-            return by_target(self._trainer_models.teachers, microbatch.columns, choices)
+            return chosen_tokens(
+                self._trainer_models.teachers, microbatch.columns, choices, microbatch.targets
+            )
 
         return self._ddp(
             *self._inputs(microbatch),
@@ -363,7 +365,7 @@ class MegatronBackend:
         """The frozen models that a microbatch asks for; None: all, as where experts of models lie
         on ranks of several replicas, which compute together.
         """
-        teachers = self._trainer_models.teachers
+        teachers = self._trainer_models.held
         if self._step_group is not None or all(model.targets is None for model in teachers):
             return None
         directories = self._trainer_models.directories

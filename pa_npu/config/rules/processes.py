@@ -33,13 +33,21 @@ def broken_engines(c: ConfigTree) -> Iterator[str]:
             f"rollout.responses_per_prompt = {r.responses_per_prompt}; set it to at least "
             f"{r.responses_per_prompt} or to auto"
         )
-    longest = c.data.max_prompt_tokens + r.max_response_tokens
-    if longest > r.max_num_batched_tokens:
+    longest = c.engine_tokens
+    with_response = c.data.max_prompt_tokens + r.max_response_tokens
+    if longest > max(r.max_num_batched_tokens, with_response):
+        yield (
+            f"rollout.max_num_batched_tokens: {r.max_num_batched_tokens} is less than the "
+            f"{longest} tokens of a prompt with its hint and a response (teacher.NAME."
+            "max_prompt_tokens + rollout.max_response_tokens + 1), which an engine would score in "
+            "chunks; raise it, or lower one of these"
+        )
+    elif with_response > r.max_num_batched_tokens:
         yield (
             f"rollout.max_num_batched_tokens: {r.max_num_batched_tokens} is less than "
             f"data.max_prompt_tokens + rollout.max_response_tokens = {c.data.max_prompt_tokens} + "
             f"{r.max_response_tokens}, so that a sequence would be prefilled in chunks, which "
-            f"seeded sampling does not allow; raise it to at least {longest}"
+            f"seeded sampling does not allow; raise it to at least {with_response}"
         )
     if r.max_num_seqs > r.max_num_batched_tokens:
         yield (
@@ -131,11 +139,12 @@ def broken_placement(c: ConfigTree) -> Iterator[str]:
             "placement.nnodes"
         )
     yield from _broken_colocation(c)
-    if c.placement.port + c.rollout.engines * (not r.attach) > 65535:
+    num_ports = c.rollout.engines * (not c.rollout.attach) + len(c.teacher_engines)
+    if c.placement.port + num_ports > 65535:
         yield (
             f"placement.port: {c.placement.port} and the ports of "
-            f"{counted(c.rollout.engines, 'engine')} behind it run past 65535; set it to at most "
-            f"{65535 - c.rollout.engines}, or 0 for free ones"
+            f"{counted(num_ports, 'engine')} behind it run past 65535; set it to at most "
+            f"{65535 - num_ports}, or 0 for free ones"
         )
     if c.placement.devices is not None and len(c.placement.devices) != c.devices.num_devices:
         yield (

@@ -220,19 +220,86 @@ class AlgorithmConfig(Section):
         return self.kl_coef > 0
 
 
+TEACHER_KEY_VARIABLE = "TEACHER_API_KEY"
+"""Environment variable with the key of teachers' servers. Without it requests carry no key."""
+
+TeacherPlace = Literal["trainers", "engines", "server", "policy"]
+
+
 class TeacherConfig(Section):
     """A model whose log-probs of the policy's responses teach the policy."""
 
-    model: FilePath = Field(
+    model: FilePath | None = Field(
+        None,
         min_length=1,
         description="HF directory of the teacher, of the policy's or another shape, with the "
-        "policy's vocabulary. Trainers hold it and compute it in the policy's pass.",
+        "policy's vocabulary. With engines=0 trainers hold it and compute it in the policy's pass.",
     )
     weight: float = Field(
         1.0,
         gt=0,
         description="Factor of this teacher's part of the loss, beside algorithm.distill_coef.",
     )
+    engines: int = Field(
+        0,
+        ge=0,
+        le=2**14,
+        description="Number of engines that the run starts for this teacher, on devices of their "
+        "own. They score each group as soon as its responses are there. 0 lets trainers hold it.",
+    )
+    tensor_parallel: int = Field(
+        1, ge=1, le=1024, description="Number of devices of each of these engines."
+    )
+    backend: str | None = Field(
+        None,
+        min_length=1,
+        description="Kind of these engines, as rollout.backend. null takes that one.",
+    )
+    url: str | None = Field(
+        None,
+        min_length=1,
+        description="Base URL of a running server with vLLM's interface that serves the teacher, "
+        "such as http://HOST:PORT, in place of `model`. Its key is read from the environment "
+        "variable TEACHER_API_KEY.",
+    )
+    hint_column: str | None = Field(
+        None,
+        min_length=1,
+        description="Column of a row with what the policy is shown to be its own teacher, such as "
+        "a solution, in place of `model`. The run's engines score each response behind the prompt "
+        "with this text, by the version that wrote it.",
+    )
+    hint_text: str = Field(
+        "{hint}",
+        description="Text with {hint} in it that is appended to the question, on a line of its "
+        "own, for the policy as its own teacher.",
+    )
+    max_prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Longest prompt with its hint in tokens. null means twice "
+        "data.max_prompt_tokens.",
+    )
+    concurrent: int = Field(
+        32,
+        ge=1,
+        le=2**14,
+        description="Sequences that each engine or server is asked to score at once.",
+    )
+
+    @property
+    def place(self) -> TeacherPlace:
+        """Who computes it: trainers, engines of its own, a server, or the run's engines."""
+        if self.url is not None:
+            return "server"
+        if self.hint_column is not None:
+            return "policy"
+        return "engines" if self.engines else "trainers"
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether its log-probs come with the groups, rather than from the trainers."""
+        return self.place != "trainers"
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

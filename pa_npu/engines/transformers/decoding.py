@@ -30,6 +30,10 @@ T = TypeVar("T")
 NO_ROUTES = np.zeros((0, 0, 0), np.uint16)
 
 
+# Rows whose log-probs of the whole vocabulary are in memory at once.
+_SCORED_ROWS = 512
+
+
 @dataclass(frozen=True)
 class DecodingParameters:
     """The parameters of a request, as pa_npu.engines.protocol.Sampling.
@@ -61,6 +65,19 @@ class Prefilled:
     cache: Any
     scores: torch.Tensor
     routes: npt.NDArray[np.uint16]
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """What a model says of a sequence, from its second token on.
+
+    logprobs: of the tokens. likely, likely_logprobs: the most likely tokens of each place, the
+    likeliest first.
+    """
+
+    logprobs: list[float]
+    likely: list[list[int]]
+    likely_logprobs: list[list[float]]
 
 
 @dataclass
@@ -133,6 +150,29 @@ class Decoder:
             response.cache = None
             return
         self._append(response, token)
+
+    @torch.inference_mode()
+    def score(self, tokens: Sequence[int], temperature: float, count: int) -> ScoredTokens:
+        """Returns the log-probs of given tokens, each behind those before it, in one pass over the
+        sequence alone, so that they do not depend on what else is asked.
+
+        count: how many of the most likely tokens of each place are wanted too.
+        """
+        ids = torch.tensor([list(tokens)], dtype=torch.int64, device=self._device)
+        logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1]
+        self._recorder.pop_routes()
+        own, likely, of_likely = [], [], []
+        targets = ids[0, 1:, None]
+        for start in range(0, len(logits), _SCORED_ROWS):
+            rows = slice(start, start + _SCORED_ROWS)
+            logprobs = torch.log_softmax(logits[rows].float() / temperature, dim=-1)
+            own.append(logprobs.gather(-1, targets[rows])[:, 0])
+            top = logprobs.topk(count, dim=-1)
+            likely.append(top.indices)
+            of_likely.append(top.values)
+        return ScoredTokens(
+            torch.cat(own).tolist(), torch.cat(likely).tolist(), torch.cat(of_likely).tolist()
+        )
 
     def _append(self, response: Response, token: int) -> None:
         response.cache, response.scores = self._forward([token], response.cache)

@@ -26,11 +26,10 @@ def server_command(config: Config, spec: ModelSpec, index: int, port: int) -> En
     check_keys(config, spec)
     check_engine(config, spec)
     python = config.rollout.python or sys.executable
-    max_model_len = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     argv = [python, "-m", SERVER, "--model", spec.path]
     argv += ["--host", config.placement.address, "--port", str(port)]
     argv += ["--dtype", config.model.dtype, "--device", config.run.device]
-    argv += ["--max-model-len", str(max_model_len)]
+    argv += ["--max-model-len", str(config.engine_tokens)]
     argv += ["--max-num-seqs", str(config.rollout.max_num_seqs)]
     if config.model.trust_remote_code:
         argv.append("--trust-remote-code")

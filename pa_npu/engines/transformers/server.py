@@ -36,6 +36,8 @@ from aiohttp.typedefs import Handler
 
 from pa_npu import platform
 from pa_npu.engines import compact_answer
+from pa_npu.engines.codec import SERVED_MODEL
+from pa_npu.engines.echo import echo_logprobs
 from pa_npu.engines.http_server import (
     COMPACT_TYPE,
     KEY_VARIABLE,
@@ -52,6 +54,7 @@ from pa_npu.engines.transformers.decoding import (
     DecodingParameters,
     Response,
     Scheduler,
+    ScoredTokens,
 )
 from pa_npu.engines.transformers.weights import ModelWorker
 from pa_npu.families.config_json import token_ids
@@ -76,26 +79,34 @@ class Extra(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     drawn: number of the prompt's last tokens that are the beginning of a single response, of which
         the rest is asked for.
     routes: whether to return the experts of each token.
+    score_temperature: of prompt_logprobs.
     """
 
     drawn: Annotated[int, msgspec.Meta(ge=0)] = 0
     routes: int = 0
+    score_temperature: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+
+
+Prompt = Annotated[list[int], msgspec.Meta(min_length=1)]
 
 
 class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A request as pa_npu.engines.codec writes it; unknown fields are refused.
+    """A request as pa_npu.engines.codec and score_codec write it, or as programs send it that compare
+    models by the log-probs of given texts; unknown fields are refused.
 
-    Response i follows from seed + i. logprobs: 0 asks for them.
+    prompt: tokens or a text, or several of either. Response i follows from seed + i. logprobs: asks
+    for them, with so many of the most likely tokens of each place. echo: the answer begins with the
+    prompt. prompt_logprobs: asks for those of the prompt's tokens, in vLLM's form.
     """
 
     model: str
-    prompt: Annotated[list[int], msgspec.Meta(min_length=1)]
-    n: Count
-    seed: Seed
-    max_tokens: Count
-    temperature: Annotated[float, msgspec.Meta(ge=0)]
-    stop_token_ids: list[int]
-    ignore_eos: bool
+    prompt: str | list[Any]
+    n: Count = 1
+    seed: Seed = 0
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**24)] = 16
+    temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     top_k: Literal[-1] = -1
     min_p: Zero = 0.0
@@ -103,10 +114,23 @@ class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True):
     presence_penalty: Zero = 0.0
     frequency_penalty: Zero = 0.0
     return_token_ids: bool = True
-    stop: list[str] = []
-    include_stop_str_in_output: bool = True
-    logprobs: Literal[0] | None = None
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool = False
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=1024)] | None = None
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=1024)] | None = None
+    echo: bool = False
     vllm_xargs: Extra = Extra()
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def scored_choices(self) -> int | None:
+        """How many of the most likely tokens of the prompt's places are wanted; None: no scores."""
+        if self.prompt_logprobs is not None:
+            return self.prompt_logprobs
+        return self.logprobs if self.echo else None
 
 
 class WorkerCall(msgspec.Struct, forbid_unknown_fields=True):
@@ -149,9 +173,9 @@ class Server:
         config_tokens = token_ids(vars(model.config.get_text_config()), "eos_token_id")
         self._end_token_ids = frozenset(end_token_ids(path, config_tokens, tokenizer))
         self._identity = EngineIdentity()
-        decoder = Decoder(model, device)
-        self._worker = ModelWorker(model, device, path, decoder.records_routes)
-        self._scheduler = Scheduler(decoder, max_num_seqs)
+        self._decoder = Decoder(model, device)
+        self._worker = ModelWorker(model, device, path, self._decoder.records_routes)
+        self._scheduler = Scheduler(self._decoder, max_num_seqs)
 
     def app(self) -> web.Application:
         app = web.Application(
@@ -208,23 +232,130 @@ class Server:
         return _json({"version": f"transformers {importlib.metadata.version('transformers')}"})
 
     async def _models(self, request: web.Request) -> web.Response:
-        return _json({"data": [{"root": self._path}]})
+        model = {"id": SERVED_MODEL, "object": "model", "root": self._path}
+        return _json({"object": "list", "data": [model]})
 
     async def _complete(self, request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=CompletionRequest)
-        room = self._max_model_len - len(asked.prompt)
-        if room < 1:
-            raise RequestRefused(
-                f"the prompt has {len(asked.prompt)} tokens, but the maximum context length is "
-                f"{self._max_model_len}"
+        if asked.max_tokens == 0 and not asked.echo:
+            raise RequestRefused("max_tokens: 0 writes nothing; set it to 1 or more, or echo")
+        prompts = self._prompts(asked.prompt)
+        accepted = [value.encode() for value in request.headers.getall("Accept", [])]
+        if accepts_compact(accepted) and len(prompts) == 1 and not asked.echo:
+            responses = await self._generate(prompts[0], asked)
+            return web.Response(
+                body=compact_answer.encode("", responses), content_type=COMPACT_TYPE
             )
-        if not all(0 <= token < self._vocab_size for token in asked.prompt):
-            raise RequestRefused(
-                f"the prompt has token ids outside of the vocabulary of {self._vocab_size}"
+        choices: list[dict[str, Any]] = []
+        for prompt in prompts:
+            scored = await self._score(prompt, asked)
+            written: list[dict[str, Any]] = []
+            if asked.max_tokens:
+                written = [_choice(response) for response in await self._generate(prompt, asked)]
+            choices += self._joined(prompt, written, scored, asked)
+        for number, choice in enumerate(choices):
+            choice["index"] = number
+        return _json({"object": "text_completion", "model": asked.model, "choices": choices})
+
+    def _prompts(self, prompt: str | list[Any]) -> list[list[int]]:
+        """Returns the tokens of each prompt of a request."""
+        several = isinstance(prompt, list) and not all(type(item) is int for item in prompt)
+        prompts = []
+        for item in prompt if several else [prompt]:
+            if isinstance(item, str):
+                item = self._tokenizer(item)["input_ids"]
+            tokens = msgspec.convert(item, Prompt)
+            if len(tokens) >= self._max_model_len:
+                raise RequestRefused(
+                    f"the prompt has {len(tokens)} tokens, but the maximum context length is "
+                    f"{self._max_model_len}"
+                )
+            if not all(0 <= token < self._vocab_size for token in tokens):
+                raise RequestRefused(
+                    f"the prompt has token ids outside of the vocabulary of {self._vocab_size}"
+                )
+            prompts.append(tokens)
+        if not prompts:
+            raise RequestRefused("prompt: it is empty")
+        return prompts
+
+    async def _score(self, tokens: Sequence[int], asked: CompletionRequest) -> ScoredTokens | None:
+        """Returns what the model says of a prompt's tokens, if that is asked for."""
+        count = asked.scored_choices
+        if count is None:
+            return None
+        if len(tokens) < 2:  # its one token follows from nothing
+            return ScoredTokens([], [], [])
+        call = partial(
+            self._decoder.score,
+            tokens,
+            asked.vllm_xargs.score_temperature,
+            min(count, self._vocab_size),
+        )
+        return await asyncio.wrap_future(self._scheduler.call(call))
+
+    def _joined(
+        self,
+        prompt: Sequence[int],
+        written: Sequence[dict[str, Any]],
+        scored: ScoredTokens | None,
+        asked: CompletionRequest,
+    ) -> list[dict[str, Any]]:
+        """Returns the choices of a prompt, with what is asked for of the prompt itself."""
+        choices = list(written)
+        if not choices:
+            choices = [{"text": "", "token_ids": [], "finish_reason": "length"}]
+            if asked.logprobs is not None:
+                choices[0]["logprobs"] = {"token_logprobs": []}
+        for choice in choices:
+            if asked.prompt_logprobs is not None and scored is not None:
+                choice["prompt_logprobs"] = self._places(prompt, scored)
+            if asked.echo:
+                self._echo(choice, prompt, scored)
+        return choices
+
+    def _places(
+        self, prompt: Sequence[int], scored: ScoredTokens
+    ) -> list[dict[str, dict[str, Any]] | None]:
+        """Returns the scores as vLLM's prompt_logprobs."""
+        places: list[dict[str, dict[str, Any]] | None] = [None]
+        for place, token in enumerate(prompt[1:]):
+            said = {token: scored.logprobs[place]}
+            said |= zip(scored.likely[place], scored.likely_logprobs[place], strict=True)
+            places.append(
+                {
+                    str(number): {"logprob": logprob, "decoded_token": self._text([number])}
+                    for number, logprob in said.items()
+                }
             )
-        begun = len(asked.prompt) - asked.vllm_xargs.drawn
-        prompt = asked.prompt[:begun]
-        written = asked.prompt[begun:]
+        return places
+
+    def _echo(
+        self, choice: dict[str, Any], prompt: Sequence[int], scored: ScoredTokens | None
+    ) -> None:
+        """Puts the prompt, and its log-probs in the form of OpenAI's API, before what was written."""
+        choice["text"] = self._text(prompt) + choice["text"]
+        tokens = [*prompt, *choice["token_ids"]]
+        choice["token_ids"] = tokens
+        if scored is None:
+            return
+        likely = [
+            list(zip(numbers, logprobs, strict=True))
+            for numbers, logprobs in zip(scored.likely, scored.likely_logprobs, strict=True)
+        ]
+        logprobs = [*scored.logprobs, *choice["logprobs"]["token_logprobs"]]
+        choice["logprobs"] = echo_logprobs(self._text, tokens, logprobs, likely)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens))
+
+    async def _generate(
+        self, tokens: Sequence[int], asked: CompletionRequest
+    ) -> list[compact_answer.Response]:
+        room = self._max_model_len - len(tokens)
+        begun = len(tokens) - asked.vllm_xargs.drawn
+        prompt = tokens[:begun]
+        written = tokens[begun:]
         ends: frozenset[int] = frozenset()
         if not asked.ignore_eos:
             ends = self._end_token_ids | frozenset(asked.stop_token_ids)
@@ -232,22 +363,14 @@ class Server:
             max_tokens=min(asked.max_tokens, room),
             temperature=asked.temperature,
             end_token_ids=ends,
-            stops=partial(self._contains_one_of, asked.stop) if asked.stop else None,
+            stops=partial(self._contains_one_of, asked.stops) if asked.stops else None,
             top_p=asked.top_p,
             written=written,
         )
         seeds = range(asked.seed, asked.seed + asked.n)
         generated = self._scheduler.generate(prompt, seeds, parameters)
         responses = await asyncio.wrap_future(generated)
-        if accepts_compact([v.encode() for v in request.headers.getall("Accept", [])]):
-            body = compact_answer.encode(
-                "", [self._compact(response, asked, ends) for response in responses]
-            )
-            return web.Response(body=body, content_type=COMPACT_TYPE)
-        choices = [
-            self._choice(index, response, asked, ends) for index, response in enumerate(responses)
-        ]
-        return _json({"choices": choices})
+        return [self._response(response, asked, ends) for response in responses]
 
     async def _pause(self, request: web.Request) -> web.Response:
         await asyncio.wrap_future(self._scheduler.call(self._scheduler.cut_responses))
@@ -260,12 +383,15 @@ class Server:
         response_text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return any(text in response_text for text in texts)
 
-    def _compact(
+    def _response(
         self, response: Response, asked: CompletionRequest, ends: frozenset[int]
     ) -> compact_answer.Response:
         tokens = response.tokens
         if tokens and tokens[-1] in ends:
             tokens = tokens[:-1]
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        if not asked.include_stop_str_in_output:
+            text = _before(text, asked.stops)
         reason = "abort" if response.finish_reason == "cut" else str(response.finish_reason)
         expert_choices = None
         if asked.vllm_xargs.routes:
@@ -273,28 +399,12 @@ class Server:
             np.save(file, np.concatenate(response.routes or [NO_ROUTES]))
             expert_choices = file.getvalue()
         return compact_answer.Response(
-            text=self._tokenizer.decode(tokens, skip_special_tokens=True),
+            text=text,
             token_ids=response.tokens,
             finish_reason=reason,
             logprobs=response.logprobs if asked.logprobs is not None else None,
             expert_choices=expert_choices,
         )
-
-    def _choice(
-        self, index: int, response: Response, asked: CompletionRequest, ends: frozenset[int]
-    ) -> dict[str, Any]:
-        compact = self._compact(response, asked, ends)
-        choice = {
-            "index": index,
-            "text": compact.text,
-            "token_ids": response.tokens,
-            "finish_reason": compact.finish_reason,
-        }
-        if compact.logprobs is not None:
-            choice["logprobs"] = {"token_logprobs": compact.logprobs}
-        if compact.expert_choices is not None:
-            choice["routed_experts"] = base64.b64encode(compact.expert_choices).decode()
-        return choice
 
     async def _call_worker(self, request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=WorkerCall)
@@ -314,6 +424,26 @@ class Server:
         alone = loads or asked.method == "pa_connect"
         result = await asyncio.wrap_future(self._scheduler.call(call, alone=alone))
         return _json({"results": [result]})
+
+
+def _choice(response: compact_answer.Response) -> dict[str, Any]:
+    """Returns a response as /v1/completions has it, without its index."""
+    choice = {
+        "text": response.text,
+        "token_ids": response.token_ids,
+        "finish_reason": response.finish_reason,
+    }
+    if response.logprobs is not None:
+        choice["logprobs"] = {"token_logprobs": response.logprobs}
+    if response.expert_choices is not None:
+        choice["routed_experts"] = base64.b64encode(response.expert_choices).decode()
+    return choice
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    """Returns a text up to the first of the texts that end it."""
+    ends = [text.index(stop) for stop in stops if stop in text]
+    return text[: min(ends)] if ends else text
 
 
 def _json(answer: object) -> web.Response:

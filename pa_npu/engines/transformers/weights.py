@@ -31,6 +31,7 @@ class ModelWorker(WeightCalls):
             "continues": True,
             "sleeps": False,
             "routes": self._records_routes,
+            "scores_at_temperature": True,
         }
 
     def _pa_model(self) -> tuple[object, str]:

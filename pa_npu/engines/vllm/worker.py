@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from pa_npu.engines.live_weights import LiveTensor
-from pa_npu.engines.vllm import routes
+from pa_npu.engines.vllm import routes, scores
 from pa_npu.engines.vllm.live import live_tensors
 from pa_npu.engines.vllm.streams import follow_streams
 from pa_npu.engines.weight_calls import WeightCalls
@@ -68,12 +68,14 @@ class WorkerExtension(WeightCalls):
 
         continues: requests can begin at any place of their random streams. sleeps: it was started
         with --enable-sleep-mode. routes: the engine reports which experts tokens took.
+        scores_at_temperature: prompt log-probs follow a temperature that the request names.
         """
         worker: Any = self
         return super().pa_version() | {
             "continues": follow_streams(self),
             "sleeps": bool(getattr(worker.model_config, "enable_sleep_mode", False)),
             "routes": routes.records_routes(self),
+            "scores_at_temperature": scores.follow_temperatures(self),
         }
 
     def pa_routes(self, request: str, n: int, given: int) -> dict[str, Any]:

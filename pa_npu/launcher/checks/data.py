@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pa_npu.data.trained_sets import AnySet
 
 _ABSENT = "not here"
+# Of each dataset, rows that a teacher's server scores before the run.
+_TRIED_ROWS = 4
 
 
 def check_prompts(
@@ -57,6 +59,8 @@ def check_prompts(
             sample = held_out.prompts[0]
     if training:
         sample = training[0].prompts[0]
+        for loaded in training:
+            findings.rows += [prompt.tokens for prompt in loaded.prompts[:_TRIED_ROWS]]
         findings.counts += first_prompt_lines(sample, tokenizer)
     if (demonstrated := config.data.demonstrated) is not None:
         rows = local.run(partial(check_demonstrations, tokenizer, config), demonstrated.path)
@@ -128,11 +132,13 @@ def with_epochs(config: Config, findings: Findings) -> Config:
 
 def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
     """Reads data.train as the coordinator will."""
+    from pa_npu.data.hints import hints_of
     from pa_npu.data.prompts import load_training
     from pa_npu.data.teachers import check_teacher_names
     from pa_npu.rewards.check import check_row_tests
 
-    loaded = load_training(config.data, tokenizer, needs_answers(config.reward, config.environment))
+    answers = needs_answers(config.reward, config.environment)
+    loaded = load_training(config.data, tokenizer, answers, hints_of(config))
     per_iteration = config.schedule.prompts_per_iteration
     first_id = 0
     for number, (prompts, share) in enumerate(zip(loaded, config.data.shares, strict=True)):
@@ -154,8 +160,11 @@ def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
 def check_training_rows(tokenizer: Any, config: Config) -> list[AnySet]:
     """Reads data.train as a coordinator without engines will."""
     from pa_npu.data.trained_sets import load_training_rows, num_items
+    from pa_npu.evaluation.written_rows import check_written_rows
 
     row_is = build_algorithm(config).row_is
+    for number, dataset in enumerate(config.data.datasets):
+        check_written_rows(dataset.path, config.data.key_of(number))
     loaded = load_training_rows(config, tokenizer, row_is)
     rows_per_iteration = num_items(config, row_is)
     product = "schedule.prompts_per_iteration"

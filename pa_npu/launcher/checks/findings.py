@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from pa_npu.errors import UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.placement import Placement
@@ -26,6 +29,7 @@ class Findings:
     device_bytes: memory of a device; None where it is not known.
     own_memory: whether devices have memory of their own; otherwise (cpu) it is the host's.
     num_rows: rows of data.train, where samples are rows; None where they were not read.
+    rows: tokens of the first prompts of each dataset of data.train.
     counts: lines about what the run will train, with which a run begins.
     notes: faults that do not end a run, or that a plan forgives because they depend on this
     machine.
@@ -38,6 +42,7 @@ class Findings:
     device_bytes: int | None = None
     own_memory: bool = True
     num_rows: int | None = None
+    rows: list[npt.NDArray[np.int32]] = field(default_factory=list)
     counts: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

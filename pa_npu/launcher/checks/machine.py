@@ -98,9 +98,7 @@ def device_notes(platform: Platform, placement: Placement) -> list[str]:
     users = busy_devices(platform.name)
     if not users:
         return []
-    engines = [index for devices in placement.engine_devices for index in devices]
-    # shared engines have trainers' devices
-    indices = list(dict.fromkeys([*engines, *placement.trainer_devices]))
+    indices = list(dict.fromkeys(placement.used))  # shared engines have trainers' devices
     physical = visible_devices(variable, indices, os.environ).get(variable, "").split(",")
     return [
         f"device {name} is in use: {users[int(name)]}; end these processes, or choose others with "

@@ -9,6 +9,7 @@ from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.config.schema import Config
 from pa_npu.config.texts import shown
 from pa_npu.config.words import nearest_name
+from pa_npu.engines.protocol import Scoring
 from pa_npu.errors import ConfigError, DataError
 from pa_npu.families.model_directory import (
     check_end_tokens,
@@ -23,7 +24,12 @@ from pa_npu.planning.known_models import KNOWN, known_spec
 from pa_npu.planning.memory import adapter_parameters
 from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.shortages import shortages
-from pa_npu.planning.teachers import check_teacher, check_vocabularies, of_teacher
+from pa_npu.planning.teachers import (
+    check_teacher,
+    check_vocabularies,
+    engine_teachers,
+    of_teacher,
+)
 
 
 def check_model_files(config: Config) -> ModelSpec:
@@ -89,12 +95,17 @@ def adapter_lines(config: Config, spec: ModelSpec) -> list[str]:
     ]
 
 
+def teacher_directories(config: Config) -> dict[str, str]:
+    """Returns the directories of teachers that trainers or engines hold, by the model's name."""
+    return {**trainer_models(config).directories, **engine_teachers(config)}
+
+
 def check_teachers(config: Config, spec: ModelSpec | None) -> None:
-    """Checks that every teacher that trainers hold can be read and goes with the policy.
+    """Checks that every teacher that the run holds can be read and goes with the policy.
 
     spec: the policy's; None where it is not known.
     """
-    for name, directory in trainer_models(config).directories.items():
+    for name, directory in teacher_directories(config).items():
         try:
             teacher = ModelSpec.from_config(of_teacher(config, directory))
             check_plain_files(directory)
@@ -107,7 +118,23 @@ def check_teachers(config: Config, spec: ModelSpec | None) -> None:
 
 def check_teacher_vocabularies(config: Config, tokenizer: Any) -> None:
     """Checks that every teacher that is here has the vocabulary of this tokenizer."""
-    for name, directory in trainer_models(config).directories.items():
+    for name, directory in teacher_directories(config).items():
         if Path(directory).is_dir():
             of_directory = load_tokenizer(directory, config.model.trust_remote_code)
             check_vocabularies(name, directory, tokenizer, of_directory)
+
+
+def check_teacher_servers(config: Config, findings: Findings, tokenizer: Any) -> None:
+    """Lets the servers of teachers score the first rows. tokenizer: the policy's."""
+    for name, teacher in config.teacher.items():
+        if teacher.url is None:
+            continue
+        from pa_npu.engines.teacher_server import try_server
+
+        scoring = Scoring(config.rollout.temperature, config.scored_choices)
+        key = f"teacher.{name}"
+        try_server(teacher.url, key, rows=findings.rows, scoring=scoring, tokenizer=tokenizer)
+        findings.counts.append(
+            f"{key}.url: {teacher.url} has scored {len(findings.rows)} rows, whose tokens are its "
+            "own"
+        )

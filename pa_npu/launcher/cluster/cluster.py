@@ -45,6 +45,10 @@ class Cluster:
         """The engines that the run starts with, in order."""
         return [] if self.config.rollout.attach else self._roles("engine", range(self.num_nodes))
 
+    def teachers(self) -> list[Role]:
+        """The engines that the run starts for teachers, in order."""
+        return [Role(0, "teacher", index) for index in self.shares[0].teachers]
+
     def extra_engines(self) -> list[Role]:
         """Engines that can be launched once there are free devices for them; until then
         `can_launch` says no.
@@ -85,6 +89,7 @@ def local_cluster(
 
     def url(engine: Startable) -> str:
         assert isinstance(engine, Role)
-        return engine_url(host, commands.ports[engine.index])
+        ports = commands.teacher_ports if engine.kind == "teacher" else commands.ports
+        return engine_url(host, ports[engine.index])
 
     return Cluster(config, tree, [placement], 1, url, await_nodes=lambda: None)

@@ -241,8 +241,7 @@ def wanted_nodes(config: Config, platform: Platform) -> list[Node]:
 
 def _num_devices(share: Placement) -> int:
     """Devices 0 to the highest that the share uses: Ray numbers what it gives."""
-    used = [*(index for engine in share.engine_devices for index in engine), *share.trainer_devices]
-    return max(used, default=0) + 1
+    return max(share.used, default=0) + 1
 
 
 @contextmanager

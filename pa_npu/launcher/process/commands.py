@@ -19,7 +19,8 @@ from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.registry import engine_kind
 from pa_npu.errors import UserError
 from pa_npu.families.spec import ModelSpec
-from pa_npu.launcher.placement import Placement, engine_ports, visible_devices
+from pa_npu.launcher.placement import Placement, engine_ports, teacher_ports, visible_devices
+from pa_npu.planning.teachers import teacher_engine_config
 from pa_npu.platform.base import Platform
 from pa_npu.weight_transfer import collectives
 
@@ -44,12 +45,12 @@ class Command:
 
 @dataclass(frozen=True)
 class Role:
-    """A process for a node of a cluster, whose host builds its command itself. index: engine index
-    or trainer rank.
+    """A process for a node of a cluster, whose host builds its command itself. index: engine index,
+    trainer rank, or number of a teacher's engine among all of these.
     """
 
     node: int
-    kind: Literal["engine", "trainer"]
+    kind: Literal["engine", "trainer", "teacher"]
     index: int
     attempt: int = 0
 
@@ -114,6 +115,33 @@ def engine_command(
     )
 
 
+def teacher_command(
+    config: Config, platform: Platform, placement: Placement, index: int, port: int, key: str
+) -> Command:
+    """Engine `index` of those that the run starts for teachers (Config.teacher_engines)."""
+    names = config.teacher_engines
+    name = names[index]
+    of_teacher = teacher_engine_config(config, name)
+    spec = ModelSpec.from_config(of_teacher)
+    kind = engine_kind(of_teacher.rollout.backend)
+    command = kind.command(of_teacher, spec, index - names.index(name), port)
+    local = placement.teachers.index(index)
+    env = _common_env(config, platform) | {KEY_VARIABLE: key}
+    env |= visible_devices(
+        platform.visible_devices_env, placement.teacher_devices[local], os.environ
+    )
+    env |= command.env
+    return Command(
+        f"teacher-{index}",
+        command.argv,
+        env,
+        placement.teacher_cores[local],
+        scratch_env=command.scratch_env,
+        own_tmpdir=command.own_tmpdir,
+        scratch_parent=command.scratch_parent,
+    )
+
+
 def coordinator_command(config: Config, platform: Platform, store: Store, key: str) -> Command:
     argv = (sys.executable, "-m", "pa_npu.coordinator.main", "--config", _config_file(config))
     env = (
@@ -165,6 +193,8 @@ class NodeCommands:
             if config.rollout.attach
             else dict(zip(share.engines, engine_ports(config, share.engines), strict=True))
         )
+        of_teachers = teacher_ports(config, share.teachers, list(self.ports.values()))
+        self.teacher_ports = dict(zip(share.teachers, of_teachers, strict=True))
         self._config = config
         self._platform = platform
         self._share = share
@@ -184,6 +214,9 @@ class NodeCommands:
             command = engine_command(
                 self._config, spec, *here[1:], role.index, self.ports[role.index], self._key()
             )
+        elif role.kind == "teacher" and role.index in self.teacher_ports:
+            port = self.teacher_ports[role.index]
+            command = teacher_command(*here, role.index, port, self._key())
         else:
             raise UserError(f"{role.name} is not of node {self._node}")
         # a process that finds Ray's variables would take itself for one of its workers

@@ -88,16 +88,26 @@ class _Engine:
 
     last_index: the place that it left, which the coordinator must have let go before the same
     address appears at another.
-    shared: it is on a trainer's device.
+    shared: it is on a trainer's device. roster: the list that it is in.
     """
 
     command: Startable
     budget: RestartBudget
+    roster: Roster
     shared: bool = False
     index: int | None = None
     process: Process | None = None
     generation: int = 0
     last_index: int | None = None
+
+
+@dataclass(frozen=True)
+class StartedTeacher:
+    """An engine of a teacher. roster: of that teacher's engines. index: its place there."""
+
+    command: Startable
+    roster: Roster
+    index: int
 
 
 class Recovery:
@@ -135,11 +145,19 @@ class Recovery:
     def watch(self, command: Startable, index: int, process: Process) -> None:
         """This engine has been started; index: its place in the roster."""
         shared = self._config.devices.is_shared(index)
-        self._engines.append(_Engine(command, self._engine_budget(), shared, index, process))
+        engine = _Engine(command, self._engine_budget(), self._roster, shared, index, process)
+        self._engines.append(engine)
+
+    def watch_teacher(self, teacher: StartedTeacher, process: Process) -> None:
+        """This engine of a teacher has been started."""
+        engine = _Engine(teacher.command, self._engine_budget(), teacher.roster)
+        engine.index = teacher.index
+        engine.process = process
+        self._engines.append(engine)
 
     def expect(self, command: Startable) -> None:
         """This engine is started when there is a node for it."""
-        self._engines.append(_Engine(command, self._engine_budget()))
+        self._engines.append(_Engine(command, self._engine_budget(), self._roster))
 
     def restart_engines(self) -> None:
         """Start again what ended, what the coordinator wants replaced, and what was left out and
@@ -156,7 +174,7 @@ class Recovery:
         for engine in self._engines:
             if engine.index is None:
                 self._bring_in(engine)
-            elif reason := self._roster.replacement_wanted(engine.index, engine.generation):
+            elif reason := engine.roster.replacement_wanted(engine.index, engine.generation):
                 self._restart(engine, reason)
 
     def next_attempt(self, ended: Sequence[Process]) -> Attempt | None:
@@ -189,7 +207,7 @@ class Recovery:
 
     def _restart(self, engine: _Engine, reason: str) -> None:
         assert engine.process is not None and engine.index is not None
-        if self._roster.is_lent(engine.index):  # its trainer needs the memory until the border
+        if engine.roster.is_lent(engine.index):  # its trainer needs the memory until the border
             if engine.process.exit_code is None:
                 self._tree.kill_one(engine.process)
             return
@@ -215,29 +233,32 @@ class Recovery:
         self._end(engine)
         engine.process = self._tree.launch(engine.command)
         engine.generation += 1
-        self._roster.renew(engine.index, engine.generation, self._url_of(engine.command))
+        engine.roster.renew(engine.index, engine.generation, self._url_of(engine.command))
         self._console.complain(
             f"{name}: {reason}; started again ({count} of run.restarts = {engine.budget.limit})"
         )
 
     def _others_serve(self, engine: _Engine) -> bool:
-        """Whether another engine runs: one of the launcher's, or one that has joined."""
-        local_indices = {peer.index for peer in self._engines}
+        """Whether another engine of the same kind of work runs: one of the launcher's, or one that has
+        joined.
+        """
+        peers = [peer for peer in self._engines if peer.roster is engine.roster]
+        local_indices = {peer.index for peer in peers}
         running = any(
             peer.process is not None and peer.process.exit_code is None
-            for peer in self._engines
+            for peer in peers
             if peer is not engine
         )
         return running or any(
             entry.index not in local_indices and not entry.leaving
-            for entry in self._roster.entries()
+            for entry in engine.roster.entries()
         )
 
     def _leave_out(self, engine: _Engine, line: str) -> None:
         assert engine.index is not None
         self._console.complain(line)
         self._end(engine)
-        self._roster.ask_leave(engine.index)
+        engine.roster.ask_leave(engine.index)
         engine.last_index = engine.index
         engine.index = None
         engine.process = None
@@ -250,12 +271,12 @@ class Recovery:
         if not self._tree.can_launch(engine.command):
             return
         if engine.last_index is not None and not (
-            engine.budget.allows() and self._roster.has_left(engine.last_index)
+            engine.budget.allows() and engine.roster.has_left(engine.last_index)
         ):
             return
         engine.process = self._tree.launch(engine.command)
         url = self._url_of(engine.command)
-        engine.index = self._roster.announce(url, shared=engine.shared)
+        engine.index = engine.roster.announce(url, shared=engine.shared)
         self._console.say(
             f"{engine.command.name}: starting at {url}; it serves from a publish on when it is "
             "ready"

@@ -19,7 +19,7 @@ from pa_npu.launcher.process.commands import Startable
 from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import MarkedLines, StartError
 from pa_npu.launcher.process.processes import Awaited, Process, Processes
-from pa_npu.launcher.process.recovery import Attempt, Failure, Recovery
+from pa_npu.launcher.process.recovery import Attempt, Failure, Recovery, StartedTeacher
 from pa_npu.telemetry.progress import PREFIX
 from pa_npu.telemetry.run_end import RunEnd, record_end
 from pa_npu.telemetry.timeline import Timeline, now
@@ -112,10 +112,14 @@ class Supervisor:
         self._lines: MarkedLines | None = None
 
     def run(
-        self, engines: Sequence[Startable], workers: Sequence[Startable], awaited: Sequence[Awaited]
+        self,
+        engines: Sequence[Startable],
+        workers: Sequence[Startable],
+        awaited: Sequence[Awaited],
+        teachers: Sequence[StartedTeacher] = (),
     ) -> int:
         """Returns the exit code of the run; everything is stopped then. engines: in the order of
-        the roster.
+        the roster. teachers: engines of teachers.
         """
         start_s = now()
         try:
@@ -123,6 +127,10 @@ class Supervisor:
                 process = self._start(command)
                 if self._recovery is not None:
                     self._recovery.watch(command, index, process)
+            for teacher in teachers:
+                process = self._start(teacher.command)
+                if self._recovery is not None:
+                    self._recovery.watch_teacher(teacher, process)
             for command in workers:
                 self._start(command)
             if self._until_done(awaited):
@@ -305,4 +313,4 @@ def _end_by(failure: Failure) -> RunEnd:
 
 
 def _is_engine(process: Process) -> bool:
-    return process.name.startswith("engine-")
+    return process.name.startswith(("engine-", "teacher-"))

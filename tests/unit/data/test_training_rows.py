@@ -194,7 +194,7 @@ FORMS = {
     "GLM": (
         GLM,
         "<|user|>",
-        "<|user|>\nab<|assistant|>\n[[cd]]<|user|>\nef<|assistant|>\n[[gh]]",
+        "<|user|>\nab<|assistant|>\n[[cd<|user|>]]\nef<|assistant|>\n[[gh<|user|>]]",
     ),
     "DeepSeek": (
         DEEPSEEK,
@@ -333,7 +333,7 @@ FORMS_WITH_TOOLS = {
         "<|endoftext|>",
         "<|user|>\nab<|assistant|>\n<think></think>[[\n<tool_call>add\n<arg_key>a</arg_key>\n"
         "<arg_value>1</arg_value>\n</tool_call>]]<|observation|>\n<tool_response>\n7\n"
-        "</tool_response><|assistant|>\n<think></think>[[\ngh]]",
+        "</tool_response><|assistant|>\n<think></think>[[\ngh<|endoftext|>]]",
     ),
     "DeepSeek-V3": (
         DEEPSEEK_TOOLS,
@@ -459,3 +459,23 @@ def test_the_identity_of_a_row_has_its_weights() -> None:
     tokens = np.arange(4, dtype=np.int32)
     rows = [Row(0, tokens, np.full(4, weight, np.float32), "", 0) for weight in (0.0, 1.0)]
     assert rows[0].identity != rows[1].identity
+
+
+def test_a_role_at_which_responses_stop_is_trained_behind_a_message(tmp_path: Path) -> None:
+    """As GLM's generation_config.json names roles among the end tokens; without it the role that
+    follows is nobody's.
+    """
+    eos = "<|endoftext|>"
+    made = tokenizer(GLM, eos)
+    stop = made.convert_tokens_to_ids("<|user|>")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop]}))
+    made.name_or_path = str(tmp_path)
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": TURNS}) + "\n")
+    config, dataset = DataConfig(train=str(file)), TrainingDataset(path=str(file))
+    (with_stop,) = load_rows(dataset, made, config, "data.train", max_tokens=1000).rows
+    beginning = "<|user|>\nab<|assistant|>\n"
+    end = "\nef<|assistant|>\n[[gh<|endoftext|>]]"
+    assert shown(with_stop, GLM, eos) == f"{beginning}[[cd<|user|>]]{end}"
+    (without,) = load(tmp_path, {"messages": TURNS}, template=GLM, eos=eos).rows
+    assert shown(without, GLM, eos) == f"{beginning}[[cd]]<|user|>{end}"

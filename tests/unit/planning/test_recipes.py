@@ -238,6 +238,16 @@ def test_the_script_of_the_distillation_recipe_makes_its_models() -> None:
     assert f"--out {Path(config.model.path).parent}\n" in script
 
 
+def test_the_script_of_the_two_teachers_makes_models_and_rows() -> None:
+    config = load_config([ROOT / "configs" / "distill_two_tiny.yaml"])
+    script = (ROOT / "launch" / "run_distill_two_tiny.sh").read_text()
+    for path in (config.model.path, *(str(teacher.model) for teacher in config.teacher.values())):
+        assert f"--out {Path(path).parent}" in script
+    for dataset in config.data.datasets:
+        assert f'"{Path(dataset.path).stem}", /' in script and f">{dataset.path}" in script
+    assert {Path(dataset.path).stem for dataset in config.data.datasets} == set(config.teacher)
+
+
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
