@@ -24,8 +24,8 @@ class Reductions:
 
     replica_group: the ranks that hold the same part of the model, one in each replica. stage_group:
     the pipeline stages of a replica. Both None where this rank is alone. gradient_group: ranks in
-    which every reduction of gradients ends, with experts of a mixture the whole stage; None where
-    these are the replicas.
+    which every reduction of gradients ends: with context parallelism the context groups of all
+    replicas, with experts of a mixture the whole stage; None where these are the replicas.
     """
 
     replica_group: dist.ProcessGroup | None = None

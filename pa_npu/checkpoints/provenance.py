@@ -55,8 +55,8 @@ _KEYS: dict[Change, dict[str, str]] = {
         "agent": "concurrent programs output_kib",
         "reward": "timeout_s judge.url judge.on_failure code.memory_mib code.timeout_s "
         "code.require",
-        "trainer": "devices shards tensor_parallel pipeline_parallel expert_parallel recompute "
-        "frozen_pass",
+        "trainer": "devices shards tensor_parallel pipeline_parallel expert_parallel "
+        "context_parallel recompute frozen_pass",
         "microbatch": "responses max_tokens",
         "optimizer": "offload",
         "teacher": "NAME.model",
@@ -188,6 +188,7 @@ _ARRANGEMENT = (
     "trainer.tensor_parallel",
     "trainer.pipeline_parallel",
     "trainer.expert_parallel",
+    "trainer.context_parallel",
     "trainer.recompute",
     "trainer.frozen_pass",
     "microbatch.responses",

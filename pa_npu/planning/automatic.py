@@ -43,6 +43,7 @@ KEYS = (
     "trainer.tensor_parallel",
     "trainer.pipeline_parallel",
     "trainer.expert_parallel",
+    "trainer.context_parallel",
     "trainer.recompute",
     "optimizer.offload",
     "placement.colocate",
@@ -188,11 +189,11 @@ def _smallest(tree: Mapping[str, Any], auto_keys: Sequence[str]) -> dict[str, An
         section, name = _split(key)
         smallest.get(section, {}).pop(name, None)
     trainer = smallest.setdefault("trainer", {})
-    parallel = ("tensor_parallel", "pipeline_parallel", "expert_parallel")
+    parallel = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel")
     sizes = [trainer.get(name, 1) for name in parallel]
     if all(isinstance(size, int) and size > 0 for size in sizes):
-        tensor, stages, experts = sizes
-        trainer["devices"] = math.lcm(tensor, experts) * stages
+        tensor, stages, experts, context = sizes
+        trainer["devices"] = math.lcm(tensor * context, experts) * stages
     return smallest
 
 

@@ -280,6 +280,8 @@ def _trainer_moves(config: Config) -> Iterator[tuple[str, Sequence[Any]]]:
     yield "trainer.tensor_parallel", _doublings(trainer.tensor_parallel, _MAX_TENSOR_PARALLEL)
     stages = trainer.pipeline_parallel
     yield "trainer.pipeline_parallel", _doublings(stages, 8 * stages)
+    context = trainer.context_parallel
+    yield "trainer.context_parallel", _doublings(context, 8 * context)
 
 
 def _engine_moves(config: Config) -> Iterator[tuple[str, Sequence[Any]]]:

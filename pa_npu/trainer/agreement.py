@@ -224,7 +224,7 @@ class Agreement:
         even if the run stops right afterwards.
         """
         place = self._learner.backend.place
-        if not (place.is_last_stage and place.is_tensor_leader):
+        if not (place.is_last_stage and place.speaks_for_stage):
             return
         line = {
             "subject": subject,

@@ -146,9 +146,9 @@ def assemble_rank(
 
 def make_kept_logprobs(config: Config, backend: TrainBackend, rank: int) -> TrainerLogprobs | None:
     """Makes the record of this rank's log-probs of the samples that telemetry.samples keeps; None
-    on a rank that computes no log-probs, or the same ones as its tensor leader.
+    on a rank that computes no log-probs, or has the same ones as another.
     """
-    has_them = backend.place.is_last_stage and backend.place.is_tensor_leader
+    has_them = backend.place.is_last_stage and backend.place.speaks_for_stage
     if not config.telemetry.samples or not has_them:
         return None
     return TrainerLogprobs(

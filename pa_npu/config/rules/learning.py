@@ -174,9 +174,12 @@ def broken_shards(c: ConfigTree) -> Iterator[str]:
     t = c.trainer
     replica = c.mesh.replica_size
     if c.mesh.size != t.devices:
+        sizes = "tensor_parallel x pipeline_parallel"
+        if t.context_parallel > 1:
+            sizes += " x context_parallel"
         yield (
-            f"trainer.devices: {t.devices} is not a multiple of tensor_parallel x "
-            f"pipeline_parallel = {replica}; set trainer.devices to a multiple of {replica}"
+            f"trainer.devices: {t.devices} is not a multiple of {sizes} = {replica}; set "
+            f"trainer.devices to a multiple of {replica}"
         )
 
 
@@ -243,6 +246,11 @@ def _broken_fsdp(c: ConfigTree) -> Iterator[str]:
             f"trainer.shards: {t.shards} does not divide trainer.devices = {t.devices}; set "
             "it to a divisor"
         )
+    elif t.shards not in (None, c.mesh.weight_shards):
+        yield (
+            f"trainer.shards: {t.shards} is not a multiple of trainer.context_parallel = "
+            f"{t.context_parallel}, whose ranks share a copy of the weights; set it to a multiple"
+        )
 
 
 def _broken_backend_features(c: ConfigTree) -> Iterator[str]:
@@ -258,6 +266,11 @@ def _broken_backend_features(c: ConfigTree) -> Iterator[str]:
         own = (
             f"attention.implementation: {c.attention.implementation} is transformers' own attention"
         )
+        if t.context_parallel > 1:
+            yield (
+                f"{own}, which computes whole sequences, with trainer.context_parallel = "
+                f"{t.context_parallel}; set the implementation to auto, or context_parallel to 1"
+            )
         if t.backend != "fsdp":
             yield f"{own}, which trainer.backend={t.backend} has not; set it to auto"
         elif c.attention.shared_prompt:

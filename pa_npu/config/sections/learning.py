@@ -287,8 +287,8 @@ class TrainerConfig(Section):
         1,
         ge=1,
         le=2**17,
-        description="Number of trainer ranks over all nodes: tensor x pipeline x data parallel "
-        "size. auto chooses by prediction.",
+        description="Number of trainer ranks over all nodes: tensor x pipeline x context x data "
+        "parallel size. auto chooses by prediction.",
     )
     tensor_parallel: int = Field(
         1, ge=1, le=1024, description="Tensor-parallel size (TP). auto chooses by prediction."
@@ -309,6 +309,14 @@ class TrainerConfig(Section):
         description="Expert-parallel size (EP): the number of ranks of a pipeline stage, over its "
         "tensor-parallel ranks and replicas, that divide a mixture's experts among "
         "them. Each expert is whole on its rank.",
+    )
+    context_parallel: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Context-parallel size (C): the number of ranks that share each sequence. Every "
+        "one of them computes a part of a microbatch's rows against the keys and values of all, "
+        "so that it holds 1/C of the activations. For sequences that do not fit otherwise.",
     )
     distributed_optimizer: bool = Field(
         True, description="Shard the optimizer's state over data-parallel ranks."
