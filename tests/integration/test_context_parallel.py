@@ -59,7 +59,9 @@ def job(
 
 
 def assert_same_training(one: Path, other: Path, *reports: list[dict[str, float]]) -> None:
-    """The same gradient norms, losses and exported weights, but for rounding."""
+    """The same gradient norms, losses and exported weights, but for rounding, of which AdamW makes up
+    to a hundredth of an update where a gradient is near 0.
+    """
     for key in ("grad_norm", "loss", "entropy", "tokens_response", "kl"):
         first, second = ([report[key] for report in of_run] for of_run in reports)
         assert second == pytest.approx(first, rel=2e-5, abs=1e-7), key
@@ -68,7 +70,7 @@ def assert_same_training(one: Path, other: Path, *reports: list[dict[str, float]
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(
-            ours[name], tensor, rtol=1e-5, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}"
+            ours[name], tensor, rtol=1e-5, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 
