@@ -357,7 +357,7 @@ class MegatronBackend:
             most_likely=self._most_likely,
             choose=choose,
             asked=self._asked(microbatch),
-            own=part.own,
+            own_targets=part.own,
         )
         if not isinstance(output, ModelOutput):
             return output

@@ -203,7 +203,7 @@ class TriModel(MegatronModule):
         most_likely: Mapping[str, MostLikely] | None = None,
         choose: Choose = no_choices,
         asked: Collection[str] | None = None,
-        own: torch.Tensor | None = None,
+        own_targets: torch.Tensor | None = None,
     ) -> ModelOutput | torch.Tensor:
         """One microbatch through this stage; see the module's docstring for shapes,
         AttentionContext for `balance` and `replay`.
@@ -211,7 +211,7 @@ class TriModel(MegatronModule):
         most_likely: of the frozen models, by name, of which the last stage wants further tokens.
         choose: called on the last stage with the scores of those that pass beside the policy.
         asked: the frozen models that the microbatch asks for; None: all.
-        own: int64 [N], which of the microbatch's targets these are; None: all (HeadGradient).
+        own_targets: int64 [N], which of the microbatch's targets these are; None: all (HeadGradient).
         """
         if tokens.shape != (1, layout.total):
             raise ValueError(
@@ -249,7 +249,7 @@ class TriModel(MegatronModule):
                     most_likely=(most_likely or {}).get(name),
                 )
         choices = choose(frozen)
-        head = None if entropy_grad or choices is not None else HeadGradient(own)
+        head = None if entropy_grad or choices is not None else HeadGradient(own_targets)
         policy = self.policy.logprobs(
             hidden,
             rows,
