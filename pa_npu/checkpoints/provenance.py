@@ -57,7 +57,7 @@ _KEYS: dict[Change, dict[str, str]] = {
         "code.require",
         "trainer": "devices shards tensor_parallel pipeline_parallel expert_parallel "
         "context_parallel recompute frozen_pass",
-        "microbatch": "responses max_tokens",
+        "microbatch": "responses max_tokens tokens",
         "optimizer": "offload",
         "teacher": "NAME.model",
         "attention": "shared_prompt implementation",
@@ -193,6 +193,7 @@ _ARRANGEMENT = (
     "trainer.frozen_pass",
     "microbatch.responses",
     "microbatch.max_tokens",
+    "microbatch.tokens",
     "attention.shared_prompt",
     "attention.implementation",
     "schedule.order",

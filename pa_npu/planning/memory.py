@@ -315,7 +315,7 @@ def _head_bytes(config: Config, spec: ModelSpec, amount: Work) -> int:
     element = BYTES[config.model.dtype]
     vocabulary = -(-spec.vocab_size // config.trainer.tensor_parallel)
     rows = config.microbatch_responses * config.rollout.max_response_tokens
-    if config.microbatch.max_tokens is not None:
+    if config.microbatch.budget is not None:
         rows = amount.microbatch_tokens
     rows = rank_tokens(config, rows)
     chunk = min(rows, config.model.head_chunk_tokens)

@@ -235,6 +235,8 @@ def _microbatches(config: Config, amount: Work) -> str:
     number = amount.microbatches_per_replica
     responses = counted(config.microbatch_responses, "response")
     tokens = amount.microbatch_tokens
+    if config.microbatch.tokens is not None:
+        return f"at most {number} per replica, as many responses as fit into {tokens} tokens each"
     if config.microbatch.max_tokens is None:
         return f"{number} per replica, {responses} and at most {tokens} tokens each"
     return (

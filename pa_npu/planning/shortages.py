@@ -273,6 +273,8 @@ def _trainer_moves(config: Config) -> Iterator[tuple[str, Sequence[Any]]]:
     yield "microbatch.responses", [n for n in range(responses - 1, 0, -1) if responses % n == 0]
     if config.microbatch.max_tokens is not None:
         yield "microbatch.max_tokens", [config.microbatch.max_tokens // n for n in (2, 4, 8)]
+    if config.microbatch.tokens is not None:
+        yield "microbatch.tokens", [config.microbatch.tokens // n for n in (2, 4, 8)]
     chunk = config.model.head_chunk_tokens
     yield "model.head_chunk_tokens", [chunk // n for n in (2, 4, 8) if chunk // n >= 64]
     kinds = ("none", "selective", "full")

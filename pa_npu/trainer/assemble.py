@@ -301,7 +301,8 @@ def rollout_source(
             shared_prompt=config.attention.shared_prompt,
             pad_multiple=config.trainer.pad_multiple,
             timeout_s=config.deadlines.wait_timeout_s,
-            max_tokens=config.microbatch.max_tokens,
+            max_tokens=config.microbatch.budget,
+            piece_tokens=config.microbatch.tokens,
             device=backend.device,
             links=backend.replica_links,
             timeline=timeline,
@@ -354,5 +355,5 @@ def fills_places(config: Config) -> bool:
     if mesh.pipeline > 1:
         return True
     in_step = config.trainer.backend == "fsdp" or mesh.expert > mesh.tensor
-    is_whole = config.microbatch.max_tokens is None
+    is_whole = config.microbatch.budget is None
     return config.schedule.order == "prompt" and in_step and is_whole and mesh.size > 1

@@ -196,6 +196,17 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
             f"of microbatches in advance, which trainer.pipeline_parallel = {t.pipeline_parallel} "
             "needs; remove the key or set pipeline_parallel to 1"
         )
+    if c.microbatch.tokens is not None and t.pipeline_parallel > 1:
+        yield (
+            f"microbatch.tokens: {c.microbatch.tokens}: how many microbatches a group has follows "
+            f"from its lengths, and trainer.pipeline_parallel = {t.pipeline_parallel} needs to know "
+            "it in advance; set microbatch.responses instead, or pipeline_parallel to 1"
+        )
+    if c.microbatch.tokens is not None and c.microbatch.max_tokens is not None:
+        yield (
+            f"microbatch.max_tokens: {c.microbatch.max_tokens} beside microbatch.tokens = "
+            f"{c.microbatch.tokens}, which packs up to its own bound; remove one"
+        )
     profiled = c.telemetry.profile_iterations
     if any(not 0 <= value < s.iterations for value in profiled):
         yield (

@@ -361,6 +361,19 @@ class MicrobatchConfig(Section):
         "tokens, padding included. A larger microbatch stays alone. Needs "
         "pipeline_parallel=1. null packs nothing.",
     )
+    tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Bound of a microbatch in packed tokens, padding included: it takes as many "
+        "responses of a group as fit, up to `responses`, and further groups while there is room. A "
+        "prompt with one response that is longer goes alone. Needs pipeline_parallel=1. null cuts "
+        "groups by `responses` alone.",
+    )
+
+    @property
+    def budget(self) -> int | None:
+        """Packed tokens up to which microbatches are filled; None where nothing is packed."""
+        return self.max_tokens if self.tokens is None else self.tokens
 
 
 class AttentionConfig(Section):

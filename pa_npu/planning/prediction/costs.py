@@ -220,7 +220,6 @@ class GroupSeconds:
     ) -> None:
         trainer = config.trainer
         self._work = GroupWork(spec, config)
-        self._num_microbatches = config.microbatches_per_group
         self._microbatch_s = cost.microbatch_s * passes(config)
         self._operation_s = cost.operation_s * passes(config) / config.mesh.replica_size
         shards = trainer.tensor_parallel
@@ -241,9 +240,10 @@ class GroupSeconds:
         self._shared_prompt = config.attention.shared_prompt
 
     def __call__(self, prompt: int, lengths: Sequence[int]) -> float:
-        num_prompts = self._num_microbatches if self._shared_prompt else len(lengths)
+        num_microbatches = len(self._work.pieces(prompt, lengths))
+        num_prompts = num_microbatches if self._shared_prompt else len(lengths)
         tokens = sum(lengths) + prompt * num_prompts
-        seconds = self._num_microbatches * self._microbatch_s + self._token_s * tokens
+        seconds = num_microbatches * self._microbatch_s + self._token_s * tokens
         return seconds + self._operation_s * self._work(prompt, lengths)
 
 
