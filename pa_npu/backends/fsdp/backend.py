@@ -109,7 +109,7 @@ class FsdpBackend:
         if mesh.context == 1:
             return Reductions(world)
         replicas = None if mesh.data == 1 else new_group_of(self.place, timeout_s, "data")
-        return Reductions(replicas, gradient_group=world)
+        return Reductions(replicas, gradient_group=world, sharing_group=world)
 
     def published_weights(
         self, bucket_bytes: int, late_from: str | None = None

@@ -105,15 +105,17 @@ class MegatronBackend:
         self._watched = (
             WatchedReduction(self._ddp, self.place, platform.widest_dtype) if reduces else None
         )
-        reduced_over = None
+        sharing = None
+        if mesh.context > 1:
+            sharing = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        reduced_over = sharing
         if has_experts and mesh.tensor > 1:
             reduced_over = parallel.stage_group()
-        elif mesh.context > 1:
-            reduced_over = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.reductions = Reductions(
             parallel_state.get_data_parallel_group(),
             parallel_state.get_pipeline_model_parallel_group(),
             reduced_over,
+            sharing,
         )
         self._routing = (
             None if spec.experts is None else RoutingWatch(stage.policy, self.place, spec.experts)
