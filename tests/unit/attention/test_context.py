@@ -24,7 +24,7 @@ def test_rows_on_several_ranks_attend_as_on_one_in_every_form_and_recomputed(
         q, k, v, grad = tensors(layout)
         grad[layout.total - layout.padding :] = 0.0
         expected = out_and_gradients(
-            lambda *qkv, layout=layout: dense_attention(*qkv, layout, 0.25), q, k, v, grad
+            lambda q, k, v, layout=layout: dense_attention(q, k, v, layout, 0.25), q, k, v, grad
         )
         seen = torch.zeros(layout.total, dtype=torch.bool)
         for of_rank in results:

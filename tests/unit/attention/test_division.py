@@ -102,7 +102,9 @@ def test_attention_of_the_ranks_rows_is_dense_attention(name: str, form: str, ke
     q, k, v, grad = inputs_for(whole, 4, 2, torch.float64)
     grad[division.num_rows :] = 0.0
     scale = 0.3
-    expected = out_and_gradients(lambda *qkv: dense_attention(*qkv, whole, scale), q, k, v, grad)
+    expected = out_and_gradients(
+        lambda q, k, v: dense_attention(q, k, v, whole, scale), q, k, v, grad
+    )
     out = torch.zeros_like(q)
     dq = torch.zeros_like(q)
     dk = torch.zeros_like(k)
