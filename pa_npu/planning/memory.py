@@ -294,7 +294,7 @@ def _activation_bytes(config: Config, spec: ModelSpec, stage: int) -> tuple[int,
         kept_per_layer = per_layer
     kept = kept_per_layer * layers * in_flight
 
-    working_set = tokens * layer_step * element + _gathered_keys_bytes(config, spec, amount)
+    working_set = tokens * layer_step * element + gathered_keys_bytes(config, spec, amount)
     if stage == trainer.pipeline_parallel - 1:
         working_set = max(working_set, _head_bytes(config, spec, amount))
     # Frozen models keep no activations, but a later stage receives their hidden states in the same
@@ -336,7 +336,7 @@ def rank_tokens(config: Config, tokens: int) -> int:
     return -(-tokens // multiple) * config.trainer.pad_multiple
 
 
-def _gathered_keys_bytes(config: Config, spec: ModelSpec, amount: Work) -> int:
+def gathered_keys_bytes(config: Config, spec: ModelSpec, amount: Work) -> int:
     """Returns the bytes of keys and values of the whole sequence at the peak of a layer's backward,
     which a rank of a context group has for one piece of heads at a time (attention/context.py).
 
