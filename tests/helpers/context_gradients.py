@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -157,11 +157,10 @@ def main(job_file: str) -> None:
         else:
             from tests.helpers.megatron import relative_gradient_errors
 
-            for parameter in backend._stage.policy.parameters():
+            stage = cast(Any, backend)._stage
+            for parameter in stage.policy.parameters():
                 parameter.grad = parameter.main_grad
-            errors[name]["gradients"] = max(
-                relative_gradient_errors(backend._stage, model, spec).values()
-            )
+            errors[name]["gradients"] = max(relative_gradient_errors(stage, model, spec).values())
     if rank == 0:
         Path(job["out"]).write_text(json.dumps([errors]))
     backend.close()

@@ -335,17 +335,17 @@ class MegatronBackend:
         scored: Mapping[str, RowScores] | None = None,
     ) -> Any:
         """scored: scores of the frozen models that have had passes of their own."""
-
         part = self._part(microbatch)
 
         def choose(frozen: Mapping[str, RowScores]) -> torch.Tensor | None:
-            choices: dict[str, torch.Tensor] = {}
-            for name, scores in (scored or {}).items():
-                if scores.choices is not None:
-                    choices[name] = scores.choices
+            of_all = dict(scored or {})
             for name, scores in frozen.items():
                 if scores.choices is not None:
-                    choices[name] = part.joined(scores).choices
+                    of_all[name] = part.joined(scores)
+            choices: dict[str, torch.Tensor] = {}
+            for name, scores in of_all.items():
+                if scores.choices is not None:
+                    choices[name] = scores.choices
             of_teachers = by_target(self._trainer_models.teachers, microbatch.columns, choices)
             return part.of_targets(of_teachers)
 
