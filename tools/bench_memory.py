@@ -7,11 +7,16 @@ backward, with the optimizer's state in place. Megatron's reduction of gradients
 out: gloo copies the whole gradient buffer there, which NCCL and HCCL do not.
 
     python tools/bench_memory.py [--hidden 512] [--layers 8] [--prompt 256] [--response 256] [--chunk 1024]
+    python tools/bench_memory.py --long [--tokens 4096 16384 65536] [--context 1 2 4]
+
+--long measures one microbatch of many tokens, a prompt and 15 responses of equal length, on 1, 2 and
+4 ranks that share it (trainer.context_parallel): the fullest rank's peak.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -48,6 +53,9 @@ CASES = (
     ("fsdp", "bf16", "full", 0.1, 0),
     ("fsdp", "bf16", "full", 0.1, 8),
 )
+# Backend and recomputation of --long, in fp32.
+LONG_CASES = (("megatron", "none"), ("megatron", "full"))
+LONG_RESPONSES = 15
 MIB = 2**20
 
 
@@ -64,14 +72,28 @@ def main() -> int:
         "--cases", type=int, default=len(CASES), help="only the first n cases of each backend"
     )
     parser.add_argument("--backends", default="megatron,fsdp")
+    parser.add_argument("--long", action="store_true", help="context parallelism")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 65536])
+    parser.add_argument("--context", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--json", action="store_true", help="one object per case")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.long:
+        arguments.hidden = min(arguments.hidden, 128)
+        arguments.layers = min(arguments.layers, 4)
+        arguments.responses = LONG_RESPONSES
+    if arguments.case and arguments.long:
+        print(json.dumps(measure_long(json.loads(arguments.case), arguments)))
+        return 0
     if arguments.case:
         print(json.dumps(measure(make_config(json.loads(arguments.case), arguments), arguments)))
         return 0
     with tempfile.TemporaryDirectory() as scratch:
         model = make_model(Path(scratch), arguments)
+        if arguments.long:
+            rows = run_long(model, Path(scratch), arguments)
+            print("\n".join(map(json.dumps, rows)) if arguments.json else render_long(rows))
+            return 0
         chosen = [
             case
             for backend in arguments.backends.split(",")
@@ -83,12 +105,50 @@ def main() -> int:
 
 
 def run_case(case: list[object]) -> dict[str, object]:
+    return _result(_started(case))
+
+
+def _started(case: list[object]) -> subprocess.Popen[str]:
     argv = [sys.executable, "-m", "tools.bench_memory", *sys.argv[1:], "--case", json.dumps(case)]
-    output = subprocess.run(
-        argv, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1]
-    ).stdout
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
+
+
+def _result(process: subprocess.Popen[str]) -> dict[str, object]:
+    output, _ = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"a case ended with exit code {process.returncode}; its error is above")
     result: dict[str, object] = json.loads(output.splitlines()[-1])
     return result
+
+
+def run_long(model: str, scratch: Path, arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """Each case on the ranks of a context group, one process each; of their peaks the largest."""
+    rows = []
+    for number, (tokens, (backend, recompute), context) in enumerate(
+        itertools.product(arguments.tokens, LONG_CASES, arguments.context)
+    ):
+        case = [model, backend, recompute, tokens, context, str(scratch / f"store{number}")]
+        processes = [_started([*case, rank]) for rank in range(context)]
+        ranks = [_result(process) for process in processes]
+        rows.append(max(ranks, key=lambda row: float(str(row["peak"]))))
+    return rows
+
+
+def measure_long(case: list[Any], arguments: argparse.Namespace) -> dict[str, object]:
+    model, backend, recompute, tokens, context, store, rank = case
+    length = tokens // (1 + LONG_RESPONSES)
+    arguments.prompt = arguments.response = length
+    config = make_config([model, backend, "fp32", recompute, 0.0, 0], arguments)
+    trainer = config.trainer.model_copy(update={"devices": context, "context_parallel": context})
+    schedule = config.schedule.model_copy(update={"prompts_per_iteration": 1})
+    config = config.model_copy(update={"trainer": trainer, "schedule": schedule})
+    ranks = dist.HashStore() if context == 1 else dist.FileStore(store, context)
+    return {
+        **measure(config, arguments, ranks, rank),
+        "tokens": tokens,
+        "context": context,
+        "recompute": recompute,
+    }
 
 
 def make_model(directory: Path, arguments: argparse.Namespace) -> str:
@@ -124,7 +184,12 @@ def make_config(case: list[Any], arguments: argparse.Namespace) -> Config:
     )
 
 
-def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
+def measure(
+    config: Config,
+    arguments: argparse.Namespace,
+    store: dist.Store | None = None,
+    rank: int = 0,
+) -> dict[str, object]:
     """Bytes of the second iteration's forward and backward: `state`, the least that is allocated,
     and `peak`.
     """
@@ -148,7 +213,8 @@ def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
     ]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         module = backend_module(config.trainer.backend)
-        backend = module.create(config, spec, platform, dist.HashStore(), 0, 0, timeline)
+        store = store or dist.HashStore()
+        backend = module.create(config, spec, platform, store, rank, 0, timeline)
         learner = Learner(config, backend, platform, timeline)
         group = None
         if config.trainer.backend == "megatron":
@@ -164,8 +230,13 @@ def measure(config: Config, arguments: argparse.Namespace) -> dict[str, object]:
 
             stage.config.finalize_model_grads_func = reduce_marked
         for iteration in range(2):
+            trained = groups[: config.schedule.prompts_per_iteration]
+            # of a long microbatch the first iteration has one response, which makes the
+            # optimizer's state as well
+            if arguments.long and iteration == 0:
+                trained = [trained[0][:1]]
             microbatches = [
-                m for g in groups for m in build_microbatches(g, arguments.responses, True, 1)
+                m for g in trained for m in build_microbatches(g, arguments.responses, True, 1)
             ]
             with record_function(f"iteration-{iteration}"):
                 learner.accumulate(FixedMicrobatches(microbatches))
@@ -228,6 +299,31 @@ def at_full_length(group: Group, arguments: argparse.Namespace, vocab_size: int)
         advantages=group.advantages[group.offsets()[1:] - 1],
         finished=group.finished,
     )
+
+
+def render_long(rows: list[dict[str, object]]) -> str:
+    """Peak beyond the state, which is what the microbatch takes, beside that of one rank."""
+    lines = [
+        "MiB; 'microbatch' is the peak beyond weights, gradients and optimizer\n",
+        f"{'tokens':>7} {'recompute':<10}{'C':>3}{'peak':>10}{'estimate':>10}{'ratio':>7}"
+        f"{'microbatch':>12}{'of C=1 / C':>12}",
+    ]
+    alone: dict[tuple[object, object], float] = {}
+    for row in rows:
+        state, peak, estimate = (
+            float(str(row[key])) / MIB for key in ("state", "peak", "peak_estimated")
+        )
+        key = (row["tokens"], row["recompute"])
+        context = int(str(row["context"]))
+        beyond = peak - state
+        if context == 1:
+            alone[key] = beyond
+        share = f"{beyond * context / alone[key]:.2f}" if key in alone else ""
+        lines.append(
+            f"{row['tokens']!s:>7} {row['recompute']!s:<10}{context:>3}{peak:>10.1f}"
+            f"{estimate:>10.1f}{estimate / peak:>7.2f}{beyond:>12.1f}{share:>12}"
+        )
+    return "\n".join(lines)
 
 
 def render(rows: list[dict[str, object]]) -> str:

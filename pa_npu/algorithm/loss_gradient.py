@@ -40,10 +40,12 @@ class HeadGradient:
 
     products: h · dL/dh, fp32, of one row in `every`; sizes: |h| |dL/dh|. None until the backward,
     and where nothing is watched. is_partial: the gradient is a sum over tensor-parallel ranks that
-    is made later.
+    is made later. own: int64 [N], which of the microbatch's targets the rows belong to; None: all
+    of them, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: torch.Tensor | None = None) -> None:
+        self.own = own
         self.products: torch.Tensor | None = None
         self.sizes: torch.Tensor | None = None
         self.is_partial = False

@@ -179,6 +179,12 @@ def _broken_kl_in_reward(algorithm: PolicyGradient) -> Iterator[str]:
             f"advantage to {' or '.join(LINEAR_ADVANTAGES)}, or kl_in to loss"
         )
     responses = config.rollout.responses_per_prompt
+    if config.microbatch.tokens is not None:
+        yield (
+            "algorithm.kl_in: reward needs all responses of a group in one microbatch, and "
+            f"microbatch.tokens = {config.microbatch.tokens} may cut it; remove microbatch.tokens, "
+            "or set kl_in to loss"
+        )
     if config.microbatch_responses != responses:
         yield (
             "algorithm.kl_in: reward needs all responses of a group in one microbatch, but "

@@ -95,6 +95,11 @@ class PreferencePairs(RewardCredit):
                 f"{config.microbatch_responses} of {config.rollout.responses_per_prompt} are in a "
                 "microbatch; remove microbatch.responses"
             )
+        if config.microbatch.tokens is not None:
+            yield (
+                f"{loss} compares the responses of a group, which microbatch.tokens = "
+                f"{config.microbatch.tokens} may cut; remove microbatch.tokens"
+            )
         if not keys.kl_coef:
             yield (
                 f"{loss} needs its beta, the larger the nearer the policy stays to the reference; "

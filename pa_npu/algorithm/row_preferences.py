@@ -224,6 +224,11 @@ class RowPreferences(Algorithm):
                 "the two answers of a pair in one microbatch; remove it, and pack pairs with "
                 "microbatch.max_tokens"
             )
+        elif config.microbatch.tokens is not None:
+            yield (
+                f"microbatch.tokens: {config.microbatch.tokens} with {loss}, whose pairs it may "
+                "cut; pack pairs with microbatch.max_tokens"
+            )
         if not keys.kl_coef:
             yield (
                 f"algorithm.kl_coef: 0 with {loss}, whose beta it is, the larger the nearer the "

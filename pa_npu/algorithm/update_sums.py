@@ -24,13 +24,16 @@ class Reductions:
 
     replica_group: the ranks that hold the same part of the model, one in each replica. stage_group:
     the pipeline stages of a replica. Both None where this rank is alone. gradient_group: ranks in
-    which every reduction of gradients ends, with experts of a mixture the whole stage; None where
-    these are the replicas.
+    which every reduction of gradients ends: with context parallelism the context groups of all
+    replicas, with experts of a mixture the whole stage; None where these are the replicas.
+    sharing_group: ranks that step the same weights, each a part of them or each all: those of
+    replica_group and their context groups; None where these are the replicas.
     """
 
     replica_group: dist.ProcessGroup | None = None
     stage_group: dist.ProcessGroup | None = None
     gradient_group: dist.ProcessGroup | None = None
+    sharing_group: dist.ProcessGroup | None = None
 
     def replicas(self, values: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
         return (
@@ -43,6 +46,11 @@ class Reductions:
             if self.gradient_group is None
             else _reduce(values, False, self.gradient_group)
         )
+
+    def sharing(self, values: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
+        if self.sharing_group is None:
+            return self.replicas(values, largest=largest)
+        return _reduce(values, largest, self.sharing_group)
 
     def stages(self, values: torch.Tensor, *, largest: bool = False) -> torch.Tensor:
         return values if self.stage_group is None else _reduce(values, largest, self.stage_group)

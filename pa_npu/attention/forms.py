@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from pa_npu.attention.calls import attend, gradients
+from pa_npu.attention.context import RankRows, attention_of_rows, gathered_keys
 from pa_npu.attention.kernels.base import Partial, VarlenKernel
 from pa_npu.attention.layout import PrefixLayout
 from pa_npu.attention.plans import AttentionPlan, gather_plan, merge_plan
-from pa_npu.attention.rows import Rows
 
 IMPLEMENTATIONS = ("auto", "dense", "merge", "gather")
 # Module and class, imported when the kernel is first needed.
@@ -36,7 +37,7 @@ def shared_prompt_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    layout: PrefixLayout,
+    layout: PrefixLayout | RankRows,
     *,
     scale: float | None = None,
     impl: str = "auto",
@@ -47,7 +48,9 @@ def shared_prompt_attention(
         q: [total, heads, head_dim].
         k: [total, kv_heads, head_dim], where kv_heads divides heads (GQA).
         v: the same shape as k.
-        layout: of the `total` packed tokens.
+        layout: of the `total` packed tokens; or RankRows, where q, k and v have those rows of a
+            longer sequence whose other rows are on other ranks (pa_npu.attention.context). Then the
+            call is collective, and so is its backward.
         scale: factor of the scores, head_dim ** -0.5 by default.
         impl: dense (the reference, with scores [heads, total, total]), merge, gather, or auto,
             which takes the faster of merge and gather for this layout on this platform. There is no
@@ -61,22 +64,35 @@ def shared_prompt_attention(
     _check(q, k, v, layout)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if impl == "dense":
+        if isinstance(layout, RankRows):
+            keys = gathered_keys(k, layout)
+            values = gathered_keys(v, layout)
+            rows = layout.row_numbers(q.device)
+            return dense_attention(q, keys, values, layout.layout, scale, rows)
         return dense_attention(q, k, v, layout, scale)
     if layout.total == 0:
         return q * 1.0
     kernel = kernel_for(q)
+    if isinstance(layout, RankRows):
+        gathers = impl == "gather" or (impl == "auto" and kernel.prefers_gather(layout.layout))
+        return attention_of_rows(q, k, v, layout, scale, kernel, gathers=gathers)
     if impl == "gather" or (impl == "auto" and kernel.prefers_gather(layout)):
         return gather_attention(q, k, v, layout, scale, kernel)
     return merge_attention(q, k, v, layout, scale, kernel)
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout) -> None:
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout | RankRows
+) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 3 or tensor.shape[0] != layout.total:
+            if isinstance(layout, RankRows):
+                counted = f"the rows of rank {layout.rank} of {layout.division.size}"
+            else:
+                counted = f"the sum of the layout's segments 0 to {len(layout.lengths) - 1}"
             raise ValueError(
                 f"{name}: shape {tuple(tensor.shape)} must be [tokens, heads, head_dim] with "
-                f"{layout.total} tokens, the sum of the layout's segments 0 to "
-                f"{len(layout.lengths) - 1}"
+                f"{layout.total} tokens, {counted}"
             )
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(
@@ -135,81 +151,47 @@ class _Attention(torch.autograd.Function):
         scale: float,
         kernel: VarlenKernel,
     ) -> torch.Tensor:
-        running = kernel.forward(q, _call_keys(plan, k), _call_keys(plan, v), plan.call, scale)
-        for cross in plan.crosses:
-            queries = cross.q_rows.take(q)
-            keys = cross.k_rows.take(k)
-            values = cross.k_rows.take(v)
-            part = kernel.forward(queries, keys, values, cross.call, scale)
-            kernel.merge(running, part, cross)
-        ctx.save_for_backward(q, k, v, running.out, *running.stats)
+        result = attend(q, k, v, plan, scale, kernel)
+        ctx.save_for_backward(q, k, v, result.out, *result.stats)
         ctx.plan = plan
         ctx.scale = scale
         ctx.kernel = kernel
-        return running.out
+        return result.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, *stats = ctx.saved_tensors
         plan: AttentionPlan = ctx.plan
-        scale: float = ctx.scale
-        kernel: VarlenKernel = ctx.kernel
         result = Partial(out, tuple(stats), plan.call)
-        keys = _call_keys(plan, k)
-        values = _call_keys(plan, v)
-        dq, dk, dv = kernel.backward(grad, q, keys, values, result, scale)
-        if plan.k_rows is not None:
-            dk = _sum_rows(plan.k_rows, dk, k)
-            dv = _sum_rows(plan.k_rows, dv, v)
-        for cross in plan.crosses:
-            part = kernel.select(result, cross)
-            part_grad = cross.q_rows.take(grad)
-            queries = cross.q_rows.take(q)
-            keys = cross.k_rows.take(k)
-            values = cross.k_rows.take(v)
-            part_dq, part_dk, part_dv = kernel.backward(
-                part_grad, queries, keys, values, part, scale
-            )
-            cross.q_rows.add_(dq, part_dq)
-            cross.k_rows.add_(dk, part_dk)
-            cross.k_rows.add_(dv, part_dv)
+        dq, dk, dv = gradients(grad, q, k, v, result, plan, ctx.scale, ctx.kernel)
         return dq, dk, dv, None, None, None
 
 
-def _call_keys(plan: AttentionPlan, x: torch.Tensor) -> torch.Tensor:
-    """Returns the rows of the keys or values `x` that the plan's causal call takes."""
-    if plan.k_rows is None:
-        return x
-    return plan.k_rows.take(x)
-
-
-def _sum_rows(rows: Rows, gathered: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Sums the gradients of rows that were gathered several times.
-
-    It sums in fp32, since a sum of G terms loses bits in bf16.
-    """
-    total = torch.zeros(
-        like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device
-    )
-    rows.add_(total, gathered)
-    return total.to(like.dtype)
-
-
 def dense_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: PrefixLayout,
+    scale: float,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes softmax(q k^T scale + mask) v, written out.
 
-    q [total, heads, head_dim], k and v [total, kv_heads, head_dim] -> [total, heads, head_dim]. The
-    scores [heads, total, total] are in fp32 (fp64 for fp64).
+    q [rows, heads, head_dim], k and v [total, kv_heads, head_dim] -> [rows, heads, head_dim]. The
+    scores [heads, rows, total] are in fp32 (fp64 for fp64).
+
+    rows: int64 [rows], the packed rows that q has; None for all.
     """
     total, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     accumulate = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(accumulate).view(total, kv_heads, heads // kv_heads, head_dim)
     scores = torch.einsum("ignd,jgd->gnij", grouped, k.to(accumulate)) * scale
-    scores = scores.masked_fill(~layout.dense_mask(q.device), float("-inf"))
+    mask = layout.dense_mask(q.device)
+    if rows is not None:
+        mask = mask[rows]
+    scores = scores.masked_fill(~mask, float("-inf"))
     out = torch.einsum("gnij,jgd->ignd", scores.softmax(-1), v.to(accumulate))
     return out.reshape(total, heads, head_dim).to(q.dtype)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from pa_npu.attention.context import RankRows
 from pa_npu.attention.forms import shared_prompt_attention
 from pa_npu.attention.layout import PrefixLayout
 
@@ -47,7 +48,7 @@ def _attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    layout: PrefixLayout | None = None,
+    layout: PrefixLayout | RankRows | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,

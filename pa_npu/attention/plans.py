@@ -191,5 +191,105 @@ def _build_gather_plan(layout: PrefixLayout) -> AttentionPlan:
     return AttentionPlan(call, k_rows=Rows(tuple(k_spans)) if is_shared else None)
 
 
+def rank_gather_plan(layout: PrefixLayout, own: Sequence[Span]) -> AttentionPlan:
+    """Returns the plan of the gather form for the queries of some rows against the keys of all.
+
+    own: the rows, as ascending spans; the plan's query rows are their rows one after another.
+    """
+    q_lengths: list[int] = []
+    k_lengths: list[int] = []
+    k_spans: list[Span] = []
+    merged = compress(layout)
+    for chunk in _chunks(merged, own):
+        path = [
+            (merged.starts[ancestor], merged.ends[ancestor])
+            for ancestor in merged.path(chunk.segment)[:-1]
+            if merged.lengths[ancestor]
+        ]
+        path.append((merged.starts[chunk.segment], chunk.end))
+        q_lengths.append(chunk.end - chunk.start)
+        k_lengths.append(sum(_lengths(path)))
+        k_spans += path
+    call = VarlenCall(tuple(q_lengths), tuple(k_lengths), causal=True)
+    return AttentionPlan(call, k_rows=Rows(tuple(k_spans)))
+
+
+def rank_merge_plan(layout: PrefixLayout, own: Sequence[Span], per_depth: bool) -> AttentionPlan:
+    """Returns the plan of the merge form for the queries of some rows against the keys of all.
+
+    The causal call takes each chunk of a segment against its own keys. Cross calls take the queries
+    below a segment against its keys, and those of a chunk against the earlier keys of its segment.
+
+    own: the rows, as ascending spans; the plan's query rows are their rows one after another.
+    per_depth: as in merge_plan. The chunks' earlier keys are one call more.
+    """
+    merged = compress(layout)
+    chunks = _chunks(merged, own)
+    below: dict[int, list[tuple[Span, Span]]] = {}
+    earlier: list[tuple[Span, Span]] = []
+    for segment, end in enumerate(merged.ends):
+        queries = _queries_in(chunks, end, merged.subtree_ends[segment])
+        keys = (merged.starts[segment], end)
+        if keys[0] < end and queries[0] < queries[1]:
+            batch = merged.depths[segment] if per_depth else segment
+            below.setdefault(batch, []).append((queries, keys))
+    for chunk in chunks:
+        start = merged.starts[chunk.segment]
+        if start < chunk.start:
+            queries = (chunk.first, chunk.first + chunk.end - chunk.start)
+            earlier.append((queries, (start, chunk.start)))
+    batches = [pairs for _, pairs in sorted(below.items())]
+    if per_depth:
+        batches += [earlier] if earlier else []
+    else:
+        batches += [[pair] for pair in earlier]
+    crosses = []
+    for pairs in batches:
+        q_spans = [queries for queries, _ in pairs]
+        k_spans = [keys for _, keys in pairs]
+        call = VarlenCall(_lengths(q_spans), _lengths(k_spans), causal=False)
+        crosses.append(CrossCall(Rows.from_spans(q_spans), Rows(tuple(k_spans)), call))
+    lengths = tuple(chunk.end - chunk.start for chunk in chunks)
+    k_rows = Rows.from_spans([(chunk.start, chunk.end) for chunk in chunks])
+    call = VarlenCall(lengths, lengths, causal=True)
+    return AttentionPlan(call, k_rows=k_rows, crosses=tuple(crosses))
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows [start, end) of one segment. first: the number of the first one among the chosen rows."""
+
+    segment: int
+    start: int
+    end: int
+    first: int
+
+
+def _chunks(layout: PrefixLayout, own: Sequence[Span]) -> list[_Chunk]:
+    """Returns the spans `own`, cut where a segment ends."""
+    chunks = []
+    first = 0
+    segment = 0
+    for span_start, span_end in own:
+        start = span_start
+        while start < span_end:
+            while layout.ends[segment] <= start:
+                segment += 1
+            end = min(span_end, layout.ends[segment])
+            chunks.append(_Chunk(segment, start, end, first))
+            first += end - start
+            start = end
+    return chunks
+
+
+def _queries_in(chunks: Sequence[_Chunk], start: int, end: int) -> Span:
+    """Returns which of the chosen rows lie in the packed rows [start, end), as one span."""
+    inside = [chunk for chunk in chunks if start <= chunk.start and chunk.end <= end]
+    if not inside:
+        return 0, 0
+    last = inside[-1]
+    return inside[0].first, last.first + last.end - last.start
+
+
 def _lengths(spans: Sequence[Span]) -> tuple[int, ...]:
     return tuple(end - start for start, end in spans)

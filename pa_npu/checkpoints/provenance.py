@@ -55,9 +55,9 @@ _KEYS: dict[Change, dict[str, str]] = {
         "agent": "concurrent programs output_kib",
         "reward": "timeout_s judge.url judge.on_failure code.memory_mib code.timeout_s "
         "code.require",
-        "trainer": "devices shards tensor_parallel pipeline_parallel expert_parallel recompute "
-        "frozen_pass",
-        "microbatch": "responses max_tokens",
+        "trainer": "devices shards tensor_parallel pipeline_parallel expert_parallel "
+        "context_parallel recompute frozen_pass",
+        "microbatch": "responses max_tokens tokens",
         "optimizer": "offload",
         "teacher": "NAME.model NAME.engines NAME.tensor_parallel NAME.backend NAME.url "
         "NAME.max_prompt_tokens NAME.concurrent",
@@ -189,10 +189,12 @@ _ARRANGEMENT = (
     "trainer.tensor_parallel",
     "trainer.pipeline_parallel",
     "trainer.expert_parallel",
+    "trainer.context_parallel",
     "trainer.recompute",
     "trainer.frozen_pass",
     "microbatch.responses",
     "microbatch.max_tokens",
+    "microbatch.tokens",
     "attention.shared_prompt",
     "attention.implementation",
     "schedule.order",

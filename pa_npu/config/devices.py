@@ -60,7 +60,7 @@ class Devices:
         """Whether replicas may train different numbers of an iteration's groups."""
         mesh = Mesh.of_trainer(self.trainer)
         replicas_step_together = (
-            mesh.pipeline > 1 or mesh.shards > 1 or self.schedule.updates_per_iteration > 1
+            mesh.pipeline > 1 or mesh.weight_shards > 1 or self.schedule.updates_per_iteration > 1
         )
         by_arrival = self.schedule.order == "completion"
         return self.follows_work and by_arrival and not replicas_step_together

@@ -42,6 +42,8 @@ FOREIGN = {
     "tensor_model_parallel_size": "trainer.tensor_parallel",
     "pipeline_model_parallel_size": "trainer.pipeline_parallel",
     "expert_model_parallel_size": "trainer.expert_parallel",
+    "context_parallel_size": "trainer.context_parallel",
+    "ulysses_sequence_parallel_size": "trainer.context_parallel",
     "model.lora_rank": "lora.rank",
     "model.lora_alpha": "lora.alpha",
     "model.target_modules": "lora.targets",

@@ -43,6 +43,8 @@ class Mesh:
 
     experts_tensor: ranks that share one expert; None means as many as `tensor`.
     shards: number of consecutive replicas that each hold a part of the weights.
+    context_shards: whether the ranks along the context axis hold parts of the weights too; otherwise
+        they hold copies.
 
     Raises ValueError if experts do not divide a stage, or shards the replicas.
     """
@@ -54,6 +56,7 @@ class Mesh:
     expert: int = 1
     experts_tensor: int | None = None
     shards: int = 1
+    context_shards: bool = False
 
     def __post_init__(self) -> None:
         if self.stage_size % (self.expert_tensor * self.expert):
@@ -68,18 +71,21 @@ class Mesh:
             )
 
     @classmethod
-    def of(cls, devices: int, tensor: int, pipeline: int, expert: int = 1) -> Mesh:
+    def of(
+        cls, devices: int, tensor: int, pipeline: int, expert: int = 1, context: int = 1
+    ) -> Mesh:
         """Returns the mesh with as many whole replicas as fit on `devices`, at least one.
 
         Its `size` equals `devices` if these divide evenly. Each expert is whole on one rank. If
         `expert` divides no stage, the mesh has expert=1.
         """
-        data = max(1, devices // (tensor * pipeline))
+        data = max(1, devices // (tensor * pipeline * context))
         return cls(
             tensor,
             pipeline,
             data,
-            expert=expert if tensor * data % expert == 0 else 1,
+            context,
+            expert=expert if tensor * context * data % expert == 0 else 1,
             experts_tensor=1,
         )
 
@@ -91,13 +97,14 @@ class Mesh:
             trainer.tensor_parallel,
             trainer.pipeline_parallel,
             trainer.expert_parallel,
+            trainer.context_parallel,
         )
         if trainer.backend != "fsdp":
             return mesh
-        shards = trainer.shards or mesh.data
-        if mesh.data % shards:  # a rule refuses it
+        shards = mesh.data if trainer.shards is None else trainer.shards // mesh.context
+        if not shards or mesh.data % shards:  # a rule refuses it
             shards = mesh.data
-        return replace(mesh, shards=shards)
+        return replace(mesh, shards=shards, context_shards=True)
 
     @property
     def expert_tensor(self) -> int:
@@ -116,6 +123,11 @@ class Mesh:
     def replica_size(self) -> int:
         """Number of ranks of one replica."""
         return self.tensor * self.context * self.pipeline
+
+    @property
+    def weight_shards(self) -> int:
+        """Number of ranks that each hold a part of the same weights, beside tensor parallelism."""
+        return self.shards * self.context if self.context_shards else self.shards
 
     @property
     def stage_size(self) -> int:
@@ -224,6 +236,13 @@ class Place:
         return self.tensor == 0
 
     @property
+    def speaks_for_stage(self) -> bool:
+        """True for one rank of a replica's stage: what all of its ranks know, such as log-probs, is
+        recorded and counted there.
+        """
+        return self.tensor == 0 and self.coordinate("context") == 0
+
+    @property
     def publishes(self) -> bool:
         """True if the rank announces and sends its stage's weights: one rank per stage."""
         return (
@@ -233,7 +252,8 @@ class Place:
     @property
     def sends(self) -> bool:
         """True if the rank's weights are part of what is published. Other ranks hold copies."""
-        dense = self.coordinate("context") == 0 and self.coordinate("data") < self.mesh.shards
+        is_copy = self.coordinate("context") > 0 and not self.mesh.context_shards
+        dense = self.coordinate("data") < self.mesh.shards and not is_copy
         return dense or (self.mesh.expert > 1 and self.coordinate("expert_data") == 0)
 
     @property
@@ -242,7 +262,7 @@ class Place:
         weights of its stage. The first one publishes.
         """
         mesh = self.mesh
-        size = max(mesh.tensor * mesh.context * mesh.shards, mesh.expert_tensor * mesh.expert)
+        size = max(mesh.tensor * mesh.weight_shards, mesh.expert_tensor * mesh.expert)
         first = self.rank - self.rank % mesh.stage_size % size
         return tuple(range(first, first + size))
 

@@ -97,14 +97,16 @@ class HeldOutLosses(Evaluations):
     def _send(self, name: str, held_out: AnySet) -> HeldOutSet:
         algorithm = build_algorithm(self.config)
         columns = run_columns(self.config)
-        groups = groups_of_set(held_out, self.config.microbatch_responses)
+        # rows are packed one by one where tokens bound a microbatch
+        size = self.config.microbatch_responses if self.config.microbatch.tokens is None else 1
+        groups = groups_of_set(held_out, size)
         config = self.config
         sizes: list[int] = []
         for number, prompt in enumerate(groups):
             group = group_of(prompt, algorithm).group(config.run.seed, 0, number, algorithm.credit)
             put_group(self.channel, name, number, to_bytes(group, columns))
             sizes.append(num_packed_tokens(group, config.attention.shared_prompt))
-        microbatches = filled(sizes, config.microbatch.max_tokens, config.trainer.pad_multiple)
+        microbatches = filled(sizes, config.microbatch.budget, config.trainer.pad_multiple)
         tokens = sum(row.num_trained for row in held_out.rows)
         return HeldOutSet(name, tuple(microbatches), len(held_out.rows), tokens)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
+from pa_npu.config.pieces import samples_of_pieces
 from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
 from pa_npu.families.spec import ModelSpec
@@ -38,6 +39,7 @@ class GroupWork:
     def __init__(self, spec: ModelSpec, config: Config) -> None:
         self._flops = spec.definition.flops(spec)
         self._responses = config.microbatch_responses
+        self._tokens = config.microbatch.tokens
         self._shared_prompt = config.attention.shared_prompt
 
     def __call__(self, prompt_length: int, response_lengths: Sequence[int]) -> float:
@@ -45,10 +47,18 @@ class GroupWork:
         tokens.
         """
         total: float = 0
-        for start in range(0, len(response_lengths), self._responses):
-            lengths = response_lengths[start : start + self._responses]
+        start = 0
+        for count in self.pieces(prompt_length, response_lengths):
+            lengths = response_lengths[start : start + count]
             total += self._flops.group(prompt_length, lengths, shared=self._shared_prompt)
+            start += count
         return total
+
+    def pieces(self, prompt_length: int, response_lengths: Sequence[int]) -> list[int]:
+        """Returns the responses of each microbatch."""
+        shared = prompt_length if self._shared_prompt else 0
+        lengths = [prompt_length + length for length in response_lengths]
+        return samples_of_pieces(lengths, [shared] * len(lengths), self._responses, self._tokens)
 
 
 @dataclass(eq=False, repr=False)

@@ -40,11 +40,19 @@ def work(config: Config) -> Work:
     is_shared = config.attention.shared_prompt and not has_rows
     num_prompts = 1 if is_shared else responses
     tokens = prompt * num_prompts + response * responses
+    if config.microbatch.tokens is not None:
+        # a group is cut further, down to single responses
+        tokens = min(tokens, max(config.microbatch.tokens, prompt + response))
+        per_piece = (
+            max(1, (tokens - prompt) // response) if is_shared else tokens // (prompt + response)
+        )
+        pieces = -(-config.rollout.responses_per_prompt // min(responses, per_piece))
+        microbatches = config.groups_per_replica * pieces
     padded = -(-tokens // config.trainer.pad_multiple) * config.trainer.pad_multiple
 
-    # Packing fills a microbatch up to max_tokens, unless one group's part is larger or all of them
+    # Packing fills a microbatch up to its bound, unless one group's part is larger or all of them
     # together are smaller.
-    packed = max(padded, config.microbatch.max_tokens or 0)
+    packed = max(padded, config.microbatch.budget or 0)
     return Work(
         sequences=sequences,
         updates=config.schedule.updates_per_iteration,

@@ -31,7 +31,7 @@ from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.memory import cache_tokens, share_left, wanted_tokens
 from pa_npu.planning.prediction.divisions import MAX_SEQUENCES
 from pa_npu.planning.prediction.search import Sizes, fastest
-from pa_npu.planning.prediction.virtual_run import assumed_basis
+from pa_npu.planning.prediction.virtual_run import Basis, Predicted, assumed_basis
 from pa_npu.planning.sizes import size_choices, size_words
 from pa_npu.platform.typical import TypicalSpeed, typical_speed
 
@@ -43,11 +43,13 @@ KEYS = (
     "trainer.tensor_parallel",
     "trainer.pipeline_parallel",
     "trainer.expert_parallel",
+    "trainer.context_parallel",
     "trainer.recompute",
     "optimizer.offload",
     "placement.colocate",
 )
 _NUM_PREDICTED = 4  # combinations of each mode
+_CLEARLY_FASTER = 0.9
 
 
 def load(paths: Iterable[str], overrides: Sequence[str], report: Callable[[str], None]) -> Config:
@@ -76,7 +78,7 @@ def load(paths: Iterable[str], overrides: Sequence[str], report: Callable[[str],
         raise ConfigError(f"{auto_keys[0]}: auto cannot read the model: {error}") from None
 
     sizes = _free_sizes(tree, auto_keys, size_choices(base, spec, devices, auto_keys))
-    tried = fastest(assumed_basis(base, spec, typical), sizes, _NUM_PREDICTED)
+    tried = _fastest_with_least_context(assumed_basis(base, spec, typical), sizes)
     if not tried:
         raise ConfigError(
             f"{auto_keys[0]}: auto found nothing for {counted(devices, 'device')}: "
@@ -106,6 +108,22 @@ def load(paths: Iterable[str], overrides: Sequence[str], report: Callable[[str],
         section, name = _split(key)
         tree.setdefault(section, {})[name] = value
     return validated(tree, places, broken_rules)
+
+
+def _fastest_with_least_context(basis: Basis, sizes: Sizes) -> list[tuple[Predicted, Config]]:
+    """Returns the best combinations with the smallest context-parallel size that fits, or with one
+    that is predicted to be clearly faster than all smaller ones.
+
+    What a context group costs on devices has not been measured.
+    """
+    best: list[tuple[Predicted, Config]] = []
+    for context in sorted(sizes.context):
+        tried = fastest(basis, replace(sizes, context=(context,)), _NUM_PREDICTED)
+        if not tried:
+            continue
+        if not best or tried[0][0].iteration_s < _CLEARLY_FASTER * best[0][0].iteration_s:
+            best = tried
+    return best
 
 
 def _free_sizes(tree: Mapping[str, Any], auto_keys: Sequence[str], sizes: Sizes) -> Sizes:
@@ -188,11 +206,11 @@ def _smallest(tree: Mapping[str, Any], auto_keys: Sequence[str]) -> dict[str, An
         section, name = _split(key)
         smallest.get(section, {}).pop(name, None)
     trainer = smallest.setdefault("trainer", {})
-    parallel = ("tensor_parallel", "pipeline_parallel", "expert_parallel")
+    parallel = ("tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel")
     sizes = [trainer.get(name, 1) for name in parallel]
     if all(isinstance(size, int) and size > 0 for size in sizes):
-        tensor, stages, experts = sizes
-        trainer["devices"] = math.lcm(tensor, experts) * stages
+        tensor, stages, experts, context = sizes
+        trainer["devices"] = math.lcm(tensor * context, experts) * stages
     return smallest
 
 

@@ -58,6 +58,7 @@ _SINGLE_CHANGES: tuple[tuple[str, ...], ...] = (
     ("trainer.tensor_parallel",),
     ("trainer.pipeline_parallel",),
     ("trainer.expert_parallel",),
+    ("trainer.context_parallel",),
     ("trainer.recompute",),
     ("optimizer.offload",),
     ("rollout.max_num_seqs",),

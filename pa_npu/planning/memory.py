@@ -25,6 +25,7 @@ from pa_npu.planning.teachers import (
     teacher_engine_config,
     teacher_specs,
 )
+from pa_npu.platform.pieces import pieces_of_heads
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, group_buffer_bytes
 
 GIB = 2**30
@@ -144,7 +145,7 @@ def _sharded_parts(config: Config, spec: ModelSpec, element: int) -> dict[str, i
         "frozen models": frozen * element,
         "published weights": weights * element * models.keeps_published,
     }
-    return {name: size // config.mesh.shards for name, size in unsharded.items()}
+    return {name: size // config.mesh.weight_shards for name, size in unsharded.items()}
 
 
 def _adapter_parts(config: Config, spec: ModelSpec, element: int) -> dict[str, int]:
@@ -162,7 +163,7 @@ def _adapter_parts(config: Config, spec: ModelSpec, element: int) -> dict[str, i
         "frozen models": (len(copies) - published) * adapter_bytes + teachers * element,
         "published weights": published * adapter_bytes,
     }
-    return {name: size // config.mesh.shards for name, size in unsharded.items()}
+    return {name: size // config.mesh.weight_shards for name, size in unsharded.items()}
 
 
 def adapter_parameters(config: Config, spec: ModelSpec) -> int:
@@ -210,7 +211,7 @@ def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
         state += FP32  # the master copy
     shards = expert_shards = 1
     if trainer.distributed_optimizer:
-        shards = config.mesh.data
+        shards = config.mesh.data * config.mesh.context
         expert_shards = config.mesh.expert_data
     activations, working_set = _activation_bytes(config, spec, stage)
     return Memory(
@@ -272,7 +273,7 @@ def _activation_bytes(config: Config, spec: ModelSpec, stage: int) -> tuple[int,
     element = BYTES[config.model.dtype]
     amount = work(config)
     tensor = trainer.tensor_parallel
-    tokens = amount.microbatch_tokens
+    tokens = rank_tokens(config, amount.microbatch_tokens)
     layer = spec.definition.layer_activations(spec)
     hidden = spec.hidden_size // tensor
     rotated = layer.rotated // tensor
@@ -297,7 +298,7 @@ def _activation_bytes(config: Config, spec: ModelSpec, stage: int) -> tuple[int,
         kept_per_layer = per_layer
     kept = kept_per_layer * layers * in_flight
 
-    working_set = tokens * layer_step * element
+    working_set = tokens * layer_step * element + gathered_keys_bytes(config, spec, amount)
     if stage == trainer.pipeline_parallel - 1:
         working_set = max(working_set, _head_bytes(config, spec, amount))
     # Frozen models keep no activations, but a later stage receives their hidden states in the same
@@ -321,8 +322,9 @@ def _head_bytes(config: Config, spec: ModelSpec, amount: Work) -> int:
     element = BYTES[config.model.dtype]
     vocabulary = -(-spec.vocab_size // config.trainer.tensor_parallel)
     rows = config.microbatch_responses * config.rollout.max_response_tokens
-    if config.microbatch.max_tokens is not None:
+    if config.microbatch.budget is not None:
         rows = amount.microbatch_tokens
+    rows = rank_tokens(config, rows)
     chunk = min(rows, config.model.head_chunk_tokens)
     logits = (2 + (config.algorithm.entropy_coef > 0)) * chunk * vocabulary * FP32
     gradient = 0
@@ -336,8 +338,32 @@ def _head_bytes(config: Config, spec: ModelSpec, amount: Work) -> int:
     else:
         choices = 0
     num_states = 3 + _num_models_in_pass(config)
-    hidden = amount.microbatch_tokens * spec.hidden_size * element * num_states
+    tokens = rank_tokens(config, amount.microbatch_tokens)
+    hidden = tokens * spec.hidden_size * element * num_states
     return logits + gradient + choices + hidden
+
+
+def rank_tokens(config: Config, tokens: int) -> int:
+    """Returns the tokens of a microbatch that a rank computes, padding included."""
+    multiple = config.mesh.context * config.trainer.pad_multiple
+    return -(-tokens // multiple) * config.trainer.pad_multiple
+
+
+def gathered_keys_bytes(config: Config, spec: ModelSpec, amount: Work) -> int:
+    """Returns the bytes of keys and values of the whole sequence at the peak of a layer's backward,
+    which a rank of a context group has for one piece of heads at a time (attention/context.py).
+
+    Beside a piece in packed order there are the next one as it arrives, gradients in the model's
+    type, their sums in fp32, and a copy of these on its way to the other ranks.
+    """
+    if config.mesh.context == 1:
+        return 0
+    element = BYTES[config.model.dtype]
+    heads = spec.num_kv_heads // config.trainer.tensor_parallel
+    per_head = 2 * amount.microbatch_tokens * spec.head_dim
+    pieces = pieces_of_heads(heads, heads * per_head * element)
+    widest = max(piece.stop - piece.start for piece in pieces)
+    return widest * per_head * (3 * element + 2 * FP32)
 
 
 def _num_models_in_pass(config: Config) -> int:

@@ -161,12 +161,17 @@ def _ranks(config: Config) -> str:
     mesh = config.mesh
     if trainer.backend == "fsdp":
         copies = f" x {mesh.data // mesh.shards} copies" if mesh.shards < mesh.data else ""
-        return f"{counted(mesh.shards, 'shard')} of every weight{copies}, each rank a replica"
+        replica = "each rank a replica"
+        if mesh.context > 1:
+            replica = f"{mesh.context} ranks share the sequences of a replica"
+        return f"{counted(mesh.weight_shards, 'shard')} of every weight{copies}, {replica}"
     text = f"TP {trainer.tensor_parallel} x PP {trainer.pipeline_parallel} x DP {mesh.data}"
     if trainer.expert_parallel > 1:
         text += f", EP {trainer.expert_parallel}"
     if trainer.tensor_parallel > 1:
         text += ", sequence parallel"
+    if trainer.context_parallel > 1:
+        text += f", context parallel {trainer.context_parallel}"
     return text
 
 
@@ -256,6 +261,8 @@ def _microbatches(config: Config, amount: Work) -> str:
     number = amount.microbatches_per_replica
     responses = counted(config.microbatch_responses, "response")
     tokens = amount.microbatch_tokens
+    if config.microbatch.tokens is not None:
+        return f"at most {number} per replica, as many responses as fit into {tokens} tokens each"
     if config.microbatch.max_tokens is None:
         return f"{number} per replica, {responses} and at most {tokens} tokens each"
     return (

@@ -297,6 +297,8 @@ def _trainer_moves(config: Config) -> Iterator[tuple[str, Sequence[Any]]]:
     yield "microbatch.responses", [n for n in range(responses - 1, 0, -1) if responses % n == 0]
     if config.microbatch.max_tokens is not None:
         yield "microbatch.max_tokens", [config.microbatch.max_tokens // n for n in (2, 4, 8)]
+    if config.microbatch.tokens is not None:
+        yield "microbatch.tokens", [config.microbatch.tokens // n for n in (2, 4, 8)]
     chunk = config.model.head_chunk_tokens
     yield "model.head_chunk_tokens", [chunk // n for n in (2, 4, 8) if chunk // n >= 64]
     kinds = ("none", "selective", "full")
@@ -304,6 +306,8 @@ def _trainer_moves(config: Config) -> Iterator[tuple[str, Sequence[Any]]]:
     yield "trainer.tensor_parallel", _doublings(trainer.tensor_parallel, _MAX_TENSOR_PARALLEL)
     stages = trainer.pipeline_parallel
     yield "trainer.pipeline_parallel", _doublings(stages, 8 * stages)
+    context = trainer.context_parallel
+    yield "trainer.context_parallel", _doublings(context, 8 * context)
 
 
 def _engine_moves(config: Config) -> Iterator[tuple[str, Sequence[Any]]]:

@@ -47,6 +47,7 @@ def size_choices(config: Config, spec: ModelSpec, devices: int, free: Collection
         tensor=values_for("trainer.tensor_parallel", trainer.tensor_parallel, tensor),
         stages=values_for("trainer.pipeline_parallel", trainer.pipeline_parallel, stages),
         experts=values_for("trainer.expert_parallel", trainer.expert_parallel, experts),
+        context=values_for("trainer.context_parallel", trainer.context_parallel, _POWERS),
         recompute=values_for("trainer.recompute", trainer.recompute, recompute),
         offload=values_for("optimizer.offload", config.optimizer.offload, (False, True)),
         colocate=values_for("placement.colocate", config.placement.colocate, (False, True)),
@@ -65,6 +66,8 @@ def size_words(config: Config) -> str:
         ranks += f" PP {trainer.pipeline_parallel}"
     if trainer.expert_parallel > 1:
         ranks += f" EP {trainer.expert_parallel}"
+    if trainer.context_parallel > 1:
+        ranks += f" C {trainer.context_parallel}"
     if trainer.recompute != "none":
         ranks += f", {trainer.recompute} recomputation"
     if config.optimizer.offload:

@@ -29,7 +29,7 @@ from pa_npu.control.messages import Dispatched
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.group import Group
 from pa_npu.samples.group_digest import content_digest
-from pa_npu.samples.microbatch import Microbatch, cut, filler, num_packed_tokens, pack
+from pa_npu.samples.microbatch import Microbatch, cut, cut_to_fit, filler, num_packed_tokens, pack
 from pa_npu.samples.notice import Notice, is_notice, read_notice
 from pa_npu.samples.replica_feed import Parsed, ReplicaFeed, ReplicaLinks, Traffic
 from pa_npu.samples.rollout_buffer import RolloutBuffer
@@ -54,6 +54,8 @@ class MicrobatchIterator(Iterator[Microbatch]):
     order: with "prompt", slot s of replica r must hold group s * num_replicas + r, whatever arrived
     first.
     timeout_s: deadline of the wait for one group.
+    piece_tokens: cuts groups into pieces of at most so many tokens, beside
+    responses_per_microbatch; None cuts by that alone.
     max_tokens: packs pieces into microbatches of at most so many tokens, padding included; None
     makes each piece a microbatch.
     device: where the microbatches go, and over whose backend groups are passed on.
@@ -85,6 +87,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
     pad_multiple: int
     timeout_s: float
     max_tokens: int | None = None
+    piece_tokens: int | None = None
     device: torch.device | str = "cpu"
     links: ReplicaLinks | None = None
     timeline: Timeline = field(default_factory=lambda: Timeline(None, ""))
@@ -259,13 +262,19 @@ class MicrobatchIterator(Iterator[Microbatch]):
         read = from_bytes(data, columns)
         group = read.made(columns.makers("trainers"))
         trained_here = group if group.part is None else group[slice(*group.part)]
-        pieces = cut(trained_here, self.responses_per_microbatch)
+        pieces = self._cut(trained_here)
         for piece in pieces:
             num_packed_tokens(piece, self.shared_prompt)  # computes the layout, on this thread
         advantages = None
         if self.algorithm is not None:
             advantages = self._checked_advantages(group, self.algorithm)
         return Parsed(group, pieces, advantages, content_digest(read))
+
+    def _cut(self, group: Group) -> list[Group]:
+        if self.piece_tokens is None:
+            return cut(group, self.responses_per_microbatch)
+        tokens = self.piece_tokens // self.pad_multiple * self.pad_multiple
+        return cut_to_fit(group, self.responses_per_microbatch, tokens, self.shared_prompt)
 
     def _parse_notice(self, data: bytes) -> Parsed:
         """Raises InvariantViolation for a group that may not be trained by rule (I7)."""

@@ -24,6 +24,7 @@ from pa_npu.algorithm.model_outputs import Targets
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.trie import PackedSequences
 from pa_npu.attention.trie import pack as pack_trie
+from pa_npu.config.pieces import samples_of_pieces
 from pa_npu.samples.attachments import Placeholders, within
 from pa_npu.samples.columns import ADVANTAGES, LOGPROBS, Column
 from pa_npu.samples.group import Group
@@ -148,6 +149,32 @@ def filler(tokens: int, device: torch.device) -> Microbatch:
 def cut(group: Group, samples: int) -> list[Group]:
     """Cuts the group into pieces of `samples` consecutive samples; the last has those left over."""
     return [group[start : start + samples] for start in range(0, group.num_samples, samples)]
+
+
+def cut_to_fit(group: Group, samples: int, tokens: int, shared_prompt: bool) -> list[Group]:
+    """Cuts the group into pieces of consecutive samples, at most `samples` of them and `tokens`
+    packed tokens each; a longer sample is a piece of its own.
+    """
+    lengths = group.lengths.tolist()
+    shared = _shared_prompts(group) if shared_prompt else [0] * len(lengths)
+    pieces = []
+    start = 0
+    for count in samples_of_pieces(lengths, shared, samples, tokens):
+        pieces.append(group[start : start + count])
+        start += count
+    return pieces
+
+
+def _shared_prompts(group: Group) -> list[int]:
+    """Returns the tokens of each sample's prompt that the sample before it begins with too."""
+    shared = [0]
+    lengths = group.prompt_lengths()
+    keys = np.split(group.prefix_keys, group.offsets()[1:-1])
+    for (before, sample), length in zip(pairwise(keys), lengths[1:], strict=True):
+        most = min(len(before), int(length))
+        differs = np.flatnonzero(before[:most] != sample[:most])
+        shared.append(int(differs[0]) if len(differs) else most)
+    return shared
 
 
 def num_packed_tokens(piece: Group, shared_prompt: bool) -> int:

@@ -35,6 +35,7 @@ _LAYOUT = (
     "trainer.tensor_parallel",
     "trainer.pipeline_parallel",
     "trainer.expert_parallel",
+    "trainer.context_parallel",
 )
 # Of versions and devices, what computes nothing.
 _NO_ARITHMETIC = ("pa_npu", "python")

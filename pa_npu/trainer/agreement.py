@@ -290,7 +290,7 @@ class Agreement:
     def _write(self, line: dict[str, Any]) -> None:
         """Appends a line to this replica's file, if this rank computes log-probs."""
         place = self._learner.backend.place
-        if not (place.is_last_stage and place.is_tensor_leader):
+        if not (place.is_last_stage and place.speaks_for_stage):
             return
         if self._file is None:
             self._file = RecordFile(

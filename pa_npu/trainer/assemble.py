@@ -146,9 +146,9 @@ def assemble_rank(
 
 def make_kept_logprobs(config: Config, backend: TrainBackend, rank: int) -> TrainerLogprobs | None:
     """Makes the record of this rank's log-probs of the samples that telemetry.samples keeps; None
-    on a rank that computes no log-probs, or the same ones as its tensor leader.
+    on a rank that computes no log-probs, or has the same ones as another.
     """
-    has_them = backend.place.is_last_stage and backend.place.is_tensor_leader
+    has_them = backend.place.is_last_stage and backend.place.speaks_for_stage
     if not config.telemetry.samples or not has_them:
         return None
     return TrainerLogprobs(
@@ -301,7 +301,8 @@ def rollout_source(
             shared_prompt=config.attention.shared_prompt,
             pad_multiple=config.trainer.pad_multiple,
             timeout_s=config.deadlines.wait_timeout_s,
-            max_tokens=config.microbatch.max_tokens,
+            max_tokens=config.microbatch.budget,
+            piece_tokens=config.microbatch.tokens,
             device=backend.device,
             links=backend.replica_links,
             timeline=timeline,
@@ -354,5 +355,5 @@ def fills_places(config: Config) -> bool:
     if mesh.pipeline > 1:
         return True
     in_step = config.trainer.backend == "fsdp" or mesh.expert > mesh.tensor
-    is_whole = config.microbatch.max_tokens is None
+    is_whole = config.microbatch.budget is None
     return config.schedule.order == "prompt" and in_step and is_whole and mesh.size > 1

@@ -156,6 +156,8 @@ def joint_digest(
     numbers = torch.zeros(8, dtype=torch.int64)
     if own_digest:
         where = f"{place.stage} {place.tensor} {place.replica} {own_digest}"
+        if place.coordinate("context"):
+            where = f"context {place.coordinate('context')} {where}"
         mixed = hashlib.blake2b(where.encode(), digest_size=32).digest()
         numbers = torch.from_numpy(np.frombuffer(mixed, "<u4").astype(np.int64))
     sums = reductions.ranks(numbers.to(device)).cpu().numpy().astype("<i8")

@@ -332,7 +332,7 @@ def finite_difference(
     with torch.enable_grad():
         backend.accumulate(_ListedMicrobatches(microbatches, 1), objective)
     tokens = _Tokens.from_objective(objective, algorithm, advantages)
-    counts = float(place.is_last_stage and place.is_tensor_leader)
+    counts = float(place.is_last_stage and place.speaks_for_stage)
     (squares,) = over_ranks(backend, [counts * tokens.size_squared])
     size = math.sqrt(squares)
     if not size:

@@ -89,7 +89,8 @@ class GradientSum:
 
         gradient: sizes of the buckets before and after their reduction; None if the backend reduced
         nothing. Collective over replicas; a backend that sums gradients over other ranks too counts
-        these in `gradient`.
+        these in `gradient`. replicas: the ranks that bring a part of one gradient; those of a
+        context group count each.
         """
         if gradient is None:
             if replicas == 1:

@@ -155,7 +155,8 @@ class Learner:
         if self._gradient_at_start is not None:
             self._sum.check_zero(float(self._gradient_at_start))
         self._sum.check_passed(self._objective.entered, self._objective.trained)
-        self._sum.check_reduced(reduced, self.backend.place.mesh.data, self.backend.reductions)
+        mesh = self.backend.place.mesh
+        self._sum.check_reduced(reduced, mesh.data * mesh.context, self.backend.reductions)
         return self._objective.trained
 
     def step(self) -> Update:

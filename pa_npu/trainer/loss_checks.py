@@ -156,7 +156,10 @@ class LossGradient:
             head, logprobs = microbatch.head, microbatch.batch.logprobs
             if head is not None and head.is_watched:
                 is_partial = is_partial or head.is_partial
-                loss_rows = np.arange(start, start + len(logprobs), head.every)
+                targets = np.arange(len(logprobs))
+                if head.own is not None:
+                    targets = head.own.cpu().numpy()
+                loss_rows = start + targets[:: head.every]
                 rows.append(loss_rows)
                 if head.products is None or head.sizes is None:  # no gradient went on
                     nothing = torch.zeros(len(loss_rows), device=logprobs.device)

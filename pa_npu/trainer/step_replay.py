@@ -326,7 +326,7 @@ class StepReplay:
         """
         present = gradients_present(tensors, sampled)
         moving = torch.from_numpy(np.array(present, np.float32)).to(device)
-        arrived, nonzero, weights = reductions.replicas(moving, largest=True).cpu().numpy()
+        arrived, nonzero, weights = reductions.sharing(moving, largest=True).cpu().numpy()
         for tensor in tensors:
             if tensor.gradient is None:
                 self._left_out[tensor.name] = self._left_out.get(tensor.name, 0) + 1

@@ -100,6 +100,8 @@ NOT_RUN = {
     "test_the_recipe_script_plans_sharded_trainers",
     "bash launch/run_grpo_tiny.sh trainer.backend=fsdp lora.rank=8 optimizer.learning_rate=2e-3": "slow; test_recovery "
     "trains adapters",
+    "bash launch/run_grpo_tiny.sh trainer.devices=2 trainer.context_parallel=2": "slow; "
+    "test_exact_schedules trains with a context group",
     "bash launch/run_grpo_tiny.sh trainer.backend=fsdp": "slow; test_backends_fsdp trains on it",
     "bash launch/run_grpo_tiny.sh rollout.backend=transformers run.dir=runs/slow": "slow; test_launcher_run "
     "has a smaller one",

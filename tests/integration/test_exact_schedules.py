@@ -192,6 +192,35 @@ def test_whatever_the_schedules_weights_are_those_of_the_synchronous_run(
     assert len({r["loss"] for r in held}) > 1, "negative control: there is something to learn"
 
 
+@pytest.mark.parametrize("backend", ["megatron", pytest.param("fsdp", marks=pytest.mark.nightly)])
+def test_ranks_that_share_every_sequence_end_with_the_synchronous_runs_weights_too(
+    backend: str,
+    run: Callable[..., Any],
+    tiny: Path,
+    shared_engine: Callable[[Path], str],
+) -> None:
+    """Two ranks of one replica, whose counts are checked by replica, with the finite difference of
+    their gradient and the agreement of engine and trainer.
+    """
+    context = {
+        "trainer.backend": backend,
+        "trainer.context_parallel": 2,
+        "rollout.attach": shared_engine(tiny / "model"),
+        "schedule.iterations": 3,
+        "schedule.finite_difference_every": 2,
+    }
+    weights, records = run(**context)
+    synchronous, held = run(**context, **{"schedule.stream": "false"})
+    for key in ("reward_mean", "loss", "grad_norm"):
+        assert [record[key] for record in records] == [record[key] for record in held], key
+    assert weights.keys() == synchronous.keys()
+    different = [name for name in synchronous if not torch.equal(weights[name], synchronous[name])]
+    assert not different, f"tensors that differ: {different}"
+    assert all(record["logprob_diff_max"] < 1e-4 for record in records)
+    initial = load_file(tiny / "model" / "model.safetensors")
+    assert any(not torch.equal(weights[name], initial[name]) for name in weights)
+
+
 def assert_sessions(log: Path, records: list[dict[str, Any]]) -> None:
     """The run opened its environment, got groups of the sizes that it chose, and closed it."""
     noted = log.read_text().split()

@@ -332,16 +332,26 @@ def _divide_groups(work: Translation) -> None:
     """An iteration has as many whole groups for each replica and update."""
     values = work.values
     sizes = [values.get(key, 1) for key in ("trainer.tensor_parallel", "trainer.pipeline_parallel")]
+    context = values.get("trainer.context_parallel", 1)
     devices = values.get("trainer.devices", 1)
     groups = values.get("schedule.prompts_per_iteration", 16)
     updates = values.get("schedule.updates_per_iteration", 1)
     if not all(
-        isinstance(n, int) and 0 < n <= _MOST_DEVICES for n in (devices, groups, updates, *sizes)
+        isinstance(n, int) and 0 < n <= _MOST_DEVICES
+        for n in (devices, groups, updates, context, *sizes)
     ):
         return
-    replicas = (
-        devices if values.get("trainer.backend") == "fsdp" else max(1, devices // math.prod(sizes))
-    )
+    ranks = 1 if values.get("trainer.backend") == "fsdp" else math.prod(sizes)
+    shards = values.get("trainer.shards", context)
+    if context > 1 and (devices % (ranks * context) or shards % context):
+        values.pop("trainer.context_parallel")
+        work.lose(
+            "context_parallel_size",
+            context,
+            f"does not divide the {devices} devices evenly; these ranks are further replicas",
+        )
+        context = 1
+    replicas = max(1, devices // (ranks * context))
     if groups % replicas:
         more = math.ceil(groups / replicas) * replicas
         work.adapt(

@@ -442,12 +442,8 @@ def _trainer(work: Translation) -> None:
         f"{_ACTOR}.ulysses_sequence_parallel_size",
         f"{_FSDP}.ulysses_sequence_parallel_size",
     ):
-        if (parts := work.take_number(name)) is not None and parts > 1:
-            work.lose(
-                name,
-                parts,
-                "sequences are not divided over ranks; these ranks are further replicas",
-            )
+        if (parts := work.take_count(name)) is not None and parts > 1:
+            work.set("trainer.context_parallel", parts, name)
 
 
 def _megatron_sizes(work: Translation) -> None:

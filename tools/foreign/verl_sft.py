@@ -142,8 +142,8 @@ def _batch(work: Translation) -> None:
     devices = work.extent.devices or nodes * (per_node or _USUAL_DEVICES)
     work.set("trainer.devices", devices)
     for name in ("ulysses_sequence_parallel_size", "engine.ulysses_sequence_parallel_size"):
-        if work.take(name) not in (None, 1):
-            work.lose(name, "several", "a sequence is never divided among devices here")
+        if (parts := work.take_count(name)) is not None and parts > 1:
+            work.set("trainer.context_parallel", parts, name)
     batch = work.take_count("data.train_batch_size") or _USUAL_BATCH
     size = max(n for n in range(1, _MAX_GROUP + 1) if batch % n == 0)
     work.set("rollout.responses_per_prompt", size)

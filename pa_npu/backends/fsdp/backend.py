@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +23,8 @@ from pa_npu.algorithm.objective import Objective
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout
+from pa_npu.attention.context import RankRows
+from pa_npu.backends.context import Part, Parts, new_context_group, new_group_of, replica_links
 from pa_npu.backends.fsdp.checkpoint import PlannedShards, load_state, state_of
 from pa_npu.backends.fsdp.lora import Adapted
 from pa_npu.backends.fsdp.lora_weights import Merged, base_of, write_adapters
@@ -62,7 +63,7 @@ class FsdpBackend:
     """
 
     software = f"FSDP2 of torch {torch.__version__}"
-    tensor_group = replica_links = None
+    tensor_group = None
 
     def __init__(
         self,
@@ -84,7 +85,12 @@ class FsdpBackend:
         self._platform = platform
         self.device = device
         self.place: Place = config.mesh.place(dist.get_rank())
-        self.reductions = Reductions(None if dist.get_world_size() == 1 else dist.group.WORLD)
+        timeout_s = config.deadlines.collective_timeout_s
+        context = new_context_group(self.place, 1, platform.group_timeout_s(timeout_s))
+        self._parts = Parts(context)
+        self.replica_links = replica_links(self.place, platform, device, timeout_s)
+        self.reductions = self._reductions_over(platform.group_timeout_s(timeout_s))
+        self._nothing = filler(1, device)
         self._timeline = timeline
         self._weights: dict[str, Weights] = {}
         self._copies = mesh.size() // mesh.size(mesh.ndim - 1)
@@ -98,6 +104,15 @@ class FsdpBackend:
         self._optimizer = ShardedAdamW(self._policy.parameters(), config, platform.widest_dtype)
         self._names = {weight: name for name, weight in self._policy.named_weights().items()}
         self._offloaded = OffloadedState(self._optimizer.moments, config, platform, device)
+
+    def _reductions_over(self, timeout_s: float) -> Reductions:
+        """Sums over replicas, and of gradients over all ranks, which share every weight."""
+        mesh = self.place.mesh
+        world = None if mesh.size == 1 else dist.group.WORLD
+        if mesh.context == 1:
+            return Reductions(world)
+        replicas = None if mesh.data == 1 else new_group_of(self.place, timeout_s, "data")
+        return Reductions(replicas, gradient_group=world, sharing_group=world)
 
     def published_weights(
         self, bucket_bytes: int, late_from: str | None = None
@@ -155,9 +170,7 @@ class FsdpBackend:
                 objective.begin()
                 compares = self._trainer_models.compares_distributions
                 is_watched = not (objective.entropy_gradient or compares)
-                outputs = self._pass(
-                    microbatch, objective.entropy_gradient, HeadGradient() if is_watched else None
-                )
+                outputs = self._pass(microbatch, objective.entropy_gradient, is_watched)
                 if microbatch.is_filler:
                     _backward_of_nothing(outputs)
                     continue
@@ -166,7 +179,7 @@ class FsdpBackend:
                 self._timeline.complete(f"group {groups}", start_s, now(), lane="microbatches")
         if not has_computed:
             # all is trained by rule, on every rank: the step is that of a gradient of 0
-            _backward_of_nothing(self._pass(filler(1, self.device), False))
+            _backward_of_nothing(self._pass(self._nothing, False))
         self._platform.synchronize()
         return counted(self._reductions, self.device) if self._reductions else None
 
@@ -288,8 +301,9 @@ class FsdpBackend:
         temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
         logprobs = []
         for microbatch in self._in_step(iter(microbatches)):
-            scores = self._models[name](
-                *self._inputs(microbatch), temperature, chunk, entropy=False
+            part = self._part(microbatch)
+            scores = part.joined(
+                self._models[name](*_inputs(part), temperature, chunk, entropy=False)
             )
             if not microbatch.is_filler:
                 logprobs.append(scores.logprobs)
@@ -305,16 +319,18 @@ class FsdpBackend:
         if self._shard_group is None:
             yield from microbatches
         else:
-            yield from InStep(microbatches, dist.group.WORLD, partial(filler, 1, self.device), None)
+            yield from InStep(microbatches, dist.group.WORLD, lambda: self._nothing, None)
 
     def _pass(
         self,
         microbatch: Microbatch,
         entropy_gradient: bool,
-        head: HeadGradient | None = None,
+        is_watched: bool = False,
     ) -> Outputs:
-        """All models over a microbatch, the frozen ones first."""
-        inputs = self._inputs(microbatch)
+        """All models over a microbatch, the frozen ones first. is_watched: whether to watch the
+        gradient that meets the LM head.
+        """
+        part = self._part(microbatch)
         temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
         frozen: dict[str, Logprobs] = {}
         choices: dict[str, torch.Tensor] = {}
@@ -326,7 +342,7 @@ class FsdpBackend:
                     most_likely = MostLikely(count, self._spec.vocab_size)
                 is_asked = name in asked
                 scores = self._models[name](
-                    *(inputs if is_asked else self._inputs(filler(1, self.device))),
+                    *_inputs(part if is_asked else self._parts.of(self._nothing)),
                     temperature,
                     chunk,
                     entropy=False,
@@ -334,20 +350,25 @@ class FsdpBackend:
                 )
                 if not is_asked:
                     continue
+                scores = part.joined(scores)
                 frozen[name] = Logprobs(
                     scores.logprobs, self._weights.get(name), scores.choice_logprobs
                 )
                 if scores.choices is not None:
                     choices[name] = scores.choices
-        scores = self._policy(
-            *inputs,
-            temperature,
-            chunk,
-            entropy_grad=entropy_gradient,
-            head_gradient=head,
-            choices=chosen_tokens(
-                self._trainer_models.teachers, microbatch.columns, choices, microbatch.targets
-            ),
+        head = HeadGradient(part.own) if is_watched else None
+        of_teachers = chosen_tokens(
+            self._trainer_models.teachers, microbatch.columns, choices, microbatch.targets
+        )
+        scores = part.joined(
+            self._policy(
+                *_inputs(part),
+                temperature,
+                chunk,
+                entropy_grad=entropy_gradient,
+                head_gradient=head,
+                choices=part.of_targets(of_teachers),
+            )
         )
         policy = Logprobs(scores.logprobs, self._weights.get("policy"), scores.choice_logprobs)
         return Outputs(policy, scores.entropy, frozen, head)
@@ -373,12 +394,17 @@ class FsdpBackend:
         ]
         return (*others, *names), (*others, *of_any)
 
-    def _inputs(
-        self, microbatch: Microbatch
-    ) -> tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor]:
-        """What a model is given of a microbatch. Raises ConfigError for attachments."""
+    def _part(self, microbatch: Microbatch) -> Part:
+        """This rank's part of a microbatch. Raises ConfigError for attachments."""
         refuse_attachments(microbatch, self._config)
-        return microbatch.tokens, microbatch.layout, microbatch.rows, microbatch.targets
+        return self._parts.of(microbatch)
+
+
+def _inputs(
+    part: Part,
+) -> tuple[torch.Tensor, PrefixLayout | RankRows, torch.Tensor, torch.Tensor]:
+    """What a model is given of a part."""
+    return part.tokens, part.layout, part.rows, part.targets
 
 
 def _backward_of_nothing(outputs: Outputs) -> None:

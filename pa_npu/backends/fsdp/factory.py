@@ -89,7 +89,7 @@ def create(
             timeout=datetime.timedelta(seconds=timeout_s),
         )
     device = platform.device(local_rank)
-    shards = config.mesh.shards
+    shards = config.mesh.weight_shards
     copies = config.trainer.devices // shards
     sizes, names = (
         ((copies, shards), ("copies", "shards")) if copies > 1 else ((shards,), ("shards",))

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pa_npu.algorithm.loss_gradient import HeadGradient
 from pa_npu.attention import PrefixLayout
+from pa_npu.attention.context import RankRows
 from pa_npu.attention.huggingface import use_shared_prompt_attention
 from pa_npu.backends.fsdp.optimizer import CountedReduceScatter
 from pa_npu.backends.fsdp.weights import Weights
@@ -58,7 +59,7 @@ class ScoredModel(torch.nn.Module, Weights):
     def forward(
         self,
         tokens: torch.Tensor,
-        layout: PrefixLayout,
+        layout: PrefixLayout | RankRows,
         rows: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,

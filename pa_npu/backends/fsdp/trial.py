@@ -90,6 +90,12 @@ def fit(config: Config, spec: ModelSpec) -> tuple[Config, list[str]]:
         if packing.attention in OWN_ATTENTION:
             attention = f" by {packing.attention}"
         refused.append(f"{packing.name}{attention} ({problem})")
+    if config.trainer.context_parallel > 1:
+        raise ConfigError(
+            f"trainer.context_parallel: {config.trainer.context_parallel}: the rows of a sequence "
+            f"cannot be divided for {spec.family}, whose own attention is needed: "
+            f"{', '.join(refused)}; set it to 1"
+        )
     raise ConfigError(
         f"model.path: {config.model.path}: {spec.family} gives neither log-probs nor gradients of "
         f"its own forward in any way that trainer.backend=fsdp has: {', '.join(refused)}; use "
@@ -114,6 +120,8 @@ def packings(config: Config) -> Iterator[Packing]:
     if implementation not in OWN_ATTENTION:
         name = "shared" if config.attention.shared_prompt else "separate"
         yield Packing(name, implementation)
+        if config.trainer.context_parallel > 1:  # transformers' attention takes whole sequences
+            return
         transformers_attention = OWN_ATTENTION
     for name in ("packed", "alone"):
         for attention in transformers_attention:

@@ -24,6 +24,8 @@ from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout
+from pa_npu.attention.context import RankRows
+from pa_npu.backends.context import Part, Parts, replica_links
 from pa_npu.backends.in_step import InStep, largest, zero_for_fillers
 from pa_npu.backends.logprob import MostLikely, RowScores
 from pa_npu.backends.megatron import parallel
@@ -105,14 +107,22 @@ class MegatronBackend:
         )
         mesh = self.place.mesh
         has_experts = spec.experts is not None
-        reduces = mesh.data > 1 or (has_experts and mesh.expert_data > 1)
+        self._parts = Parts(parallel.context_group())
+        reduces = mesh.data * mesh.context > 1 or (has_experts and mesh.expert_data > 1)
         self._watched = (
             WatchedReduction(self._ddp, self.place, platform.widest_dtype) if reduces else None
         )
+        sharing = None
+        if mesh.context > 1:
+            sharing = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        reduced_over = sharing
+        if has_experts and mesh.tensor > 1:
+            reduced_over = parallel.stage_group()
         self.reductions = Reductions(
             parallel_state.get_data_parallel_group(),
             parallel_state.get_pipeline_model_parallel_group(),
-            parallel.stage_group() if has_experts and mesh.tensor > 1 else None,
+            reduced_over,
+            sharing,
         )
         self._routing = (
             None if spec.experts is None else RoutingWatch(stage.policy, self.place, spec.experts)
@@ -135,8 +145,8 @@ class MegatronBackend:
         self._step_group = (
             parallel_state.get_expert_model_parallel_group() if mesh.expert > mesh.tensor else None
         )
-        self.replica_links = parallel.replica_links(
-            platform, device, config.deadlines.collective_timeout_s
+        self.replica_links = replica_links(
+            self.place, platform, device, config.deadlines.collective_timeout_s
         )
 
     def published_weights(
@@ -339,27 +349,38 @@ class MegatronBackend:
         scored: Mapping[str, RowScores] | None = None,
     ) -> Any:
         """scored: scores of the frozen models that have had passes of their own."""
+        part = self._part(microbatch)
 
         def choose(frozen: Mapping[str, RowScores]) -> torch.Tensor | None:
+            of_all = dict(scored or {})
+            for name, scores in frozen.items():
+                if scores.choices is not None:
+                    of_all[name] = part.joined(scores)
             choices: dict[str, torch.Tensor] = {}
-            for name, scores in {**(scored or {}), **frozen}.items():
+            for name, scores in of_all.items():
                 if scores.choices is not None:
                     choices[name] = scores.choices
-            return chosen_tokens(
+            of_teachers = chosen_tokens(
                 self._trainer_models.teachers, microbatch.columns, choices, microbatch.targets
             )
+            return part.of_targets(of_teachers)
 
-        return self._ddp(
-            *self._inputs(microbatch),
+        output = self._ddp(
+            *_inputs(part),
             temperature=self._config.rollout.temperature,
             chunk=self._config.model.head_chunk_tokens,
             entropy_grad=entropy_gradient,
             balance=balance,
-            replay=_replay(microbatch),
+            replay=_replay(microbatch, part),
             most_likely=self._most_likely,
             choose=choose,
             asked=self._asked(microbatch),
+            own_targets=part.own,
         )
+        if not isinstance(output, ModelOutput):
+            return output
+        frozen = {name: part.joined(scores) for name, scores in output.frozen_scores.items()}
+        return replace(output, policy=part.joined(output.policy), frozen_scores=frozen)
 
     def _asked(self, microbatch: Microbatch) -> Sequence[str] | None:
         """The frozen models that a microbatch asks for; None: all, as where experts of models lie
@@ -372,12 +393,10 @@ class MegatronBackend:
         copies = [name for name in self._stage.frozen if name not in directories]
         return (*copies, *asked_models(teachers, microbatch.columns))
 
-    def _inputs(
-        self, microbatch: Microbatch
-    ) -> tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor]:
-        """What a model is given of a microbatch. Raises ConfigError for attachments."""
+    def _part(self, microbatch: Microbatch) -> Part:
+        """This rank's part of a microbatch. Raises ConfigError for attachments."""
         refuse_attachments(microbatch, self._config)
-        return microbatch.tokens[None], microbatch.layout, microbatch.rows, microbatch.targets
+        return self._parts.of(microbatch)
 
     def _outputs(self, output: ModelOutput) -> Outputs:
         weights = self._stage.weights
@@ -403,15 +422,17 @@ class MegatronBackend:
         temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
 
         def forward(microbatch: Microbatch) -> RowScores | torch.Tensor:
-            return self._stage.pass_alone(
+            part = self._part(microbatch)
+            output = self._stage.pass_alone(
                 name,
-                *self._inputs(microbatch),
+                *_inputs(part),
                 temperature,
                 chunk,
                 dtype,
-                _replay(microbatch),
+                _replay(microbatch, part),
                 self._most_likely.get(name),
             )
+            return part.joined(output) if isinstance(output, RowScores) else output
 
         with self._timeline.span(f"{name} pass"):
             self._run(microbatches, num_microbatches, forward, keep)
@@ -424,9 +445,21 @@ class MegatronBackend:
             finalize_model_grads(models, None, **kwargs)
 
 
-def _replay(microbatch: Microbatch) -> Replay | None:
-    """None where the run does not replay, or nobody recorded anything: of a probe, and of a filler."""
-    return replay_of(microbatch) if ROUTES in microbatch.packed else None
+def _inputs(
+    part: Part,
+) -> tuple[torch.Tensor, PrefixLayout | RankRows, torch.Tensor, torch.Tensor]:
+    """What a model is given of a part."""
+    return part.tokens[None], part.layout, part.rows, part.targets
+
+
+def _replay(microbatch: Microbatch, part: Part) -> Replay | None:
+    """The routes of a part's tokens. None where the run does not replay, or nobody recorded
+    anything: of a probe, and of a filler.
+    """
+    if ROUTES not in microbatch.packed:
+        return None
+    replay = replay_of(microbatch)
+    return Replay(ids=part.of_rows(replay.ids, -1), leads=part.of_rows(replay.leads, False))
 
 
 # One pass over microbatches that arrive one by one, by a plain loop or by Megatron's 1F1B over

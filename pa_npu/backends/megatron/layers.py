@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from pa_npu.attention import PrefixLayout, shared_prompt_attention
+from pa_npu.attention.context import RankRows
 from pa_npu.backends.megatron.experts import MixtureMLP
 from pa_npu.backends.megatron.routing import Replay
 from pa_npu.families.shape import Rope
@@ -45,7 +46,7 @@ class AttentionContext:
     positions. balance: factor of the routers' auxiliary loss; None where nothing is trained.
     replay: routes that routers take; None leaves the choice to them."""
 
-    layout: PrefixLayout
+    layout: PrefixLayout | RankRows
     cos: torch.Tensor
     sin: torch.Tensor
     balance: float | None = None

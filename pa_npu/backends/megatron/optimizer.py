@@ -80,10 +80,10 @@ class WatchedReduction:
         self.first = 0
         """The first element of a sample."""
         self._groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
-        replicas, copies = (
-            (mesh.data, place.replica),
-            (mesh.expert_data, place.coordinate("expert_data")),
-        )
+        # Megatron reduces gradients over replicas and context groups at once, in rank order
+        sharing = place.group("context", "data")
+        replicas = (len(sharing), sharing.index(place.rank))
+        copies = (mesh.expert_data, place.coordinate("expert_data"))
         self._shares = {id(group): replicas for group in ddp.bucket_groups}
         self._shares |= {id(group): copies for group in ddp.expert_parallel_bucket_groups}
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

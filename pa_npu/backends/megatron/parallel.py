@@ -11,14 +11,13 @@ from __future__ import annotations
 import datetime
 import math
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from pa_npu.attention.context import ContextGroup
 from pa_npu.config.mesh import Mesh, Place
 from pa_npu.config.schema import Config
 from pa_npu.platform.base import Platform
-from pa_npu.samples.replica_feed import ReplicaLinks
 
 
 def initialise_parallel(
@@ -44,6 +43,7 @@ def initialise_parallel(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=trainer.tensor_parallel,
         pipeline_model_parallel_size=trainer.pipeline_parallel,
+        context_parallel_size=trainer.context_parallel,
         expert_model_parallel_size=config.mesh.expert,
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
@@ -93,22 +93,11 @@ def shard_group(backend: str | None = None) -> dist.ProcessGroup | None:
     return groups.get(here.shard_group)
 
 
-def replica_links(
-    platform: Platform, device: torch.device, timeout_s: float
-) -> ReplicaLinks | None:
-    """This rank's, see ReplicaLinks; None where a replica is one rank. A collective of all.
-
-    timeout_s: of the groups' collectives.
+def context_group() -> ContextGroup | None:
+    """This rank's context group, whose ranks have equally many rows for each rank of their tensor
+    group; None where that is one rank.
     """
-    here, mesh = place(), place().mesh
-    if mesh.replica_size == 1:
+    mesh = place().mesh
+    if mesh.context == 1:
         return None
-    timeout = datetime.timedelta(seconds=platform.group_timeout_s(timeout_s))
-    group = [dist.new_group(list(mesh.replica(n)), timeout=timeout) for n in range(mesh.data)][
-        here.replica
-    ]
-    # a communicator comes into being with its first collective: here, on all ranks, not beside
-    # training's first ones
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
-    tensor_group = parallel_state.get_tensor_model_parallel_group() if mesh.tensor > 1 else None
-    return ReplicaLinks(group, tensor_group, mesh, platform.detached_stream)
+    return ContextGroup(parallel_state.get_context_parallel_group(), multiple=mesh.tensor)

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pa_npu.algorithm.update_sums import Reductions
 from pa_npu.attention import PrefixLayout
+from pa_npu.attention.context import RankRows
 from pa_npu.backends.protocol import Routing
 from pa_npu.config.mesh import Place
 from pa_npu.errors import InvariantViolation
@@ -138,7 +139,7 @@ class Router(MegatronModule):
             replayed = torch.stack(sums).to(counts.dtype)
         self._note(counts, probabilities[:filled].detach(), replayed)
         if context.balance:
-            loss = self._imbalance(probabilities[:filled], counts, tokens)
+            loss = self._imbalance(probabilities[:filled], counts, context.layout)
             weights = _WithLoss.apply(weights, context.balance * loss)
         return weights, chosen
 
@@ -165,7 +166,7 @@ class Router(MegatronModule):
         self._noted = sums if self._noted is None else self._noted + sums
 
     def _imbalance(
-        self, probabilities: torch.Tensor, counts: torch.Tensor, tokens: int
+        self, probabilities: torch.Tensor, counts: torch.Tensor, layout: PrefixLayout | RankRows
     ) -> torch.Tensor:
         """Returns experts x sum_i f_i P_i, where f_i is the number of the tokens' choices that are
         expert i, and P_i the tokens' mean probability of it.
@@ -174,8 +175,12 @@ class Router(MegatronModule):
         transformers' load_balancing_loss_func. With a divided sequence each rank returns the part
         of the sum that its tokens have; the counts are those of all ranks.
         """
+        tokens = layout.total - layout.padding
         if self.config.sequence_parallel:
             dist.all_reduce(counts, group=parallel_state.get_tensor_model_parallel_group())
+        if isinstance(layout, RankRows):
+            tokens = layout.division.num_rows
+            layout.sum_over_ranks(counts)
         return self.experts.count / tokens**2 * (counts * probabilities.sum(0)).sum()
 
 

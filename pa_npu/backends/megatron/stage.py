@@ -40,6 +40,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from pa_npu.algorithm.loss_gradient import HeadGradient
 from pa_npu.algorithm.model_outputs import Weights
 from pa_npu.attention import PrefixLayout
+from pa_npu.attention.context import RankRows
 from pa_npu.backends.logprob import MostLikely, RowScores
 from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.gpt import GPT, fused_ops, transformer_config
@@ -191,7 +192,7 @@ class TriModel(MegatronModule):
     def forward(
         self,
         tokens: torch.Tensor,
-        layout: PrefixLayout,
+        layout: PrefixLayout | RankRows,
         rows: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,
@@ -202,6 +203,7 @@ class TriModel(MegatronModule):
         most_likely: Mapping[str, MostLikely] | None = None,
         choose: Choose = no_choices,
         asked: Collection[str] | None = None,
+        own_targets: torch.Tensor | None = None,
     ) -> ModelOutput | torch.Tensor:
         """One microbatch through this stage; see the module's docstring for shapes,
         AttentionContext for `balance` and `replay`.
@@ -209,6 +211,7 @@ class TriModel(MegatronModule):
         most_likely: of the frozen models, by name, of which the last stage wants further tokens.
         choose: called on the last stage with the scores of those that pass beside the policy.
         asked: the frozen models that the microbatch asks for; None: all.
+        own_targets: int64 [N], which of the microbatch's targets these are; None: all (HeadGradient).
         """
         if tokens.shape != (1, layout.total):
             raise ValueError(
@@ -250,7 +253,7 @@ class TriModel(MegatronModule):
                     most_likely=(most_likely or {}).get(name),
                 )
         choices = choose(frozen)
-        head = None if entropy_grad or choices is not None else HeadGradient()
+        head = None if entropy_grad or choices is not None else HeadGradient(own_targets)
         policy = self.policy.logprobs(
             hidden,
             rows,
@@ -269,7 +272,7 @@ class TriModel(MegatronModule):
         self,
         name: str,
         tokens: torch.Tensor,
-        layout: PrefixLayout,
+        layout: PrefixLayout | RankRows,
         rows: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,
@@ -312,7 +315,7 @@ class TriModel(MegatronModule):
         }
 
     def _rotation(
-        self, name: str, layout: PrefixLayout, device: torch.device, dtype: torch.dtype
+        self, name: str, layout: PrefixLayout | RankRows, device: torch.device, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rotation that the model `name` computes with."""
         rotary = self._other_rotaries.get(name, self.rotary)
@@ -386,11 +389,12 @@ def data_parallel(
     """Megatron's DDP around the stage: contiguous fp32 gradient buffers, reduced once per update,
     as sums.
 
-    bucket_mib: with several replicas, begin to reduce each bucket of this size inside the backward
+    bucket_mib: with several replicas or a context group, begin to reduce each bucket of this size inside the backward
     that runs outside of no_sync, which the schedule must make the last one; 0: all at once after
     it. Stages behind the first have one bucket (Megatron's rule).
     """
-    overlaps = bucket_mib > 0 and parallel.place().mesh.data > 1
+    mesh = parallel.place().mesh
+    overlaps = bucket_mib > 0 and mesh.data * mesh.context > 1
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=distributed_optimizer,
         grad_reduce_in_fp32=True,

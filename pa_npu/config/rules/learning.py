@@ -176,9 +176,12 @@ def broken_shards(c: ConfigTree) -> Iterator[str]:
     t = c.trainer
     replica = c.mesh.replica_size
     if c.mesh.size != t.devices:
+        sizes = "tensor_parallel x pipeline_parallel"
+        if t.context_parallel > 1:
+            sizes += " x context_parallel"
         yield (
-            f"trainer.devices: {t.devices} is not a multiple of tensor_parallel x "
-            f"pipeline_parallel = {replica}; set trainer.devices to a multiple of {replica}"
+            f"trainer.devices: {t.devices} is not a multiple of {sizes} = {replica}; set "
+            f"trainer.devices to a multiple of {replica}"
         )
 
 
@@ -194,6 +197,17 @@ def broken_training(c: ConfigTree) -> Iterator[str]:
             f"microbatch.max_tokens: {c.microbatch.max_tokens}: packing does not know the number "
             f"of microbatches in advance, which trainer.pipeline_parallel = {t.pipeline_parallel} "
             "needs; remove the key or set pipeline_parallel to 1"
+        )
+    if c.microbatch.tokens is not None and t.pipeline_parallel > 1:
+        yield (
+            f"microbatch.tokens: {c.microbatch.tokens}: how many microbatches a group has follows "
+            f"from its lengths, and trainer.pipeline_parallel = {t.pipeline_parallel} needs to know "
+            "it in advance; set microbatch.responses instead, or pipeline_parallel to 1"
+        )
+    if c.microbatch.tokens is not None and c.microbatch.max_tokens is not None:
+        yield (
+            f"microbatch.max_tokens: {c.microbatch.max_tokens} beside microbatch.tokens = "
+            f"{c.microbatch.tokens}, which packs up to its own bound; remove one"
         )
     profiled = c.telemetry.profile_iterations
     if any(not 0 <= value < s.iterations for value in profiled):
@@ -245,6 +259,11 @@ def _broken_fsdp(c: ConfigTree) -> Iterator[str]:
             f"trainer.shards: {t.shards} does not divide trainer.devices = {t.devices}; set "
             "it to a divisor"
         )
+    elif t.shards not in (None, c.mesh.weight_shards):
+        yield (
+            f"trainer.shards: {t.shards} is not a multiple of trainer.context_parallel = "
+            f"{t.context_parallel}, whose ranks share a copy of the weights; set it to a multiple"
+        )
 
 
 def _broken_backend_features(c: ConfigTree) -> Iterator[str]:
@@ -260,6 +279,11 @@ def _broken_backend_features(c: ConfigTree) -> Iterator[str]:
         entry = (
             f"attention.implementation: {c.attention.implementation} is transformers' own attention"
         )
+        if t.context_parallel > 1:
+            yield (
+                f"{own}, which computes whole sequences, with trainer.context_parallel = "
+                f"{t.context_parallel}; set the implementation to auto, or context_parallel to 1"
+            )
         if t.backend != "fsdp":
             yield f"{entry}, which trainer.backend={t.backend} has not; set it to auto"
         elif c.attention.shared_prompt:

@@ -354,8 +354,8 @@ class TrainerConfig(Section):
         1,
         ge=1,
         le=2**17,
-        description="Number of trainer ranks over all nodes: tensor x pipeline x data parallel "
-        "size. auto chooses by prediction.",
+        description="Number of trainer ranks over all nodes: tensor x pipeline x context x data "
+        "parallel size. auto chooses by prediction.",
     )
     tensor_parallel: int = Field(
         1, ge=1, le=1024, description="Tensor-parallel size (TP). auto chooses by prediction."
@@ -376,6 +376,14 @@ class TrainerConfig(Section):
         description="Expert-parallel size (EP): the number of ranks of a pipeline stage, over its "
         "tensor-parallel ranks and replicas, that divide a mixture's experts among "
         "them. Each expert is whole on its rank.",
+    )
+    context_parallel: int = Field(
+        1,
+        ge=1,
+        le=1024,
+        description="Context-parallel size (C): the number of ranks that share each sequence. Every "
+        "one of them computes a part of a microbatch's rows against the keys and values of all, "
+        "so that it holds 1/C of the activations. For sequences that do not fit otherwise.",
     )
     distributed_optimizer: bool = Field(
         True, description="Shard the optimizer's state over data-parallel ranks."
@@ -420,6 +428,19 @@ class MicrobatchConfig(Section):
         "tokens, padding included. A larger microbatch stays alone. Needs "
         "pipeline_parallel=1. null packs nothing.",
     )
+    tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Bound of a microbatch in packed tokens, padding included: it takes as many "
+        "responses of a group as fit, up to `responses`, and further groups while there is room. A "
+        "prompt with one response that is longer goes alone. Needs pipeline_parallel=1. null cuts "
+        "groups by `responses` alone.",
+    )
+
+    @property
+    def budget(self) -> int | None:
+        """Packed tokens up to which microbatches are filled; None where nothing is packed."""
+        return self.max_tokens if self.tokens is None else self.tokens
 
 
 class AttentionConfig(Section):

@@ -112,15 +112,15 @@ def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> T
     mesh = config.mesh
     element = BYTES[config.model.dtype]
     step_s = _COLLECTIVE_S * math.log2(2 * mesh.data)
-    dense = (spec.num_parameters - spec.num_expert_parameters) / mesh.replica_size
-    step_s += _update_s(config, typical, dense, mesh.data)
+    dense = (spec.num_parameters - spec.num_expert_parameters) / (mesh.tensor * mesh.pipeline)
+    step_s += _update_s(config, typical, dense, mesh.data * mesh.context)
     experts = spec.num_expert_parameters / mesh.pipeline / mesh.expert
     step_s += _update_s(config, typical, experts, mesh.expert_data)
     # an offloaded optimizer moves to the device and back
     step_s += 2.0 * trainer_memory(config, spec).on_host / typical.host_bytes
 
     gather_bytes = typical.wire_bytes
-    if mesh.shards <= config.devices.devices_per_node:
+    if mesh.weight_shards <= config.devices.devices_per_node:
         gather_bytes = typical.node_bytes
     dispatch_s = typical.group_s * _layers_factor(spec, typical)
     publish_s = publish_seconds(
@@ -142,7 +142,7 @@ def _update_s(config: Config, typical: TypicalSpeed, parameters: float, copies: 
     update, and with Megatron the reduction of gradients. FSDP reduces with each microbatch.
     """
     if config.trainer.backend == "fsdp":
-        return _STEP_BYTES * parameters / config.mesh.shards / typical.memory_bytes
+        return _STEP_BYTES * parameters / config.mesh.weight_shards / typical.memory_bytes
     shards = copies if config.trainer.distributed_optimizer else 1
     update_s = _STEP_BYTES * parameters / shards / typical.memory_bytes
     reduce_s = 2.0 * (copies - 1) / copies * FP32 * parameters / typical.wire_bytes
@@ -184,7 +184,7 @@ def gather_seconds(config: Config, spec: ModelSpec, element: int, wire_bytes: fl
     """Returns the seconds per microbatch in which FSDP gathers weights, forward and backward, and
     scatters gradients in fp32, as if computing hid none of it.
     """
-    shards = config.mesh.shards
+    shards = config.mesh.weight_shards
     if config.trainer.backend != "fsdp" or shards == 1:
         return 0.0
     scattered = 0 if config.has_adapters else FP32
@@ -220,7 +220,6 @@ class GroupSeconds:
     ) -> None:
         trainer = config.trainer
         self._work = GroupWork(spec, config)
-        self._num_microbatches = config.microbatches_per_group
         self._microbatch_s = cost.microbatch_s * passes(config)
         self._operation_s = cost.operation_s * passes(config) / config.mesh.replica_size
         shards = trainer.tensor_parallel
@@ -231,15 +230,37 @@ class GroupSeconds:
         if config.mesh.expert <= config.devices.devices_per_node:
             expert_bytes = typical.node_bytes
         dispatched = _dispatched_bytes(config, spec, element)
-        seconds = reduced / typical.node_bytes + dispatched / expert_bytes
-        self._token_s = seconds * passes(config) / trainer.pipeline_parallel
+        seconds = (reduced / typical.node_bytes + dispatched / expert_bytes) / config.mesh.context
+        seconds *= passes(config)
+        context_bytes = typical.wire_bytes
+        if config.mesh.tensor * config.mesh.context <= config.devices.devices_per_node:
+            context_bytes = typical.node_bytes
+        seconds += gathered_key_bytes(config, spec) / context_bytes
+        self._token_s = seconds / trainer.pipeline_parallel
         self._shared_prompt = config.attention.shared_prompt
 
     def __call__(self, prompt: int, lengths: Sequence[int]) -> float:
-        num_prompts = self._num_microbatches if self._shared_prompt else len(lengths)
+        num_microbatches = len(self._work.pieces(prompt, lengths))
+        num_prompts = num_microbatches if self._shared_prompt else len(lengths)
         tokens = sum(lengths) + prompt * num_prompts
-        seconds = self._num_microbatches * self._microbatch_s + self._token_s * tokens
+        seconds = num_microbatches * self._microbatch_s + self._token_s * tokens
         return seconds + self._operation_s * self._work(prompt, lengths)
+
+
+def gathered_key_bytes(config: Config, spec: ModelSpec) -> float:
+    """Returns the bytes per token of a microbatch that a rank gets or sends for the keys and values
+    of its context group, in all layers and passes: gathered in every forward and in the backward,
+    and gradients summed in fp32.
+    """
+    ranks = config.mesh.context
+    if ranks == 1:
+        return 0.0
+    num_gathers = 2 + len(trainer_models(config).computed)
+    if config.trainer.recompute != "none":
+        num_gathers += 1
+    values = 2 * spec.num_kv_heads * spec.head_dim / config.mesh.tensor
+    moved = num_gathers * BYTES[config.model.dtype] + FP32
+    return spec.num_layers * values * moved * (ranks - 1) / ranks
 
 
 def _dispatched_bytes(config: Config, spec: ModelSpec, element: int) -> float:

@@ -72,6 +72,7 @@ class Sizes:
     tensor: Sequence[int]
     stages: Sequence[int]
     experts: Sequence[int]
+    context: Sequence[int]
     recompute: Sequence[str]
     offload: Sequence[bool]
     colocate: Sequence[bool]
@@ -100,7 +101,13 @@ class Fitting:
         trainer, rollout = self.changes["trainer"], self.changes["rollout"]
         sizes = [
             trainer[key]
-            for key in ("devices", "tensor_parallel", "pipeline_parallel", "expert_parallel")
+            for key in (
+                "devices",
+                "tensor_parallel",
+                "pipeline_parallel",
+                "expert_parallel",
+                "context_parallel",
+            )
         ]
         return (*sizes, rollout["engines"], rollout["tensor_parallel"])
 
@@ -182,14 +189,15 @@ class _Search:
         sizes = self.sizes
         for trainers in self._numbers_of_trainers(together):
             decoding = sizes.devices if together else sizes.devices - trainers
-            for stages, tensor, experts in itertools.product(
-                sizes.stages, sizes.tensor, sizes.experts
+            for stages, tensor, experts, context in itertools.product(
+                sizes.stages, sizes.tensor, sizes.experts, sizes.context
             ):
                 layout = {
                     "devices": trainers,
                     "tensor_parallel": tensor,
                     "pipeline_parallel": stages,
                     "expert_parallel": experts,
+                    "context_parallel": context,
                 }
                 for config, changes, train_s in self._trainers(layout, together):
                     yield from self._with_engines(config, changes, train_s, decoding, together)

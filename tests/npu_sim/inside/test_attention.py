@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from pa_npu.attention import PrefixLayout, shared_prompt_attention
+from pa_npu.attention.calls import attend, gradients
+from pa_npu.attention.context import RankRows
+from pa_npu.attention.division import divide
 from pa_npu.attention.kernels import npu
 from tests.npu_sim.reference_ops import all_references
 from tests.npu_sim.simulator import NpuSim
@@ -65,6 +68,44 @@ def test_equals_dense_in_every_stats_layout(sim, layout, heads, kv_heads, dtype,
     for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
         error = ((a.double() - b).abs().max() / b.abs().max()).item()
         assert error < BOUNDS[dtype], f"{name} differs by {error:.1e} of its largest value"
+
+
+@pytest.mark.parametrize("gathers", [False, True], ids=["merge", "gather"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_rows_of_two_ranks_equal_dense_in_every_stats_layout(sim, layout, gathers):
+    """Context parallelism's calls, with keys that are gathered already."""
+    division = divide(layout, 2)
+    q, k, v, grad = random_inputs(division.layout, 4, 2, 16, torch.float32)
+    grad[division.num_rows :] = 0.0
+    expected = run_dense(q, k, v, grad, division.layout, scale=0.25)
+    found = [torch.zeros_like(x) for x in (q, q, k, v)]
+    kernel = npu.NpuFusion()
+    with sim:
+        keys = k.to("npu")
+        values = v.to("npu")
+        for rank in range(2):
+            own = division.rows[rank]
+            plan = RankRows(division, rank).plan(gathers=gathers, per_depth=kernel.per_depth)
+            queries = q[own].to("npu")
+            result = attend(queries, keys, values, plan, 0.25, kernel)
+            parts = gradients(
+                grad[own].to("npu"),
+                queries,
+                keys,
+                values,
+                result,
+                plan,
+                0.25,
+                kernel,
+                wide_sums=True,
+            )
+            found[0][own] = result.out.cpu()
+            found[1][own] = parts[0].cpu()
+            found[2] += parts[1].cpu()
+            found[3] += parts[2].cpu()
+    for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        error = ((a.double() - b).abs().max() / b.abs().max()).item()
+        assert error < BOUNDS[torch.float32], f"{name} differs by {error:.1e} of its largest value"
 
 
 LAYOUT_FOUND = {

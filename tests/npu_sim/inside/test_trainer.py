@@ -63,6 +63,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "FSDP2": {"devices": 2, "backend": "fsdp", "recompute": "full"},
     "EP2": {"devices": 2, "expert_parallel": 2, "recompute": "none"},
+    "C2": {"devices": 2, "context_parallel": 2, "recompute": "none"},
 }
 if PROFILE != NIGHTLY:  # both are parts of TP2xPP2
     LAYOUTS = {name: trainer for name, trainer in LAYOUTS.items() if name not in ("TP2", "PP2")}
@@ -351,6 +352,7 @@ def test_one_rank_of_a_replica_reads_each_group_and_the_others_get_it_over_the_d
     _, npu, _ = runs
     ranks, trainer = npu.ranks(layout), LAYOUTS[layout]
     replica = trainer.get("tensor_parallel", 1) * trainer.get("pipeline_parallel", 1)
+    replica *= trainer.get("context_parallel", 1)
     groups = GROUPS * ITERATIONS * replica // len(ranks)
     readers = range(
         len(ranks) // replica

@@ -79,6 +79,20 @@ def test_plan_says_how_a_model_is_packed(
     )
 
 
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "qwen3_next"])
+def test_models_that_need_transformers_attention_are_refused_a_context_group(
+    kind: str, tmp_path: Path
+) -> None:
+    """Windows, sinks, and a state that runs along the sequence."""
+    config, spec = run_of(make_other(tmp_path, kind))
+    trainer = config.trainer.model_copy(update={"devices": 2, "context_parallel": 2})
+    config = config.model_copy(update={"trainer": trainer})
+    with pytest.raises(
+        ConfigError, match=r"trainer\.context_parallel: 2: the rows .* set it to 1$"
+    ):
+        fit(config, spec)
+
+
 def test_a_window_that_no_sequence_exceeds_is_none(tmp_path: Path) -> None:
     model = make_other(tmp_path, "gemma3_text", sliding_window=128)
     config, spec = run_of(model)

@@ -181,7 +181,8 @@ def test_a_script_of_verls_supervised_stage(
     assert (config.optimizer.warmup_share, config.optimizer.weight_decay) == (0.1, 0.01)
     assert (config.optimizer.decay, config.lora.rank) == ("cosine", 32)
     assert config.telemetry.trackers == ("tensorboard",)
-    assert "not translated: ulysses_sequence_parallel_size" in said
+    assert (config.trainer.context_parallel, config.trainer.devices) == (2, 8)
+    assert "ulysses_sequence_parallel_size" not in said
     assert "use_remove_padding" not in said and "fsdp_config" not in said
 
 

@@ -126,6 +126,22 @@ def test_a_mesh_that_cannot_be_is_refused() -> None:
         Mesh(data=4, expert=2).groups("data", "expert")
 
 
+@pytest.mark.parametrize("data", [1, 3])
+def test_ranks_of_a_context_group_hold_copies_with_megatron_and_shards_with_fsdp(data: int) -> None:
+    copies = Mesh(tensor=2, context=2, data=data)
+    assert copies.weight_shards == 1
+    assert copies.senders() == (0, 1), "the first context rank of the first replica"
+    assert copies.place(0).shard_group == (0, 1) and copies.place(3).shard_group == (2, 3)
+    shards = Mesh(context=2, data=data, shards=data, context_shards=True)
+    assert shards.weight_shards == 2 * data == len(shards.senders())
+    assert shards.place(1).shard_group == tuple(range(2 * data))
+    for mesh in (copies, shards):
+        for replica in range(data):
+            speakers = [mesh.place(rank).speaks_for_stage for rank in mesh.replica(replica)]
+            assert speakers.count(True) == 1, "log-probs are counted once per replica"
+    assert Mesh.of(8, 2, 1, context=2) == Mesh(2, 1, 2, 2, experts_tensor=1)
+
+
 # A name that stands for a rank, and names that stand for how many ranks there are along an axis,
 # replicas among them.
 RANK = re.compile(r"(^|_)ranks?$")

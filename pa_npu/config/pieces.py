@@ -1,0 +1,34 @@
+"""Which samples of a group a microbatch takes: consecutive ones, up to a number of samples and of packed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def samples_of_pieces(
+    lengths: Sequence[int], shared: Sequence[int], max_samples: int, max_tokens: int | None
+) -> list[int]:
+    """Returns the number of samples of each piece of a group.
+
+    A piece takes the next samples as long as they fit. A sample that is longer than `max_tokens`
+    goes alone.
+
+    Args:
+        lengths: tokens of each sample, its prompt included.
+        shared: of each sample, the first tokens that it has in common with the one before it. They
+            are packed once where both are in one piece.
+        max_samples: of a piece.
+        max_tokens: packed tokens of a piece; None for any number.
+    """
+    counts: list[int] = []
+    num_tokens = 0
+    for length, common in zip(lengths, shared, strict=True):
+        further = length - common
+        fits = max_tokens is None or num_tokens + further <= max_tokens
+        if counts and counts[-1] < max_samples and fits:
+            counts[-1] += 1
+            num_tokens += further
+        else:
+            counts.append(1)
+            num_tokens = length
+    return counts
