@@ -15,10 +15,12 @@ import numpy.typing as npt
 from pa_npu.config.plain_file import reason
 from pa_npu.config.sections.inputs import DataConfig, Dataset, TrainingDataset
 from pa_npu.config.words import counted
-from pa_npu.data.messages import Message, left_out
+from pa_npu.data.image_rows import ImageInput
+from pa_npu.data.messages import Message, left_out, with_image_parts
 from pa_npu.data.records import Columns, Record, read_records
 from pa_npu.data.template import TemplateFailed, check_options, chosen_template, rendered
 from pa_npu.errors import DataError, printable
+from pa_npu.vision.images import ShownImage
 
 # of a dataset: these, and so much more per row
 RENDER_ALL_LIMIT_S = 60.0
@@ -39,7 +41,8 @@ class Prompt:
 
     prompt_id: row of the dataset, from 0; of several datasets, as if they were one behind the
     other. tokens: int32 [P]. text: the rendered prompt. answer: the final answer, without GSM8K's
-    reasoning. row: the dataset row as it was read. source: what its dataset is called.
+    reasoning. row: the dataset row as it was read, with names in place of images. source: what its
+    dataset is called. images: those that placeholders among the tokens stand for.
     """
 
     prompt_id: int
@@ -48,12 +51,14 @@ class Prompt:
     text: str
     row: dict[str, Any]
     source: str = ""
+    images: tuple[ShownImage, ...] = ()
 
     @property
     def identity(self) -> bytes:
         """Tells this prompt from another one, for the fingerprint of a dataset."""
         tokens = np.asarray(self.tokens, "<i4").tobytes()
-        return tokens + f"\n{self.prompt_id}\n{self.answer}\n".encode()
+        images = b"".join(image.identity for image in self.images)
+        return tokens + f"\n{self.prompt_id}\n{self.answer}\n".encode() + images
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,11 +81,16 @@ class PromptSet:
         """One line for logs and the dry run."""
         lengths = [len(prompt.tokens) for prompt in self.prompts]
         mean = sum(lengths) / len(lengths)
-        return (
+        line = (
             f"{counted(len(lengths), 'prompt')} from {self.path} (read {self.num_read}, truncated "
             f"{self.num_truncated}, skipped {self.num_skipped}), {min(lengths)} to "
             f"{counted(max(lengths), 'token')}, mean {mean:.0f}"
         )
+        shown = [image for prompt in self.prompts for image in prompt.images]
+        if shown:
+            num_tokens = sum(image.length for image in shown)
+            line += f"; {counted(len(shown), 'image')} of {num_tokens / len(shown):.0f} tokens"
+        return line
 
 
 def load_prompts(
@@ -90,6 +100,7 @@ def load_prompts(
     key: str,
     first_id: int = 0,
     needs_answer: bool = True,
+    images: ImageInput | None = None,
 ) -> PromptSet:
     """Reads, renders and tokenizes a dataset. Raises DataError for unusable data.
 
@@ -98,6 +109,7 @@ def load_prompts(
         key: the configuration key that names the dataset, for messages.
         first_id: prompt_id of its first row.
         needs_answer: as Columns.
+        images: how the model reads images; None for a model without.
     """
     is_training = isinstance(dataset, TrainingDataset)
     path = dataset.path
@@ -108,6 +120,7 @@ def load_prompts(
         # data.* is about data.train: held-out questions often come from elsewhere
         optional=not is_training and not (dataset.question_column or dataset.answer_column),
         needs_answer=needs_answer,
+        images=config.images_column,
     )
     usual = ("train",) if is_training else ("test", "validation")
     records = list(islice(read_records(path, key, columns, dataset.split, usual), dataset.max_rows))
@@ -120,7 +133,7 @@ def load_prompts(
     prompts: list[Prompt] = []
     too_long: list[_Encoded] = []
     shortest = sys.maxsize
-    for number, encoded in enumerate(_encoded(records, tokenizer, config)):
+    for number, encoded in enumerate(_encoded(records, tokenizer, config, images, path)):
         record = encoded.record
         text = encoded.text
         tokens = encoded.tokens
@@ -129,10 +142,25 @@ def load_prompts(
             too_long.append(encoded)
             if config.overlong_prompt != "truncate":
                 continue
+            if encoded.images:
+                raise DataError(
+                    f"{record.location}: the prompt has {encoded.size} tokens, images included, "
+                    f"more than data.max_prompt_tokens = {limit}, and images cannot be truncated; "
+                    "raise it, lower data.max_image_pixels, or set data.overlong_prompt=skip"
+                )
             tokens = tokens[-limit:]
             text = tokenizer.decode(tokens)
         array = np.asarray(tokens, np.int32)
-        prompts.append(Prompt(first_id + number, array, record.answer, text, record.row, source))
+        prompt = Prompt(
+            prompt_id=first_id + number,
+            tokens=array,
+            answer=record.answer,
+            text=text,
+            row=encoded.row,
+            source=source,
+            images=encoded.images,
+        )
+        prompts.append(prompt)
     if too_long and config.overlong_prompt == "refuse":
         first = too_long[0]
         longest = max(too_long, key=lambda encoded: encoded.num_tokens)
@@ -151,7 +179,12 @@ def load_prompts(
     return PromptSet(path, tuple(prompts), len(records), len(too_long) - num_skipped, num_skipped)
 
 
-def load_training(config: DataConfig, tokenizer: Any, needs_answer: bool = True) -> list[PromptSet]:
+def load_training(
+    config: DataConfig,
+    tokenizer: Any,
+    needs_answer: bool = True,
+    images: ImageInput | None = None,
+) -> list[PromptSet]:
     """The training datasets, in the configuration's order, with prompt_ids of their own.
 
     Raises DataError.
@@ -159,8 +192,9 @@ def load_training(config: DataConfig, tokenizer: Any, needs_answer: bool = True)
     sets: list[PromptSet] = []
     for number, dataset in enumerate(config.datasets):
         first_id = sum(prompts.num_read for prompts in sets)
+        key = config.key_of(number)
         sets.append(
-            load_prompts(dataset, tokenizer, config, config.key_of(number), first_id, needs_answer)
+            load_prompts(dataset, tokenizer, config, key, first_id, needs_answer, images=images)
         )
     return sets
 
@@ -200,12 +234,16 @@ def first_prompt_lines(prompt: Prompt, tokenizer: Any) -> list[str]:
 class _Encoded:
     """A rendered record and its tokens; of a text far too long the last ones, and how many it has
     at least.
+
+    images: of its placeholders. row: the record's, with names in place of images.
     """
 
     record: Record
     text: str
     tokens: Sequence[int]
+    row: dict[str, Any]
     least_tokens: int = 0
+    images: tuple[ShownImage, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -218,8 +256,14 @@ class _Encoded:
         return f"{'at least ' if self.least_tokens else ''}{self.num_tokens}"
 
 
-def _encoded(records: Sequence[Record], tokenizer: Any, config: DataConfig) -> Iterator[_Encoded]:
-    """Every record with its text and tokens.
+def _encoded(
+    records: Sequence[Record],
+    tokenizer: Any,
+    config: DataConfig,
+    images: ImageInput | None,
+    path: str,
+) -> Iterator[_Encoded]:
+    """Every record with its text and tokens. images, path: as load_prompts, of the dataset.
 
     What a template makes of all rows together need not fit in memory.
     """
@@ -256,7 +300,18 @@ def _encoded(records: Sequence[Record], tokenizer: Any, config: DataConfig) -> I
                     "remove the row"
                 )
             least = len(whole) // longest_token // _NORMALISED + 1 if len(whole) > bound else 0
-            yield _Encoded(encoded_record, whole, tokens, least)
+            shown: tuple[ShownImage, ...] = ()
+            row = encoded_record.row
+            if images is not None and not least:
+                tokens, shown = images.shown(encoded_record, tokens, path)
+                row = images.row_of(encoded_record, shown)
+            elif images is None and encoded_record.images:
+                raise DataError(
+                    f"{encoded_record.location}: {len(encoded_record.images)} images, which the "
+                    "model of model.path does not read; take a model that does, or set "
+                    "data.images_column=null"
+                )
+            yield _Encoded(encoded_record, whole, tokens, row, least, shown)
         batch = []
         num_characters = 0
 
@@ -287,6 +342,11 @@ def _tokens(texts: list[str], tokenizer: Any, with_template: bool) -> list[list[
 def _render(record: Record, tokenizer: Any, config: DataConfig, template: Any) -> str:
     """The prompt's text up to the place where the response begins, with all that the row says."""
     messages = compose_messages(record, config)
+    if record.images and template is None:
+        raise DataError(
+            f"{record.location}: images need a chat template, which says how the model is shown "
+            "them; set data.chat_template"
+        )
     if not knows_reasoning(template):
         messages = [with_reasoning(message) for message in messages]
     ending = (
@@ -294,6 +354,8 @@ def _render(record: Record, tokenizer: Any, config: DataConfig, template: Any) -
     )
 
     def render(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
+        if record.images:
+            messages = [with_image_parts(message) for message in messages]
         if template is None:
             return "\n".join(message["content"] for message in messages)
         described = {"tools": list(tools)} if tools else {}
