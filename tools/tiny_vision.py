@@ -185,7 +185,9 @@ def write_processor(directory: Path, family: str) -> None:
     cell = cell_pixels(family)
     is_older = family == "qwen2_5_vl"
     raw = {
-        "image_processor_type": "Qwen2VLImageProcessor" if is_older else "Qwen2VLImageProcessorFast",
+        "image_processor_type": "Qwen2VLImageProcessor"
+        if is_older
+        else "Qwen2VLImageProcessorFast",
         "processor_class": "Qwen2_5_VLProcessor" if is_older else "Qwen3VLProcessor",
         "patch_size": cell // 2,
         "temporal_patch_size": 2,
@@ -205,7 +207,9 @@ def batch_of(
     """
     from pa_npu.vision.placeholders import expanded
 
-    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}]
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}
+    ]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     prompt = tokenizer(text).input_ids
     image_token = tokenizer.convert_tokens_to_ids(MARKS["image"])

@@ -11,7 +11,7 @@ from typing import Any
 from pa_npu.config.schema import Config
 from pa_npu.data.records import Record
 from pa_npu.errors import DataError
-from pa_npu.vision.family import VisionModel, read_vision
+from pa_npu.vision.family import VisionModel, read_vision, why_not
 from pa_npu.vision.images import BadImage, ImageFile, ImageReader, ShownImage
 from pa_npu.vision.placeholders import expanded
 from pa_npu.vision.processor import ImageProcessor
@@ -32,16 +32,18 @@ class ImageInput:
     _decode_s: float = field(default=DECODE_LIMIT_S, init=False)
 
     @classmethod
-    def from_config(cls, config: Config) -> ImageInput | None:
-        """Returns None for a model without images, and where data.images_column is null.
+    def from_config(cls, config: Config) -> ImageInput | str:
+        """Returns how the run's model reads images, or why it does not.
 
-        Raises DataError for a model whose images are not supported.
+        Raises DataError if the model's files do not go together.
         """
-        if config.data.images_column is None or not Path(config.model.path).is_dir():
-            return None
+        if config.data.images_column is None:
+            return "data.images_column is null"
         model = read_vision(config.model.path)
         if model is None:
-            return None
+            return why_not(config.model.path)
+        if config.trainer.backend != "fsdp":
+            return f"trainer.backend={config.trainer.backend} trains text alone"
         bound = config.data.max_image_pixels
         processor = ImageProcessor.from_directory(config.model.path, bound)
         if processor.merged != model.merged:

@@ -20,6 +20,7 @@ from pa_npu.data.messages import Message, left_out, with_image_parts
 from pa_npu.data.records import Columns, Record, read_records
 from pa_npu.data.template import TemplateFailed, check_options, chosen_template, rendered
 from pa_npu.errors import DataError, printable
+from pa_npu.vision.family import FAMILIES
 from pa_npu.vision.images import ShownImage
 
 # of a dataset: these, and so much more per row
@@ -100,7 +101,7 @@ def load_prompts(
     key: str,
     first_id: int = 0,
     needs_answer: bool = True,
-    images: ImageInput | None = None,
+    images: ImageInput | str = "no model was given",
 ) -> PromptSet:
     """Reads, renders and tokenizes a dataset. Raises DataError for unusable data.
 
@@ -109,7 +110,7 @@ def load_prompts(
         key: the configuration key that names the dataset, for messages.
         first_id: prompt_id of its first row.
         needs_answer: as Columns.
-        images: how the model reads images; None for a model without.
+        images: how the model reads images, or why it does not.
     """
     is_training = isinstance(dataset, TrainingDataset)
     path = dataset.path
@@ -183,7 +184,7 @@ def load_training(
     config: DataConfig,
     tokenizer: Any,
     needs_answer: bool = True,
-    images: ImageInput | None = None,
+    images: ImageInput | str = "no model was given",
 ) -> list[PromptSet]:
     """The training datasets, in the configuration's order, with prompt_ids of their own.
 
@@ -260,7 +261,7 @@ def _encoded(
     records: Sequence[Record],
     tokenizer: Any,
     config: DataConfig,
-    images: ImageInput | None,
+    images: ImageInput | str,
     path: str,
 ) -> Iterator[_Encoded]:
     """Every record with its text and tokens. images, path: as load_prompts, of the dataset.
@@ -302,15 +303,15 @@ def _encoded(
             least = len(whole) // longest_token // _NORMALISED + 1 if len(whole) > bound else 0
             shown: tuple[ShownImage, ...] = ()
             row = encoded_record.row
-            if images is not None and not least:
+            if isinstance(images, str) and encoded_record.images:
+                num_images = counted(len(encoded_record.images), "image")
+                raise DataError(
+                    f"{encoded_record.location}: {num_images}, but {images}; set model.path to one "
+                    f"of {', '.join(FAMILIES)}, or data.images_column to null"
+                )
+            if isinstance(images, ImageInput) and not least:
                 tokens, shown = images.shown(encoded_record, tokens, path)
                 row = images.row_of(encoded_record, shown)
-            elif images is None and encoded_record.images:
-                raise DataError(
-                    f"{encoded_record.location}: {len(encoded_record.images)} images, which the "
-                    "model of model.path does not read; take a model that does, or set "
-                    "data.images_column=null"
-                )
             yield _Encoded(encoded_record, whole, tokens, row, least, shown)
         batch = []
         num_characters = 0

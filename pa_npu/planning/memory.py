@@ -22,6 +22,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import Work, work
 from pa_npu.planning.teachers import teacher_specs
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, group_buffer_bytes
+from pa_npu.vision.family import is_of_tower
 
 GIB = 2**30
 BYTES = {"fp32": 4, "bf16": 2}
@@ -166,8 +167,12 @@ def adapter_parameters(config: Config, spec: ModelSpec) -> int:
     gets one.
     """
     shape = AdapterShape.from_config(config)
-    layers = spec.definition.linear_layers(spec)
-    return shape.rank * sum(sum(size) for name, size in layers.items() if shape.chooses(name))
+    chosen = 0
+    for name, size in spec.definition.linear_layers(spec).items():
+        is_left_out = config.model.vision == "frozen" and is_of_tower(name)
+        if shape.chooses(name) and not is_left_out:
+            chosen += sum(size)
+    return shape.rank * chosen
 
 
 def without_adapters(config: Config, spec: ModelSpec) -> list[str]:

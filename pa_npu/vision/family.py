@@ -7,6 +7,7 @@ stands beside the decoder; a shared prompt would be another function there.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,22 +39,14 @@ class VisionModel:
 
 
 def read_vision(path: str) -> VisionModel | None:
-    """Returns what the model of a directory reads images with; None for a model without images,
-    and for a directory that has no config.json, which others report.
+    """Returns what the model of a directory reads images with; None for a model that is not trained
+    with images (`why_not`), and for a directory that has no config.json, which others report.
 
-    Raises DataError for a model whose images are not supported.
+    Raises DataError for values that cannot be used.
     """
-    import json
-
-    try:
-        raw = json.loads(read_plain(Path(path) / "config.json", _LARGEST_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError):
+    raw = _config(path)
+    if raw.get("model_type") not in FAMILIES:
         return None
-    if not isinstance(raw, dict) or "vision_config" not in raw:
-        return None
-    reason = unsupported(raw)
-    if reason is not None:
-        raise DataError(f"model.path: {path}: {reason}")
     try:
         return VisionModel(
             family=raw["model_type"],
@@ -72,15 +65,24 @@ def read_vision(path: str) -> VisionModel | None:
         ) from None
 
 
-def unsupported(raw: Mapping[str, Any]) -> str | None:
-    """Says why a model with a vision_config cannot be trained with images; None if it can."""
-    kind = raw.get("model_type")
-    if kind in FAMILIES:
-        return None
+def why_not(path: str) -> str:
+    """Says why a model for which `read_vision` gives None is not trained with images."""
+    raw = _config(path)
+    kind = f"{raw.get('model_type')!s:.40}"
+    if "vision_config" not in raw:
+        return f"a model of {kind} reads text alone"
     return (
-        f"images of {kind!s:.40} are not supported (in it an image may be attended to both ways, "
-        f"or is no run of placeholder tokens); use a model of {', '.join(FAMILIES)}"
+        f"a model of {kind} may attend both ways inside an image, or have no placeholder tokens, "
+        "which is not supported"
     )
+
+
+def _config(path: str) -> Mapping[str, Any]:
+    try:
+        raw = json.loads(read_plain(Path(path) / "config.json", _LARGEST_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
 
 
 def is_of_tower(name: str) -> bool:

@@ -99,7 +99,7 @@ class ImageReader:
             if known is not None:
                 return known
             if self._spool is None:
-                self._spool = tempfile.TemporaryFile(prefix="pa_npu-images-")
+                self._spool = tempfile.TemporaryFile(prefix="pa_npu-images-")  # noqa: SIM115  # for all reads
             start = self._spool.seek(0, io.SEEK_END)
             self._spool.write(content)
             image = ImageFile(digest, width, height, None, start, len(content))
@@ -240,7 +240,7 @@ def _source(value: Any, directory: Path) -> tuple[bytes | None, Path]:
             f"{' or '.join(_KEYS[:2])}"
         )
     if value.startswith("data:"):
-        _, comma, encoded = value.partition(",")
+        _, _, encoded = value.partition(",")
         try:
             return base64.b64decode(encoded, validate=True), directory
         except (binascii.Error, ValueError):

@@ -200,7 +200,9 @@ class ImageProcessor:
         import torch
 
         height, width, _ = pixels.shape
-        colours = self._table.to(pixels.device)[pixels.to(torch.int64), torch.arange(3, device=pixels.device)]
+        colours = self._table.to(pixels.device)[
+            pixels.to(torch.int64), torch.arange(3, device=pixels.device)
+        ]
         colours = colours.permute(2, 0, 1)
         rows = height // self.patch // self.merged
         columns = width // self.patch // self.merged

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,16 +24,16 @@ from pa_npu.algorithm.model_outputs import Logprobs, Outputs, Weights
 from pa_npu.algorithm.objective import Objective
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
-from pa_npu.attention import PrefixLayout
 from pa_npu.backends.fsdp.checkpoint import PlannedShards, load_state, state_of
 from pa_npu.backends.fsdp.lora import Adapted
 from pa_npu.backends.fsdp.lora_weights import Merged, base_of, write_adapters
 from pa_npu.backends.fsdp.model import ScoredModel, count_reductions
 from pa_npu.backends.fsdp.optimizer import ShardedAdamW, counted, local
+from pa_npu.backends.fsdp.vision import PackedImages, pack_images
 from pa_npu.backends.fsdp.weights import ShardedWeights
 from pa_npu.backends.hf_directory import BUCKET_BYTES, write_hf
 from pa_npu.backends.in_step import InStep
-from pa_npu.backends.logprob import MostLikely
+from pa_npu.backends.logprob import MostLikely, RowScores
 from pa_npu.backends.optimizer import OffloadedState
 from pa_npu.backends.protocol import (
     DTYPES,
@@ -49,6 +50,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.samples.microbatch import Microbatch, filler
 from pa_npu.telemetry.timeline import Timeline, now
+from pa_npu.vision.processor import ImageProcessor
 from pa_npu.weight_transfer.computation import Computation, computation_of
 from pa_npu.weight_transfer.digest import digest_of
 from pa_npu.weight_transfer.transport import HOST_BACKEND as HOST
@@ -76,6 +78,10 @@ class FsdpBackend:
         self._policy = models["policy"]
         self._module = self._policy.model if isinstance(self._policy, Adapted) else self._policy
         self._config = config
+        self._processor: ImageProcessor | None = None
+        if self._module.reads_images:
+            bound = config.data.max_image_pixels
+            self._processor = ImageProcessor.from_directory(config.model.path, bound)
         self._trainer_models = trainer_models(config)
         self._frozen = self._trainer_models.computed
         self._spec = spec
@@ -271,12 +277,9 @@ class FsdpBackend:
 
     def _logprobs(self, name: str, microbatches: list[Microbatch]) -> list[torch.Tensor]:
         """One model's, of each microbatch."""
-        temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
         found = []
         for microbatch in self._in_step(iter(microbatches)):
-            scores = self._models[name](
-                *self._inputs(microbatch), temperature, chunk, entropy=False
-            )
+            scores = self._score(name, microbatch, self._images(microbatch), entropy=False)
             if not microbatch.is_filler:
                 found.append(scores.logprobs)
         return found
@@ -300,8 +303,7 @@ class FsdpBackend:
         head: HeadGradient | None = None,
     ) -> Outputs:
         """All models over a microbatch, the frozen ones first."""
-        inputs = self._inputs(microbatch)
-        temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
+        images = self._images(microbatch)
         frozen: dict[str, Logprobs] = {}
         choices: dict[str, torch.Tensor] = {}
         asked, computed = self._asked(microbatch)
@@ -311,10 +313,11 @@ class FsdpBackend:
                 if (count := self._trainer_models.num_choices.get(name)) is not None:
                     most_likely = MostLikely(count, self._spec.vocab_size)
                 is_asked = name in asked
-                scores = self._models[name](
-                    *(inputs if is_asked else self._inputs(filler(1, self.device))),
-                    temperature,
-                    chunk,
+                computed_here = microbatch if is_asked else filler(1, self.device)
+                scores = self._score(
+                    name,
+                    computed_here,
+                    images if is_asked else self._images(computed_here),
                     entropy=False,
                     most_likely=most_likely,
                 )
@@ -325,10 +328,10 @@ class FsdpBackend:
                 )
                 if scores.choices is not None:
                     choices[name] = scores.choices
-        scores = self._policy(
-            *inputs,
-            temperature,
-            chunk,
+        scores = self._score(
+            "policy",
+            microbatch,
+            images,
             entropy_grad=entropy_gradient,
             head_gradient=head,
             choices=by_target(self._trainer_models.teachers, microbatch.columns, choices),
@@ -357,12 +360,35 @@ class FsdpBackend:
         ]
         return (*others, *names), (*others, *of_any)
 
-    def _inputs(
-        self, microbatch: Microbatch
-    ) -> tuple[torch.Tensor, PrefixLayout, torch.Tensor, torch.Tensor]:
-        """What a model is given of a microbatch. Raises ConfigError for attachments."""
-        refuse_attachments(microbatch, self._config)
-        return microbatch.tokens, microbatch.layout, microbatch.rows, microbatch.targets
+    def _score(
+        self, name: str, microbatch: Microbatch, images: PackedImages | None, **options: Any
+    ) -> RowScores:
+        """One model's scores of a microbatch's targets.
+
+        Raises ConfigError for images and a model that reads none.
+        """
+        model = self._models[name]
+        module = model.model if isinstance(model, Adapted) else model
+        reads_images = {"images": images} if module.reads_images else {}
+        if not reads_images:
+            refuse_attachments(microbatch, self._config)
+        return model(
+            microbatch.tokens,
+            microbatch.layout,
+            microbatch.rows,
+            microbatch.targets,
+            self._config.rollout.temperature,
+            self._config.model.head_chunk_tokens,
+            **reads_images,
+            **options,
+        )
+
+    def _images(self, microbatch: Microbatch) -> PackedImages | None:
+        """Packs a microbatch's images once for all models; None for a policy that reads none."""
+        if self._processor is None:
+            return None
+        fill = self._config.model.vision == "trained"
+        return pack_images(microbatch, self._processor, fill=fill)
 
 
 def _backward_of_nothing(outputs: Outputs) -> None:

@@ -128,11 +128,17 @@ def with_epochs(config: Config, findings: Findings) -> Config:
 
 def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
     """Reads data.train as the coordinator will."""
+    from pa_npu.data.image_rows import ImageInput
     from pa_npu.data.prompts import load_training
     from pa_npu.data.teachers import check_teacher_names
     from pa_npu.rewards.check import check_row_tests
 
-    loaded = load_training(config.data, tokenizer, needs_answers(config.reward, config.environment))
+    loaded = load_training(
+        config.data,
+        tokenizer,
+        needs_answers(config.reward, config.environment),
+        ImageInput.from_config(config),
+    )
     per_iteration = config.schedule.prompts_per_iteration
     first_id = 0
     for number, (prompts, share) in enumerate(zip(loaded, config.data.shares, strict=True)):
@@ -174,6 +180,7 @@ def check_training_rows(tokenizer: Any, config: Config) -> list[AnySet]:
 
 def check_held_out(name: str, tokenizer: Any, config: Config) -> PromptSet:
     """Reads a held-out set as the coordinator will."""
+    from pa_npu.data.image_rows import ImageInput
     from pa_npu.data.prompts import load_prompts
     from pa_npu.rewards.check import check_row_tests
 
@@ -184,6 +191,7 @@ def check_held_out(name: str, tokenizer: Any, config: Config) -> PromptSet:
         config.data,
         key,
         needs_answer=needs_answers(config.reward, config.environment),
+        images=ImageInput.from_config(config),
     )
     check_row_tests(config, prompts, key)
     return prompts
