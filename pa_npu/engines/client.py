@@ -34,6 +34,7 @@ from pa_npu.engines.http_server import (
     OPEN_PATH,
     VERSION_HEADER,
 )
+from pa_npu.engines.images import UNKNOWN_IMAGE, SentImages, check_expanded, short_tokens
 from pa_npu.engines.protocol import (
     NO_TOKENS,
     EngineCapabilities,
@@ -51,6 +52,7 @@ from pa_npu.engines.worker_answers import (
 )
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.routes import Routes
+from pa_npu.vision.images import ShownImage
 
 # Servers close idle connections after 5 s (uvicorn); closing them earlier ourselves avoids writing
 # into one that is being closed.
@@ -103,6 +105,7 @@ class EngineClient:
         self._responses: set[aiohttp.ClientResponse] = set()  # those that are being read
         self._vocab_size = vocab_size
         self._kind = kind
+        self._sent_images = SentImages()
         self._asked_to_load = False
         self._version: int | None = None  # that it loaded for this client
         self._generating = 0
@@ -129,8 +132,8 @@ class EngineClient:
         *,
         deadline_s: float,
         written: npt.NDArray[np.int32] = NO_TOKENS,
+        images: Sequence[ShownImage] = (),
     ) -> list[Generation]:
-        body = encode_request(prompt_tokens, n, seed, sampling, written)
         num_given = len(prompt_tokens) + len(written)
         max_bytes = ANSWER_BYTES
         max_bytes += n * (_TOKEN_BYTES * sampling.max_tokens + _PROMPT_TOKEN_BYTES * num_given)
@@ -138,14 +141,13 @@ class EngineClient:
             max_bytes += n * (sampling.max_tokens + num_given) * sampling.routes.max_bytes
         self._generating += 1
         try:
-            data, headers = await self._request(
-                "POST",
-                "/v1/completions",
-                body,
-                deadline_s,
-                max_bytes=max_bytes,
-                keep_connection=True,
-            )
+            if images:
+                data, headers = await self._ask_with_images(
+                    prompt_tokens, n, seed, sampling, written, images, deadline_s, max_bytes
+                )
+            else:
+                body = encode_request(prompt_tokens, n, seed, sampling, written)
+                data, headers = await self._ask(body, deadline_s, max_bytes)
         finally:
             self._generating -= 1
         version = self._check_version(headers)
@@ -153,6 +155,44 @@ class EngineClient:
         if sampling.routes is None:
             return generations
         return await self._with_routes(generations, data, num_given, sampling.routes, deadline_s)
+
+    async def _ask(
+        self, body: bytes, deadline_s: float, max_bytes: int
+    ) -> tuple[bytes, Mapping[str, str]]:
+        return await self._request(
+            "POST", "/v1/completions", body, deadline_s, max_bytes=max_bytes, keep_connection=True
+        )
+
+    async def _ask_with_images(
+        self,
+        prompt_tokens: npt.NDArray[np.int32],
+        n: int,
+        seed: int,
+        sampling: Sampling,
+        written: npt.NDArray[np.int32],
+        images: Sequence[ShownImage],
+        deadline_s: float,
+        max_bytes: int,
+    ) -> tuple[bytes, Mapping[str, str]]:
+        """Asks by one placeholder an image, and checks that the engine made the prompt of them."""
+        short, places = short_tokens(prompt_tokens, images)
+        end_s = time.monotonic() + deadline_s
+        while True:
+            # decoding and encoding an image of a megapixel takes some 50 ms
+            parts = await asyncio.to_thread(self._sent_images.parts, images, places)
+            body = encode_request(short, n, seed, sampling, written, parts)
+            left_s = max(0.001, end_s - time.monotonic())
+            try:
+                data, headers = await self._ask(body, left_s, max_bytes)
+                break
+            except EngineError as error:
+                was_sent = all(part.data for part in parts)
+                if UNKNOWN_IMAGE not in str(error) or was_sent:
+                    raise
+                self._sent_images.forget(images)
+        self._sent_images.have_arrived(images)
+        check_expanded(data, prompt_tokens, self.name)
+        return data, headers
 
     async def _with_routes(
         self,
@@ -335,6 +375,7 @@ class EngineClient:
             continues=all_can("continues"),
             sleeps=all_can("sleeps"),
             records_routes=all_can("routes"),
+            reads_images=all_can("images"),
         )
 
     def _check_version(self, headers: Mapping[str, str]) -> int | None:

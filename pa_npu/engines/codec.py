@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pa_npu.engines.images import RequestImage, as_fields
 from pa_npu.engines.protocol import NO_TOKENS, EngineError, Generation, Sampling
 from pa_npu.samples.routes import NO_ROUTE, Routes
 
@@ -72,12 +73,13 @@ def encode_request(
     seed: int,
     sampling: Sampling,
     written: npt.NDArray[np.int32] = NO_TOKENS,
+    images: Sequence[RequestImage] = (),
 ) -> bytes:
     """Returns the body of a request for n responses.
 
     Every sampling parameter is explicit, so that no generation_config.json of a model changes the
     distribution. `written`: the beginning of the one response that is asked for, which the engine
-    computes as a part of the prompt.
+    computes as a part of the prompt. `images`: of the prompt.
     """
     body: dict[str, Any] = {
         "model": SERVED_MODEL,
@@ -111,6 +113,8 @@ def encode_request(
         extra["routes"] = 1
     if extra:
         body["vllm_xargs"] = extra
+    if images:
+        body["images"] = as_fields(images)
     return _encoder.encode(body)
 
 

@@ -35,6 +35,10 @@ from pa_npu.vision.processor import ImageProcessor, Pixels
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+PIXELS = "pixels"
+"""Name of the attachment with an image's pixels, uint8 [height, width, 3]. Trainers make patches of
+them, which are eight times as many bytes.
+"""
 KEPT_BYTES = 256 * 2**20
 """Decoded pixels that are kept, 3 bytes each."""
 LARGEST_FILE_BYTES = 64 * 2**20
@@ -193,17 +197,22 @@ class ShownImage:
     @cached_property
     def key(self) -> str:
         """The name under which engines keep it: a digest of its pixels."""
-        pixels = self.pixels
-        digest = hashlib.blake2b(str(pixels.shape).encode(), digest_size=_DIGEST_BYTES)
-        digest.update(pixels.data)
-        return digest.hexdigest()
+        return pixels_key(self.pixels)
 
     def png(self) -> bytes:
         """Returns the pixels as a file that loses nothing, for engines."""
         return to_png(self.pixels)
 
 
+def pixels_key(pixels: Pixels) -> str:
+    """Returns a digest of an image's pixels and size."""
+    digest = hashlib.blake2b(str(pixels.shape).encode(), digest_size=_DIGEST_BYTES)
+    digest.update(np.ascontiguousarray(pixels).data)
+    return digest.hexdigest()
+
+
 def to_png(pixels: Pixels) -> bytes:
+    """Returns the pixels as a file that loses nothing."""
     from PIL import Image
 
     file = io.BytesIO()

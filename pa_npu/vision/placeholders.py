@@ -28,13 +28,22 @@ def expanded(
     places = [place for place, token in enumerate(tokens) if token == image_token]
     if len(places) != len(lengths):
         raise ValueError(f"{len(places)} placeholders for {len(lengths)} images")
+    return expanded_at(tokens, places, lengths)
+
+
+def expanded_at(
+    tokens: Sequence[int], places: Sequence[int], lengths: Sequence[int]
+) -> tuple[list[int], list[Span]]:
+    """Returns the tokens with those at `places`, ascending, repeated `lengths` times, and where
+    these are.
+    """
     result: list[int] = []
     spans: list[Span] = []
     copied = 0
     for place, length in zip(places, lengths, strict=True):
         result += tokens[copied:place]
         spans.append((len(result), length))
-        result += [image_token] * length
+        result += [tokens[place]] * length
         copied = place + 1
     result += tokens[copied:]
     return result, spans

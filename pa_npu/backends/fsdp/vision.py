@@ -23,11 +23,9 @@ import torch
 from pa_npu.attention import PrefixLayout
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.vision.family import TOWER
+from pa_npu.vision.images import PIXELS
 from pa_npu.vision.positions import ImageRows, image_positions
 from pa_npu.vision.processor import ImageProcessor
-
-PIXELS = "pixels"
-"""Name of the attachment with an image's pixels, uint8 [height, width, 3]."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ import copy
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -26,7 +26,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pa_npu.engines.transformers.image_passes import ImagePasses, PromptImage, has_tower
+
 T = TypeVar("T")
+NO_OPTIONS: Mapping[str, torch.Tensor] = {}
 NO_ROUTES = np.zeros((0, 0, 0), np.uint16)
 
 
@@ -55,12 +58,14 @@ class Prefilled:
     """A computed prompt.
 
     cache: its keys and values. scores: of the token after it, fp32 [vocabulary]. routes: of its
-    tokens (RouteRecorder).
+    tokens (RouteRecorder). position: of the token after it, for a model that reads images; it is
+    not the number of tokens behind an image.
     """
 
     cache: Any
     scores: torch.Tensor
     routes: npt.NDArray[np.uint16]
+    position: int | None = None
 
 
 @dataclass
@@ -68,12 +73,14 @@ class Response:
     """A response in the making.
 
     routes: of the tokens that were computed, pass by pass. finish_reason: None until it ends.
+    position: of the next token, see Prefilled.
     """
 
     parameters: DecodingParameters
     generator: torch.Generator
     cache: Any
     scores: torch.Tensor
+    position: int | None = None
     routes: list[npt.NDArray[np.uint16]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -86,11 +93,20 @@ class Decoder:
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
+        self._images = ImagePasses(model, device) if has_tower(model) else None
         self._recorder = RouteRecorder(model)
         self.records_routes = self._recorder.num_routers > 0
 
-    def prefill(self, prompt: Sequence[int]) -> Prefilled:
-        return Prefilled(*self._forward(prompt, None), self._recorder.pop_routes())
+    def prefill(self, prompt: Sequence[int], images: Sequence[PromptImage] = ()) -> Prefilled:
+        if self._images is None:
+            return Prefilled(*self._forward(prompt, None), self._recorder.pop_routes())
+        cache = None
+        passes, position = self._images.passes(prompt, images)
+        routes = []
+        for tokens, options in passes:
+            cache, scores = self._forward(tokens, cache, options)
+            routes.append(self._recorder.pop_routes())
+        return Prefilled(cache, scores, np.concatenate(routes), position)
 
     def begin(self, prefilled: Prefilled, seed: int, parameters: DecodingParameters) -> Response:
         generator = torch.Generator().manual_seed(seed)
@@ -99,6 +115,7 @@ class Decoder:
             generator=generator,
             cache=copy.deepcopy(prefilled.cache),
             scores=prefilled.scores,
+            position=prefilled.position,
             routes=[prefilled.routes],
         )
         for token in parameters.written:
@@ -135,17 +152,25 @@ class Decoder:
         self._append(response, token)
 
     def _append(self, response: Response, token: int) -> None:
-        response.cache, response.scores = self._forward([token], response.cache)
+        options: dict[str, torch.Tensor] = {}
+        if self._images is not None and response.position is not None:
+            options = self._images.at(response.position)
+            response.position += 1
+        response.cache, response.scores = self._forward([token], response.cache, options)
         response.routes.append(self._recorder.pop_routes())
 
     @torch.inference_mode()
-    def _forward(self, tokens: Sequence[int], cache: Any) -> tuple[Any, torch.Tensor]:
+    def _forward(
+        self, tokens: Sequence[int], cache: Any, options: Mapping[str, torch.Tensor] = NO_OPTIONS
+    ) -> tuple[Any, torch.Tensor]:
         """Returns keys and values after `tokens`, and the scores of the next one.
 
         Scores are on the host, whose generators all devices share.
         """
         ids = torch.tensor([list(tokens)], dtype=torch.int64, device=self._device)
-        output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = self._model(
+            input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **options
+        )
         return output.past_key_values, output.logits[0, -1].float().cpu()
 
 
@@ -207,6 +232,7 @@ class _Request:
     seeds: Sequence[int]
     parameters: DecodingParameters
     future: Future[list[Response]]
+    images: Sequence[PromptImage] = ()
     responses: list[Response] = field(default_factory=list)
 
     @property
@@ -241,10 +267,14 @@ class Scheduler:
         return self._thread.is_alive()
 
     def generate(
-        self, prompt: Sequence[int], seeds: Sequence[int], parameters: DecodingParameters
+        self,
+        prompt: Sequence[int],
+        seeds: Sequence[int],
+        parameters: DecodingParameters,
+        images: Sequence[PromptImage] = (),
     ) -> Future[list[Response]]:
         """Returns one response per seed. Cancelling the future ends them."""
-        request = _Request(prompt, seeds, parameters, Future())
+        request = _Request(prompt, seeds, parameters, Future(), images)
         self._inbox.put(request)
         return request.future
 
@@ -315,7 +345,7 @@ class Scheduler:
             free -= len(request.seeds)
             self._running.append(request)
             try:
-                prefilled = self._decoder.prefill(request.prompt)
+                prefilled = self._decoder.prefill(request.prompt, request.images)
                 request.responses = [
                     self._decoder.begin(prefilled, seed, request.parameters)
                     for seed in request.seeds

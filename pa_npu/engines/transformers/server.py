@@ -36,6 +36,7 @@ from aiohttp.typedefs import Handler
 
 from pa_npu import platform
 from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, EngineIdentity, authorised
+from pa_npu.engines.images import UNKNOWN_IMAGE, KeptImages, RequestImage, UnknownImage
 from pa_npu.engines.transformers.decoding import (
     NO_ROUTES,
     Busy,
@@ -44,10 +45,15 @@ from pa_npu.engines.transformers.decoding import (
     Response,
     Scheduler,
 )
+from pa_npu.engines.transformers.image_passes import PromptImage, has_tower
 from pa_npu.engines.transformers.weights import ModelWorker
+from pa_npu.families.any_model import auto_class, config_of
 from pa_npu.families.config_json import token_ids
 from pa_npu.families.model_directory import end_token_ids, load_tokenizer
 from pa_npu.families.wire_names import use_dtype
+from pa_npu.vision.images import BadImage
+from pa_npu.vision.placeholders import expanded_at
+from pa_npu.vision.processor import ImageProcessor
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LARGEST_REQUEST_BYTES = 2**26
@@ -98,6 +104,7 @@ class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True):
     include_stop_str_in_output: bool = True
     logprobs: Literal[0] | None = None
     vllm_xargs: Extra = Extra()
+    images: list[RequestImage] = []
 
 
 class WorkerCall(msgspec.Struct, forbid_unknown_fields=True):
@@ -140,8 +147,16 @@ class Server:
         config_tokens = token_ids(vars(model.config.get_text_config()), "eos_token_id")
         self._end_token_ids = frozenset(end_token_ids(path, config_tokens, tokenizer))
         self._identity = EngineIdentity()
+        self._device = device
+        self._images = KeptImages()
+        self._processor: ImageProcessor | None = None
+        if has_tower(model):
+            self._processor = ImageProcessor.from_directory(path)
+            self._image_token = int(model.config.image_token_id)
         decoder = Decoder(model, device)
-        self._worker = ModelWorker(model, device, path, decoder.records_routes)
+        self._worker = ModelWorker(
+            model, device, path, decoder.records_routes, self._processor is not None
+        )
         self._scheduler = Scheduler(decoder, max_num_seqs)
 
     def app(self) -> web.Application:
@@ -203,6 +218,9 @@ class Server:
 
     async def _complete(self, request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=CompletionRequest)
+        images: list[PromptImage] = []
+        if asked.images:
+            asked, images = await asyncio.to_thread(self._expanded, asked)
         room = self._max_model_len - len(asked.prompt)
         if room < 1:
             raise RequestRefused(
@@ -228,12 +246,54 @@ class Server:
             written=written,
         )
         seeds = range(asked.seed, asked.seed + asked.n)
-        generated = self._scheduler.generate(prompt, seeds, parameters)
+        generated = self._scheduler.generate(prompt, seeds, parameters, images)
         responses = await asyncio.wrap_future(generated)
         choices = [
             self._choice(index, response, asked, ends) for index, response in enumerate(responses)
         ]
-        return _json({"choices": choices})
+        answer: dict[str, Any] = {"choices": choices}
+        if images:
+            answer["prompt_token_ids"] = prompt
+        return _json(answer)
+
+    def _expanded(self, asked: CompletionRequest) -> tuple[CompletionRequest, list[PromptImage]]:
+        """Returns a request with all placeholders of its images, and the images.
+
+        Raises RequestRefused.
+        """
+        processor = self._processor
+        if processor is None:
+            raise RequestRefused("this model reads no images")
+        places = [image.place for image in asked.images]
+        num_prompt = len(asked.prompt) - asked.vllm_xargs.drawn
+        if sorted(set(places)) != places or not 0 <= places[0] <= places[-1] < num_prompt:
+            raise RequestRefused("images: their places must ascend within the prompt")
+        if any(asked.prompt[place] != self._image_token for place in places):
+            raise RequestRefused("images: at each place must be the model's placeholder")
+        grids = []
+        patches = []
+        for image in asked.images:
+            try:
+                pixels = self._images.pixels(image)
+            except UnknownImage:
+                raise RequestRefused(f"{UNKNOWN_IMAGE} {image.key}; send its data") from None
+            except BadImage as error:
+                raise RequestRefused(f"image {image.key:.40}: {error}") from None
+            height, width = pixels.shape[:2]
+            if processor.size_of(height, width) != (height, width):
+                raise RequestRefused(
+                    f"image {image.key}: {width} x {height} pixels are not what the image "
+                    "processor of this model's directory makes"
+                )
+            grids.append(processor.grid_of(height, width))
+            patches.append(processor.patches(torch.from_numpy(pixels).to(self._device)))
+        lengths = [processor.num_tokens(grid) for grid in grids]
+        tokens, spans = expanded_at(asked.prompt, places, lengths)
+        images = [
+            PromptImage(start, start + length, grid, array)
+            for (start, length), grid, array in zip(spans, grids, patches, strict=True)
+        ]
+        return msgspec.structs.replace(asked, prompt=tokens, images=[]), images
 
     async def _pause(self, request: web.Request) -> web.Response:
         await asyncio.wrap_future(self._scheduler.call(self._scheduler.cut_responses))
@@ -319,9 +379,8 @@ def load_server(
     trust_remote_code: bool = False,
 ) -> Server:
     """Returns a server with the model and the tokenizer of an HF directory."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    config = config_of(path, trust_remote_code)
+    model: Any = auto_class(config).from_pretrained(
         path, dtype=_DTYPES[dtype], attn_implementation="eager", trust_remote_code=trust_remote_code
     )
     use_dtype(model, _DTYPES[dtype])

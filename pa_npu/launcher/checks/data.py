@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
-from pa_npu.errors import DataError
+from pa_npu.engines.registry import engine_kind
+from pa_npu.errors import ConfigError, DataError
 from pa_npu.families.model_directory import check_tokenizer, end_tokens_line
 from pa_npu.launcher.checks.findings import Findings, LocalChecks
 from pa_npu.rewards.functions import needs_answers
@@ -62,7 +63,19 @@ def check_prompts(
         rows = local.run(partial(check_demonstrations, tokenizer, config), demonstrated.path)
         findings.counts.append(f"data.demonstrations: {rows.summary if rows else _ABSENT}")
         findings.counts += rows.first_lines(tokenizer) if rows else []
+    if any(prompt.images for prompts in training or () for prompt in prompts.prompts):
+        check_images(config)
     return sample
+
+
+def check_images(config: Config) -> None:
+    """Raises ConfigError for engines that take no images."""
+    kind = engine_kind(config.rollout.backend)
+    if not kind.reads_images:
+        raise ConfigError(
+            f"rollout.backend: {config.rollout.backend} takes no images, which the prompts have; "
+            "set it to transformers, or data.images_column to null"
+        )
 
 
 def check_rows(config: Config, findings: Findings, tokenizer: Any, local: LocalChecks) -> None:
