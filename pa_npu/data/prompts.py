@@ -277,6 +277,12 @@ def _encoded(
     batch: list[tuple[Record, str]] = []
     num_characters = 0
     for number, record in enumerate(records, start=1):
+        if isinstance(images, str) and record.images:
+            num_images = counted(len(record.images), "image")
+            raise DataError(
+                f"{record.location}: {num_images}, but {images}; set model.path to one of "
+                f"{', '.join(FAMILIES)}, or data.images_column to null"
+            )
         began = time.thread_time()
         text = _render(record, tokenizer, config, template)
         seconds_left -= time.thread_time() - began
@@ -303,12 +309,6 @@ def _encoded(
             least = len(whole) // longest_token // _NORMALISED + 1 if len(whole) > bound else 0
             shown: tuple[ShownImage, ...] = ()
             row = encoded_record.row
-            if isinstance(images, str) and encoded_record.images:
-                num_images = counted(len(encoded_record.images), "image")
-                raise DataError(
-                    f"{encoded_record.location}: {num_images}, but {images}; set model.path to one "
-                    f"of {', '.join(FAMILIES)}, or data.images_column to null"
-                )
             if isinstance(images, ImageInput) and not least:
                 tokens, shown = images.shown(encoded_record, tokens, path)
                 row = images.row_of(encoded_record, shown)

@@ -22,8 +22,10 @@ import numpy.typing as npt
 from pa_npu.config.texts import path_problem
 from pa_npu.control.bounded_http import bounded_get, read_at_most
 from pa_npu.engines.codec import (
+    as_completions,
     decode_object,
     decode_response,
+    encode_generate_request,
     encode_request,
     recorded_routes,
     with_routes,
@@ -180,18 +182,32 @@ class EngineClient:
         while True:
             # decoding and encoding an image of a megapixel takes some 50 ms
             parts = await asyncio.to_thread(self._sent_images.parts, images, places)
-            body = encode_request(short, n, seed, sampling, written, parts)
             left_s = max(0.001, end_s - time.monotonic())
             try:
-                data, headers = await self._ask(body, left_s, max_bytes)
+                if self._kind == "vllm":
+                    body = encode_generate_request(short, n, seed, sampling, written, parts)
+                    data, headers = await self._request(
+                        "POST",
+                        "/inference/v1/generate",
+                        body,
+                        left_s,
+                        max_bytes=max_bytes,
+                        keep_connection=True,
+                    )
+                    data = as_completions(data, self.name)
+                else:
+                    body = encode_request(short, n, seed, sampling, written, parts)
+                    data, headers = await self._ask(body, left_s, max_bytes)
                 break
+            except EngineGone:
+                raise
             except EngineError as error:
                 was_sent = all(part.data for part in parts)
-                if UNKNOWN_IMAGE not in str(error) or was_sent:
+                if was_sent or not any(mark in str(error) for mark in UNKNOWN_IMAGE):
                     raise
                 self._sent_images.forget(images)
         self._sent_images.have_arrived(images)
-        check_expanded(data, prompt_tokens, self.name)
+        check_expanded(data, np.concatenate([prompt_tokens, written]), self.name)
         return data, headers
 
     async def _with_routes(

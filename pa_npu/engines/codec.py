@@ -59,12 +59,39 @@ class Answered(msgspec.Struct, gc=False):
 class _Response(msgspec.Struct, gc=False):
     choices: list[Answered]
     id: str = ""
+    prompt_token_ids: list[int] | None = None
+
+
+class _TokenLogProb(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _GeneratedLogProbs(msgspec.Struct, gc=False):
+    content: list[_TokenLogProb]
+
+
+class _Generated(msgspec.Struct, gc=False):
+    """A choice of vLLM's /inference/v1/generate."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: _GeneratedLogProbs | None = None
+    routed_experts: str | None = None
+
+
+class _GenerateResponse(msgspec.Struct, gc=False):
+    choices: list[_Generated]
+    prompt_token_ids: list[int] | None = None
+    request_id: str = ""
 
 
 _encoder = msgspec.json.Encoder()
 # Typed decoding skips the fields that are most of the bytes (token strings, offsets, top log-probs,
 # the echoed prompt).
 _decoder = msgspec.json.Decoder(_Response)
+_generate_decoder = msgspec.json.Decoder(_GenerateResponse)
 
 
 def encode_request(
@@ -116,6 +143,70 @@ def encode_request(
     if images:
         body["images"] = as_fields(images)
     return _encoder.encode(body)
+
+
+def encode_generate_request(
+    prompt_tokens: npt.NDArray[np.int32],
+    n: int,
+    seed: int,
+    sampling: Sampling,
+    written: npt.NDArray[np.int32],
+    images: Sequence[RequestImage],
+) -> bytes:
+    """Returns the body of a request to /inference/v1/generate of vLLM (0.32), which takes tokens
+    and images. Arguments as for encode_request.
+    """
+    body = msgspec.json.decode(encode_request(prompt_tokens, n, seed, sampling, written))
+    tokens = body.pop("prompt")
+    model = body.pop("model")
+    del body["return_token_ids"]
+    if "vllm_xargs" in body:
+        body["extra_args"] = body.pop("vllm_xargs")
+    parts: list[dict[str, str]] = []
+    for image in images:
+        part = {"type": "image_url", "uuid": image.key}
+        if image.data:
+            part["url"] = f"data:image/png;base64,{image.data}"
+        parts.append(part)
+    request = {
+        "model": model,
+        "token_ids": tokens,
+        "content_parts": parts,
+        "sampling_params": body,
+        "output_mode": "text",
+        "return_token_ids": True,
+    }
+    return _encoder.encode(request)
+
+
+def as_completions(data: bytes, engine: str) -> bytes:
+    """Returns an answer of /inference/v1/generate in the form of /v1/completions.
+
+    Raises EngineError.
+    """
+    try:
+        answer = _generate_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise EngineError(
+            f"engine {engine}: answer to /inference/v1/generate is malformed ({error}): "
+            f"{excerpt(data)}"
+        ) from None
+    choices = []
+    for choice in answer.choices:
+        logprobs = None
+        if choice.logprobs is not None:
+            logprobs = LogProbs([entry.logprob for entry in choice.logprobs.content])
+        completed = Answered(
+            index=choice.index,
+            text=choice.text,
+            token_ids=choice.token_ids,
+            finish_reason=choice.finish_reason,
+            logprobs=logprobs,
+            routed_experts=choice.routed_experts,
+        )
+        choices.append(completed)
+    form = _Response(choices, answer.request_id, answer.prompt_token_ids)
+    return _encoder.encode(form)
 
 
 def decode_response(

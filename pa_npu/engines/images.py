@@ -26,8 +26,10 @@ from pa_npu.vision.images import BadImage, ShownImage, from_png, pixels_key
 from pa_npu.vision.placeholders import collapsed
 from pa_npu.vision.processor import Pixels
 
-UNKNOWN_IMAGE = "unknown image"
-"""Begins the refusal of a request with the key of an image that the engine does not have."""
+UNKNOWN_IMAGE = ("unknown image", "not found in cache", "cache miss")
+"""Texts in refusals of requests with the key of an image that the engine does not have: of this
+package's engine, and of vLLM.
+"""
 _KEPT_BYTES = 256 * 2**20
 _MAX_KNOWN = 4096
 

@@ -114,7 +114,11 @@ class ImageReader:
         """Returns width and height of an image that can be used. Raises BadImage."""
         with _opened(content) as image:
             width, height = image.size
-            if image.getexif().get(_ORIENTATION, 1) in (5, 6, 7, 8):  # turned by a quarter
+            try:
+                orientation = image.getexif().get(_ORIENTATION, 1)
+            except (OSError, SyntaxError, ValueError) as error:  # a PNG may have it at its end
+                raise BadImage(f"it cannot be read ({reason(error)}); restore the file") from None
+            if orientation in (5, 6, 7, 8):  # turned by a quarter
                 width, height = height, width
         if width * height > LARGEST_PIXELS:
             raise BadImage(

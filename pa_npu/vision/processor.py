@@ -89,10 +89,12 @@ class ImageProcessor:
             ) from None
         if max_pixels is None:
             return processor
-        if not processor.min_pixels <= max_pixels <= processor.max_pixels:
+        # rounding down to whole tokens may take three quarters of a small image
+        lowest = 4 * processor.min_pixels
+        if not lowest <= max_pixels <= processor.max_pixels:
             raise DataError(
-                f"data.max_image_pixels: {max_pixels} must lie within {processor.min_pixels} and "
-                f"{processor.max_pixels}, which are the bounds of {path}; change it"
+                f"data.max_image_pixels: {max_pixels} must lie within {lowest} and "
+                f"{processor.max_pixels}, by the image processor of {path}; change it"
             )
         return replace(processor, max_pixels=max_pixels)
 
@@ -138,10 +140,20 @@ class ImageProcessor:
         return self.patch * self.merged
 
     def size_of(self, height: int, width: int) -> tuple[int, int]:
-        """Returns height and width after resizing, multiples of `token_pixels`.
+        """Returns height and width after resizing, multiples of `token_pixels`. An image of that size
+        keeps it.
 
         Raises ValueError for an image that is too long and thin.
         """
+        size = self._rounded(height, width)
+        if self._rounded(*size) != size:
+            raise ValueError(
+                f"{width} x {height} pixels: too long and thin for {self.min_pixels} to "
+                f"{self.max_pixels} pixels"
+            )
+        return size
+
+    def _rounded(self, height: int, width: int) -> tuple[int, int]:
         longer = max(height, width)
         shorter = min(height, width)
         if longer > _LARGEST_RATIO * shorter:

@@ -253,7 +253,7 @@ class Server:
         ]
         answer: dict[str, Any] = {"choices": choices}
         if images:
-            answer["prompt_token_ids"] = prompt
+            answer["prompt_token_ids"] = asked.prompt
         return _json(answer)
 
     def _expanded(self, asked: CompletionRequest) -> tuple[CompletionRequest, list[PromptImage]]:
@@ -276,7 +276,7 @@ class Server:
             try:
                 pixels = self._images.pixels(image)
             except UnknownImage:
-                raise RequestRefused(f"{UNKNOWN_IMAGE} {image.key}; send its data") from None
+                raise RequestRefused(f"{UNKNOWN_IMAGE[0]} {image.key}; send its data") from None
             except BadImage as error:
                 raise RequestRefused(f"image {image.key:.40}: {error}") from None
             height, width = pixels.shape[:2]
