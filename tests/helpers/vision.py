@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -151,3 +152,13 @@ def images_of(sample: Sample, processor: ImageProcessor) -> list[Any]:
         pixels = run.attachments[0].array
         images.append((run.start, run.end, pixels, processor.grid_of(*pixels.shape[:2])))
     return images
+
+
+def showing_image(group: Group, model: Path) -> Group:
+    """Returns a group with an image of its own before its responses, in place of its prompt."""
+    prompted = prompt_of(model, [picture(100 * group.iteration + group.index)])
+    samples = []
+    for tokens, length in zip(group.sequences(), group.trained_lengths.tolist(), strict=True):
+        samples.append(sample_of(prompted, tokens[-length:].tolist(), group.iteration))
+    shown = group_of(samples, group.index)
+    return replace(shown, run_seed=group.run_seed, iteration=group.iteration, rewards=group.rewards)
