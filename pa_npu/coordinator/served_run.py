@@ -47,6 +47,7 @@ from pa_npu.errors import PaNpuError
 from pa_npu.samples.attachments import described
 from pa_npu.samples.group import IDENTITY, PER_SAMPLE, PER_TOKEN, Group
 from pa_npu.samples.seeds import group_seed
+from pa_npu.vision.family import read_vision
 
 # Beside all iterations of training and evaluation, whose groups have seeds of their own.
 _SEED_ITERATION = 2**61
@@ -111,6 +112,7 @@ class ServedRun(Feature):
 
     def __post_init__(self, tokenizer: Any) -> None:
         self._chat = Chat(self.config, tokenizer)
+        self._vision = read_vision(self.config.model.path)
         self._rows = count()
         self._requests = count()
         self._kept: deque[_Kept] = deque(maxlen=_MOST_GROUPS)
@@ -238,6 +240,12 @@ class ServedRun(Feature):
                 f"{longest}"
             )
             raise RequestRefused(line, code="context_length_exceeded", param="prompt")
+        if self._vision is not None and self._vision.image_token in tokens:
+            raise RequestRefused(
+                f"token {self._vision.image_token} stands for an image, which this endpoint does not "
+                "take",
+                param="prompt",
+            )
         sampling = replace(
             self.sampling,
             max_tokens=min(left, asked.max_tokens or left),

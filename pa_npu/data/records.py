@@ -292,6 +292,19 @@ def _with_images(
     return messages, tuple(images)
 
 
+def refuse_images(location: str, row: Mapping[str, Any], column: str | None) -> None:
+    """Raises DataError for a row with images where rows are trained as they are: its <image> would
+    be a text.
+
+    column: of images; None where none are read.
+    """
+    if column is not None and row.get(column):
+        raise DataError(
+            f"{location}: images in {column}, but rows that are trained as they are have text alone; "
+            "remove the column, or set data.images_column=null"
+        )
+
+
 def row_messages(
     location: str, value: Any, name: str, is_table: bool, images: list[Any] | None = None
 ) -> tuple[Message, ...]:

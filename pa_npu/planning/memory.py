@@ -131,13 +131,14 @@ def _sharded_parts(config: Config, spec: ModelSpec, element: int) -> dict[str, i
     element: bytes of a weight in model.dtype.
     """
     weights = spec.num_parameters
+    trained = weights - (spec.num_tower_parameters if config.model.vision == "frozen" else 0)
     models = trainer_models(config)
     teachers = sum(teacher.num_parameters for teacher in teacher_specs(config).values())
     frozen = weights * (len(models.computed) - len(models.directories)) + teachers
     unsharded = {
         "weights": weights * FP32,
-        "gradients": weights * FP32,
-        "optimizer": 2 * weights * FP32,
+        "gradients": trained * FP32,
+        "optimizer": 2 * trained * FP32,
         "frozen models": frozen * element,
         "published weights": weights * element * models.keeps_published,
     }

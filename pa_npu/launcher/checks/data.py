@@ -69,7 +69,12 @@ def check_prompts(
 
 
 def check_images(config: Config) -> None:
-    """Raises ConfigError for engines that take no images."""
+    """Raises ConfigError for engines that take no images, and for agents, whose messages have none."""
+    if config.environment.name == "agents":
+        raise ConfigError(
+            "environment.name: agents, whose messages have text alone, but the prompts have images; "
+            "take another environment, or set data.images_column=null"
+        )
     kind = engine_kind(config.rollout.backend)
     if not kind.reads_images:
         raise ConfigError(
