@@ -1,4 +1,4 @@
-"""Runs with images: engines and trainers agree after each publish, schedules do not matter, a resumed run is the same, it learns."""
+"""Runs with images: engines and trainers agree after each publish, schedules change nothing, a resumed run is the same."""
 
 from __future__ import annotations
 
