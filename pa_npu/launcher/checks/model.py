@@ -24,6 +24,7 @@ from pa_npu.planning.memory import adapter_parameters
 from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.shortages import shortages
 from pa_npu.planning.teachers import check_teacher, check_vocabularies, of_teacher
+from pa_npu.vision.processor import ImageProcessor
 
 
 def check_model_files(config: Config) -> ModelSpec:
@@ -86,6 +87,25 @@ def adapter_lines(config: Config, spec: ModelSpec) -> list[str]:
     return [
         f"adapters (LoRA): rank {rank}, {num_trained:,} trained parameters beside "
         f"{spec.num_parameters:,} ({share:.2%})"
+    ]
+
+
+def vision_lines(config: Config, spec: ModelSpec) -> list[str]:
+    """Says which part of the model reads images, and whether it is trained; nothing for a model
+    without one.
+    """
+    tower = spec.num_tower_parameters
+    if not tower:
+        if config.model.vision == "trained":
+            raise ConfigError(
+                f"model.vision: trained, but {spec.path} has no part that reads images; remove the key"
+            )
+        return []
+    processor = ImageProcessor.from_directory(spec.path, config.data.max_image_pixels)
+    side = processor.token_pixels
+    return [
+        f"model.vision: {config.model.vision}, {tower:,} of {spec.num_parameters:,} parameters read "
+        f"images of up to {processor.max_pixels:,} pixels, a token for {side} x {side} of them"
     ]
 
 
