@@ -27,7 +27,7 @@ from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reducti
 from pa_npu.backends.fsdp.checkpoint import PlannedShards, load_state, state_of
 from pa_npu.backends.fsdp.lora import Adapted
 from pa_npu.backends.fsdp.lora_weights import Merged, base_of, write_adapters
-from pa_npu.backends.fsdp.model import ScoredModel, count_reductions
+from pa_npu.backends.fsdp.model import ScoredModel, count_reductions, plain_experts
 from pa_npu.backends.fsdp.optimizer import ShardedAdamW, counted, local
 from pa_npu.backends.fsdp.vision import PackedImages, pack_images
 from pa_npu.backends.fsdp.weights import ShardedWeights
@@ -212,7 +212,7 @@ class FsdpBackend:
             return False
         on_device = [one.to(self.device) for one in microbatches]
         narrow = self._logprobs("old" if "old" in self._frozen else "policy", on_device)
-        with widened(self._module, wide):
+        with plain_experts(self._module.causal), widened(self._module, wide):
             widest = self._logprobs("policy", on_device)
         for microbatch, less, more in zip(on_device, narrow, widest, strict=True):
             take(microbatch, less, more)

@@ -14,6 +14,8 @@ is gathered, and to the rows that predict targets alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -130,6 +132,22 @@ class ScoredModel(torch.nn.Module, Weights):
             (name, weight, tensors[weight.source])
             for name, weight in wire_weights(self.causal).items()
         ]
+
+
+@contextmanager
+def plain_experts(causal: Any) -> Iterator[None]:
+    """Inside, a mixture's experts are computed one by one: transformers' grouped product of matrices
+    takes no fp64.
+    """
+    if not hasattr(causal, "set_experts_implementation"):
+        yield
+        return
+    before = causal.get_experts_implementation()
+    causal.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        causal.set_experts_implementation(before)
 
 
 def load_model(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from pa_npu.attention.trie import pack as pack_ids
-from pa_npu.backends.fsdp.model import ScoredModel, load_model
+from pa_npu.backends.fsdp.model import ScoredModel, load_model, plain_experts
 from pa_npu.backends.fsdp.vision import freeze_tower, pack_images
+from pa_npu.backends.widened import widened
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, pack
 from pa_npu.vision.processor import ImageProcessor
@@ -200,3 +201,26 @@ def test_a_frozen_tower_has_no_graph_and_a_trained_one_has_a_gradient_without_im
     freeze_tower(compared.scored.causal)
     compared.of_packed(pack([compared.group(draw(4, 3))], True, 1))
     assert all(parameter.grad is None for parameter in tower)
+
+
+@pytest.mark.parametrize(("narrow", "wide"), [("float32", "float64"), ("bfloat16", "float32")])
+def test_a_wider_type_reaches_the_tower_too(narrow: str, wide: str, path: Path) -> None:
+    """As the trainer measures its rounding; patches come in fp32 whatever the weights' type is."""
+    group = Compared(path).group(draw(7, 1), draw(9, 2))
+    microbatch = pack([group], True, 1)
+    images = pack_images(microbatch, reader_of(path).processor)
+    arguments = (
+        microbatch.tokens,
+        microbatch.layout,
+        microbatch.rows,
+        microbatch.targets,
+        1.0,
+        512,
+    )
+    scored = ScoredModel(load_model(str(path), getattr(torch, narrow)), "auto").eval()
+    with torch.no_grad():
+        as_trained = scored(*arguments, images=images).logprobs
+        with plain_experts(scored.causal), widened(scored, getattr(torch, wide)):
+            widest = scored(*arguments, images=images).logprobs
+    difference = float((as_trained - widest).abs().max())
+    assert 0 < difference < (1e-5 if narrow == "float32" else 1.0)
