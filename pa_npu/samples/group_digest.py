@@ -1,6 +1,4 @@
-"""Digests of a group that goes into the buffer: for the run's chain (telemetry/chain.py), and by
-which trainers see that they read what was put (I2).
-"""
+"""Digests of a group that goes into the buffer, for the run's chain and for trainers, who compare them (I2)."""
 
 from __future__ import annotations
 

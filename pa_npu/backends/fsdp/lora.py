@@ -34,6 +34,7 @@ from pa_npu.families.any_model import bare_model, config_of
 from pa_npu.families.peft_directory import WEIGHTS_FILE, AdapterShape
 from pa_npu.families.spec import ModelSpec
 from pa_npu.families.wire_names import WireWeight, stored_tensors, wire_weights
+from pa_npu.vision.family import is_of_tower
 
 POLICY = "policy"
 PREFIX = "base_model.model."  # of names in peft's files
@@ -214,6 +215,8 @@ def _chosen(causal: Any, config: Config, shape: AdapterShape) -> list[str]:
     names = []
     for name, module in causal.named_modules():
         if not shape.chooses(name):
+            continue
+        if config.model.vision == "frozen" and is_of_tower(name):
             continue
         is_linear = isinstance(module, torch.nn.Linear) and module is not head
         if is_linear or shape.targets != "all-linear":
