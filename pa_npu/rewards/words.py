@@ -196,7 +196,7 @@ def normalised(text: str) -> str:
     That is case, Markdown, quotes, punctuation around the text, and runs of space.
     """
     text = _WRITTEN_TEXT.sub(r" \1 ", text[:_MAX_CHARACTERS])
-    text = plain_text(unicodedata.normalize("NFC", text.translate(_FULL_WIDTH | _SUBSCRIPTS)))
+    text = plain_text(unicodedata.normalize("NFC", text.translate({**_FULL_WIDTH, **_SUBSCRIPTS})))
     text = _TAG.sub("", text)
     text = re.sub(r"\*\*|__|[`\u200b\ufeff]|^=>", "", text).strip(_AROUND)
     if (bracketed := _BRACKETS.fullmatch(text)) is not None:

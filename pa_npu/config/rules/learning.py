@@ -281,7 +281,7 @@ def _broken_backend_features(c: ConfigTree) -> Iterator[str]:
         )
         if t.context_parallel > 1:
             yield (
-                f"{subject}, which computes whole sequences, with trainer.context_parallel = "
+                f"{entry}, which computes whole sequences, with trainer.context_parallel = "
                 f"{t.context_parallel}; set the implementation to auto, or context_parallel to 1"
             )
         if t.backend != "fsdp":
