@@ -20,6 +20,13 @@ _OF_FORMULAS = (
     "min max det or and if for where infinity inf cm mm km kg deg dx dy dt re im ker dim tr rank "
     "sup lim arg"
 )
+_ELEMENTS = frozenset(
+    (
+        "He Li Be Ne Na Mg Al Si Cl Ar Ca Sc Ti Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Zr Nb "
+        "Mo Tc Ru Rh Pd Ag Cd In Sn Sb Te Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu Hf "
+        "Ta Re Os Ir Pt Au Hg Tl Pb Bi Po At Rn Fr Ra Ac Th Pa Np Pu Am Cm"
+    ).split()
+)
 _VOWEL = re.compile(r"[aeiou]", re.IGNORECASE)
 _OPERATOR = re.compile(r"[=^_+*/<>{}\d]")
 _LONGEST_PRODUCT = 3  # letters beside each other in a formula
@@ -37,6 +44,7 @@ _ENDINGS = re.compile(
 )
 _ITEMS = re.compile(r"\s*(?:[,;、]\s*(?:and\s+)?|\s(?:and|&|und|et|y|e)\s)\s*")
 _ARTICLE = re.compile(r"(?:the|an?)\s+(?=\w{2})")
+_OTHER_ARTICLE = re.compile(r"(?:der|die|das|le|les|il)\s+(?=\w{2})")
 _REASON = re.compile(
     r"\s*(?:[,.;:!。，；]|\s[-\u2013\u2014])?\s+(?:because|since|as|for|which|so|due to|where|weil|da|car|parce que|porque|"
     r"perché|потому что|так как)\b|\s*[，,。]?\s*(?:因为|由于|なぜなら)"
@@ -98,7 +106,7 @@ def is_text(reference: str) -> bool:
     plain = plain_text(reference[:_MAX_CHARACTERS])
     if _date(plain) is not None or _TIME.fullmatch(plain) or _COMPOUND.fullmatch(plain):
         return True
-    if _EAST_ASIAN_CHARACTER.fullmatch(plain):
+    if _EAST_ASIAN_CHARACTER.fullmatch(plain) or plain in _ELEMENTS:
         return True
     plain = _COMMAND.sub(" ", plain)
     is_formula = _OPERATOR.search(plain) is not None
@@ -142,6 +150,9 @@ def equal_words(answer: str, reference: str) -> bool:
         times = list(_TIME.finditer(first))
         return len(times) == 1 and not _DENIAL.search(first) and _same_time(times[0], time)
     if _squeezed(first) == _squeezed(second):
+        return True
+    article = _OTHER_ARTICLE.match(first)
+    if article and _squeezed(first[article.end() :]) == _squeezed(second):
         return True
     items = _ITEMS.split(second)
     if len(items) > 1 and all(items):
