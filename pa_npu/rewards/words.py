@@ -20,13 +20,12 @@ _OF_FORMULAS = (
     "min max det or and if for where infinity inf cm mm km kg deg dx dy dt re im ker dim tr rank "
     "sup lim arg"
 )
-_ELEMENTS = frozenset(
-    (
-        "He Li Be Ne Na Mg Al Si Cl Ar Ca Sc Ti Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Zr Nb "
-        "Mo Tc Ru Rh Pd Ag Cd In Sn Sb Te Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu Hf "
-        "Ta Re Os Ir Pt Au Hg Tl Pb Bi Po At Rn Fr Ra Ac Th Pa Np Pu Am Cm"
-    ).split()
+_ELEMENTS_TEXT = (
+    "He Li Be Ne Na Mg Al Si Cl Ar Ca Sc Ti Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Zr Nb "
+    "Mo Tc Ru Rh Pd Ag Cd In Sn Sb Te Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu Hf "
+    "Ta Re Os Ir Pt Au Hg Tl Pb Bi Po At Rn Fr Ra Ac Th Pa Np Pu Am Cm"
 )
+_ELEMENTS = frozenset(_ELEMENTS_TEXT.split())
 _VOWEL = re.compile(r"[aeiou]", re.IGNORECASE)
 _OPERATOR = re.compile(r"[=^_+*/<>{}\d]")
 _LONGEST_PRODUCT = 3  # letters beside each other in a formula
