@@ -31,7 +31,8 @@ _OPERATOR = re.compile(r"[=^_+*/<>{}\d]")
 _LONGEST_PRODUCT = 3  # letters beside each other in a formula
 _VARIABLES = frozenset("abcdkmnpqrxyz")
 _SUBSCRIPTS = {0x2080 + digit: str(digit) for digit in range(10)}  # H₂O
-_FULL_WIDTH = {0xFF01 + offset: 0x21 + offset for offset in range(94)} | {0x3000: " ", 0x3001: ","}
+_FULL_WIDTH: dict[int, int | str] = {0xFF01 + offset: 0x21 + offset for offset in range(94)}
+_FULL_WIDTH |= {0x3000: " ", 0x3001: ",", **_SUBSCRIPTS}
 _AROUND = (
     " \t\n\r.,;:!?*_`$\"'\u201c\u201d\u2018\u2019\u300c\u300d\u300e\u300f\u300a\u300b\u3002\uff61"
     "\u00ab\u00bb#>\u2192\u21d2"
@@ -206,7 +207,7 @@ def normalised(text: str) -> str:
     That is case, Markdown, quotes, punctuation around the text, and runs of space.
     """
     text = _WRITTEN_TEXT.sub(r" \1 ", text[:_MAX_CHARACTERS])
-    text = plain_text(unicodedata.normalize("NFC", text.translate(_FULL_WIDTH | _SUBSCRIPTS)))
+    text = plain_text(unicodedata.normalize("NFC", text.translate(_FULL_WIDTH)))
     text = _TAG.sub("", text)
     text = re.sub(r"\*\*|__|[`\u200b\ufeff]|^=>", "", text).strip(_AROUND)
     if (bracketed := _BRACKETS.fullmatch(text)) is not None:
