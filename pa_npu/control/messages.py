@@ -405,10 +405,14 @@ class TrainersRunOn:
     computation: dict[str, Any] = field(default_factory=dict)
 
     def line(self) -> str:
+        torch_text = f"torch {self.torch}"
+        software = self.backend
+        if torch_text not in software:
+            software += f", {torch_text}"
         text = (
-            f"trainers: {self.ranks} x {self.device} ({self.collectives}), {self.backend}, torch "
-            f"{self.torch}, Python {self.python}, {self.dtype}; attention {self.attention} on "
-            f"{self.kernel}, merged by {self.merge}"
+            f"trainers: {self.ranks} x {self.device} ({self.collectives}), {software}, Python "
+            f"{self.python}, {self.dtype}; attention {self.attention} on {self.kernel}, merged by "
+            f"{self.merge}"
         )
         return f"{text} (fallback: {self.fallback})" if self.fallback else text
 
