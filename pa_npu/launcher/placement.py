@@ -50,6 +50,7 @@ class Placement:
         if self.shared_cores:
             names = [f"engine-{index}" for index in self.engines]
             names += [f"trainer-{rank}" for rank in self.ranks]
+            names += [f"teacher-{index}" for index in self.teachers]
             cores = "core" if self.shared_cores == 1 else f"{self.shared_cores} cores"
             return [f"{', '.join(names)} on the same {cores}"]
         kind = "core" if any(self.trainer_cores) else "device"
