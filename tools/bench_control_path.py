@@ -1,19 +1,19 @@
 #!/usr/bin/env python
 """How many responses and tokens per second one coordinator and the rollout buffer sustain on one core.
 
-The coordinator's real path runs in this process, pinned to one core: admission, HTTP client, JSON
-decoding and checks, a reward stub, advantages, the group's bytes, the put into the c10d store.
+The coordinator's real path runs in this process, pinned to one core: admission, HTTP client, decoding
+and checks, a reward stub, advantages, the group's bytes, the put into the c10d store.
 Around it, on the other cores, run what it talks to: stand-in engines (tools/stand_in.py, faster
 than any row needs), the store's host, and a consumer that takes the groups out as trainers do.
 
-    python tools/bench_control_path.py [--seconds 8] [--rows 8x128,16x512] [--engines 2] [--profile] [--markdown FILE]
+    python tools/bench_control_path.py [--seconds 8] [--rows 8x128,16x512] [--engines 2] [--form json] [--profile] [--markdown FILE]
 
 A row GxR has groups of G responses of R tokens each. Columns:
 
     responses/s, tokens/s   response tokens, by wall clock, with everything running
     core                    share of its core that the coordinator used; below 100% something else was the limit
     tokens/s of core        response tokens per second of the coordinator's CPU time: what a core of its own sustains
-    decode ... other        CPU microseconds of the coordinator per group, each part timed alone on the same group: JSON to
+    decode ... other        CPU microseconds of the coordinator per group, each part timed alone on the same group: the answer to
                             checked arrays, advantages and Group, its bytes, the put; `other` is the rest of the total: HTTP
                             (receiving and joining the body), the event loop, admission, bookkeeping
     rewards                 what handing the group to the real reward workers and back would add (not in the total)
@@ -54,6 +54,7 @@ from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.engines import codec as wire
 from pa_npu.engines.client import EngineClient
 from pa_npu.engines.codec import with_routes
+from pa_npu.engines.http_server import COMPACT_TYPE
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import EnvironmentContext
@@ -97,6 +98,19 @@ STARTUP_S = 60.0
 # request.
 GROUPS_IN_FLIGHT = 8
 GROUPS_PER_ITERATION = 64
+
+
+@dataclass(frozen=True)
+class Body:
+    """An engine's answer. form: its content type."""
+
+    data: bytes
+    form: str
+
+    def generations(self, responses: int, sampling: Sampling, url: str = "") -> list[Generation]:
+        return wire.decode_response(
+            self.data, responses, sampling, VOCABULARY, url, version=0, content_type=self.form
+        )
 
 
 @dataclass(frozen=True)
@@ -165,6 +179,12 @@ def main() -> int:
         action="store_true",
         help="also print where Python time goes (slows the row down)",
     )
+    parser.add_argument(
+        "--form",
+        choices=("compact", "json"),
+        default="compact",
+        help="of the engines' answers: of this package's own, or of another server of vLLM",
+    )
     parser.add_argument("--markdown", type=Path, help="write the tables there")
     parser.add_argument("--json", type=Path, help="write the rows there")
     arguments = parser.parse_args()
@@ -175,7 +195,7 @@ def main() -> int:
     rows = []
     for shape in arguments.rows.split(","):
         responses, length = map(int, shape.split("x"))
-        with surroundings(arguments.engines, responses, length) as (urls, port):
+        with surroundings(arguments.engines, responses, length, arguments.form) as (urls, port):
             if len(cores) > 1:
                 os.sched_setaffinity(0, {cores[0]})
             row = measure(
@@ -199,14 +219,18 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def surroundings(engines: int, responses: int, length: int) -> Iterator[tuple[list[str], int]]:
+def surroundings(
+    engines: int, responses: int, length: int, form: str
+) -> Iterator[tuple[list[str], int]]:
     """Stand-in engines, store host and consumer as processes; yields the engines' URLs and the
-    store's port.
+    store's port. form: of the engines' answers, compact or json.
     """
     with contextlib.ExitStack() as stack:
         # one step per response and no time per token: bounded by the stand-in's own CPU time alone
         options = ["--variants", "64", "--stride", str(length), "--vocab-size", str(VOCABULARY)]
         options += ["--max-num-seqs", str(GROUPS_IN_FLIGHT * responses)]
+        if form == "json":
+            options.append("--json")
         urls = []
         for _ in range(engines):
             line = start(stack, str(Path(__file__).with_name("stand_in.py")), *options)
@@ -275,7 +299,7 @@ def measure(
         responses=responses,
         length=length,
         prompt=prompt_tokens,
-        body_bytes_per_token=len(body) / (responses * length),
+        body_bytes_per_token=len(body.data) / (responses * length),
         groups=groups,
         seconds=wall_s,
         cpu_s=cpu_s,
@@ -340,21 +364,22 @@ def environment(config: Config) -> SingleTurn:
 
 
 def samples_of(
-    body: bytes, sampling: Sampling, prompt: Prompt, responses: int, url: str
+    body: Body, sampling: Sampling, prompt: Prompt, responses: int, url: str
 ) -> list[Sample]:
     """An engine's answer as the environment makes samples of it."""
-    return samples_of_turn(
-        prompt.tokens, wire.decode_response(body, responses, sampling, VOCABULARY, url, version=0)
-    )
+    return samples_of_turn(prompt.tokens, body.generations(responses, sampling, url))
 
 
 async def time_parts(
     url: str, channel: StoreChannel, sampling: Sampling, prompt: Prompt, responses: int
-) -> tuple[bytes, dict[str, float]]:
+) -> tuple[Body, dict[str, float]]:
     """A body, and the CPU microseconds of decoding, building, encoding and putting its group."""
     async with EngineClient(url, VOCABULARY) as engine:
         request = wire.encode_request(prompt.tokens, responses, 0, sampling)
-        body, _ = await engine._request("POST", "/v1/completions", request, STARTUP_S)
+        data, headers = await engine._request(
+            "POST", "/v1/completions", request, STARTUP_S, accept=COMPACT_TYPE
+        )
+    body = Body(data, headers["Content-Type"].partition(";")[0])
 
     total = np.arange(responses, dtype=np.float32) % 2
 
@@ -378,14 +403,12 @@ async def time_parts(
     }
 
 
-def time_routes(
-    body: bytes, sampling: Sampling, prompt: Prompt, responses: int
-) -> dict[str, float]:
+def time_routes(body: Body, sampling: Sampling, prompt: Prompt, responses: int) -> dict[str, float]:
     """CPU microseconds and bytes that routes, as the worker extension answers with them, add to a
     group.
     """
     asked = routes(EXPERTS)
-    generations = wire.decode_response(body, responses, sampling, VOCABULARY, "", version=0)
+    generations = body.generations(responses, sampling)
     num_prompt_tokens = len(prompt.tokens)
     rng = np.random.default_rng(1)
     shapes = [(len(generation.tokens), *asked.column.shape) for generation in generations]
@@ -427,7 +450,7 @@ def time_routes(
     return {"routes_us": added_us, "routes_bytes": more / sum(shape[0] for shape in shapes)}
 
 
-async def time_rewards(body: bytes, sampling: Sampling, prompt: Prompt, responses: int) -> float:
+async def time_rewards(body: Body, sampling: Sampling, prompt: Prompt, responses: int) -> float:
     """CPU microseconds of this process to have a group scored by a worker process (format reward)."""
     group = reward_input(prompt, samples_of(body, sampling, prompt, responses, ""))
     config = RewardConfig.model_validate({"functions": [{"name": "format", "pattern": "^ t"}]})
@@ -533,14 +556,14 @@ def markdown(rows: Sequence[Row], engines: int) -> str:
 {chr(10).join(lines)}
 
 "core" is the share of its core that the coordinator used by wall clock; "tokens/s of core" divides by its CPU time. The
-columns from "decode" on are microseconds of that CPU time per group: JSON to checked arrays, advantages and group,
+columns from "decode" on are microseconds of that CPU time per group: the answer to checked arrays, advantages and group,
 its bytes, the put, and everything else (HTTP, event loop, admission). "rewards" comes on top with real reward workers,
 "routes" for a mixture with router replay (48 layers, 8 of 128 experts), whose groups are larger by "bytes" per response token.
 
-A core sustains up to {best.tokens_per_core_s / 1e6:.1f} million response tokens per second. What limits it is the
-engines' JSON: {best.body_bytes_per_token:.0f} bytes per token (token strings, offsets and top log-probs that vLLM always
-sends). Decoding it takes {per_token * 1000:.0f} ns per token, {best.decode_us / best.total_us:.0%} of the CPU time, and
-receiving it is most of "other". Short responses cost more per token, because a request has a cost of its own.
+A core sustains up to {best.tokens_per_core_s / 1e6:.1f} million response tokens per second. The engines' answers have
+{best.body_bytes_per_token:.0f} bytes per token (8 of arrays, 82 of JSON, with token strings, offsets and top log-probs).
+Decoding takes {per_token * 1000:.0f} ns per token, {best.decode_us / best.total_us:.0%} of the CPU time. Short responses cost
+more per token, because a request has a cost of its own.
 """
 
 

@@ -38,7 +38,16 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from pa_npu.control.tasks import cancel
-from pa_npu.engines.http_server import KEY_VARIABLE, OPEN_PATH, REFUSAL, EngineIdentity, authorised
+from pa_npu.engines import compact_answer
+from pa_npu.engines.http_server import (
+    COMPACT_TYPE,
+    KEY_VARIABLE,
+    OPEN_PATH,
+    REFUSAL,
+    EngineIdentity,
+    accepts_compact,
+    authorised,
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,7 @@ class StandInEngine:
 
     lengths: of responses that may end by themselves; None is uniform up to the limit.
     api_key: wanted on every path but /health, as real engines do; None wants none. sleeps: it can
-    give its memory back.
+    give its memory back. compact: it answers with arrays where a client asks for them.
     """
 
     def __init__(
@@ -106,8 +115,11 @@ class StandInEngine:
         api_key: str | None = None,
         lengths: HeavyTail | None = None,
         sleeps: bool = False,
+        compact: bool = True,
     ) -> None:
         self.speed = speed
+        self._compact = compact
+        self._responses: dict[bytes, compact_answer.Response] = {}
         self._sleeps = sleeps
         self.is_asleep = False
         self._lengths = lengths
@@ -200,6 +212,14 @@ class StandInEngine:
             for queue in (self._running, self._waiting):
                 if work in queue:
                     queue.remove(work)
+        accepted = [value.encode() for value in request.headers.getall("Accept", [])]
+        if self._compact and accepts_compact(accepted):
+            responses = [
+                self._response(fragment, drawn, min(length, drawn + work.decoded), work.is_cut)
+                for length, fragment in choices
+            ]
+            data = compact_answer.encode("cmpl-0", responses)
+            return web.Response(body=data, content_type=COMPACT_TYPE)
         prompt = json.dumps(body["prompt"]).encode()
         parts = [
             b'{"id":"cmpl-0","object":"text_completion","created":0,"model":"policy","choices":['
@@ -213,6 +233,22 @@ class StandInEngine:
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": sum(work.lengths)}
         parts += [b'],"usage":', json.dumps(usage).encode(), b"}"]
         return web.Response(body=b"".join(parts), content_type="application/json")
+
+    def _response(
+        self, fragment: bytes, begin: int, end: int, is_cut: bool
+    ) -> compact_answer.Response:
+        """A choice's tokens from `begin` to `end`, if it is cut, else to its own end."""
+        whole = self._responses.get(fragment)
+        if whole is None:
+            whole = _read_choice(fragment)
+            if len(self._responses) > 4096:
+                self._responses.clear()
+            self._responses[fragment] = whole
+        length = len(whole.token_ids)
+        end = end if is_cut else length
+        if not begin and end == length:
+            return whole
+        return _read_choice(_part(fragment, begin, end, is_cut=end < length))
 
     async def _pause(self, request: web.Request) -> web.Response:
         """Everything in flight is answered as it stands."""
@@ -370,6 +406,19 @@ def _make_choice(
     return length, json.dumps(choice, separators=(",", ":")).encode()[1:-1]
 
 
+def _read_choice(fragment: bytes) -> compact_answer.Response:
+    choice = json.loads(b"{%s}" % fragment)
+    logprobs = None
+    if choice["logprobs"] is not None:
+        logprobs = np.asarray(choice["logprobs"]["token_logprobs"], np.float32)
+    return compact_answer.Response(
+        text=choice["text"],
+        token_ids=np.asarray(choice["token_ids"], np.int32),
+        finish_reason=choice["finish_reason"],
+        logprobs=logprobs,
+    )
+
+
 def _part(fragment: bytes, begin: int, end: int, is_cut: bool) -> bytes:
     """A choice's tokens from `begin` to `end`."""
     choice = json.loads(b"{%s}" % fragment)
@@ -473,6 +522,7 @@ def main() -> None:
     parser.add_argument(
         "--response-sigma", type=float, default=0.4, help="and between responses to one prompt"
     )
+    parser.add_argument("--json", action="store_true", help="answer as other vLLM servers do")
     parser.add_argument("--variants", type=int, default=2**31, help="number of distinct responses")
     args = parser.parse_args()
     speed = Speed(args.step_s, args.sequence_s, args.stride, args.max_num_seqs)
@@ -482,7 +532,15 @@ def main() -> None:
         else None
     )
     key = os.environ.get(KEY_VARIABLE) or None
-    engine = StandInEngine(speed, args.vocab_size, args.eos_token_id, args.variants, key, lengths)
+    engine = StandInEngine(
+        speed,
+        args.vocab_size,
+        args.eos_token_id,
+        args.variants,
+        key,
+        lengths,
+        compact=not args.json,
+    )
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve_forever(engine, args.host, args.port))
 

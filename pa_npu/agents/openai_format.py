@@ -258,7 +258,13 @@ def read_request(
     if echoes:
         if request.stream:
             raise RequestRefused("echo: is not streamed; leave out stream", param="echo")
-        request = replace(request, echo=True, num_logprobs=_wanted_logprobs(body))
+        wants = body.get("logprobs")
+        request = replace(
+            request,
+            echo=True,
+            logprobs=wants is not None and wants is not False,  # 0 wants those of the tokens alone
+            num_logprobs=_wanted_logprobs(body),
+        )
     return _with_free_choices(request) if free else request
 
 

@@ -90,6 +90,8 @@ class NeededModel:
         return self.source in ("a directory", "a scoring engine")
 
 
+OBSERVATION = "observation"
+"""Name of the component of environment.observations."""
 DEMONSTRATION = "demonstration"
 """Name of the component of data.demonstrations."""
 
@@ -148,6 +150,15 @@ class Algorithm(ABC):
                 needs_provenance=False,
             )
             self.components = (*self.components, self.demonstrations)
+        self.observations: Component | None = None
+        if config.environment.observations and self.samples_from == "engines":
+            self.observations = Component(
+                number=len(self.components) + 1,
+                name=OBSERVATION,
+                tokens="those that the environment shows in a role of environment.observations",
+                needs_provenance=False,
+            )
+            self.components = (*self.components, self.observations)
 
     # What it needs
 
@@ -339,7 +350,7 @@ class Algorithm(ABC):
 
         batch: of these tokens alone.
         """
-        if component is self.demonstrations:
+        if component in (self.demonstrations, self.observations):
             return -batch.logprobs
         return self.component_loss(component, batch)
 

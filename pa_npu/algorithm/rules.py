@@ -47,6 +47,7 @@ def rules_of(algorithm: Algorithm) -> Iterator[str]:
     yield from _broken_skipping(algorithm)
     yield from _broken_teachers(algorithm)
     yield from _broken_demonstrations(algorithm)
+    yield from _broken_observations(algorithm)
     if (
         config.environment.name == "agents"
         and (key := needs_whole_groups(config, algorithm)) is not None
@@ -142,6 +143,29 @@ def _broken_demonstrations(algorithm: Algorithm) -> Iterator[str]:
                 f"{named} beside {key} = {value}, with which rows of data are not trained; change "
                 "that key, or remove data.demonstrations"
             )
+
+
+def _broken_observations(algorithm: Algorithm) -> Iterator[str]:
+    """Yields what observations cannot be trained with."""
+    config = algorithm.config
+    roles = config.environment.observations
+    if not roles or algorithm.samples_from == "rows":
+        return
+    named = f"environment.observations: {', '.join(roles)}"
+    environment = config.environment.name
+    if environment in ("single_turn", "agents", "remote"):
+        yield (
+            f"{named} with environment.name = {environment}, which shows no tokens by role; set "
+            "environment.name to tools or a class of yours that calls EnvironmentContext.show, or "
+            "remove the key"
+        )
+    elif environment == "tools" and set(roles) != {"tool"}:
+        yield f"{named}: environment.name = tools shows the role tool alone; remove the others"
+    elif config.algorithm.loss == "dpo":
+        yield (
+            f"{named} beside algorithm.loss = dpo, whose pairs train what the policy wrote; change "
+            "the loss, or remove the key"
+        )
 
 
 def needs_whole_groups(config: Config, algorithm: Algorithm) -> str | None:

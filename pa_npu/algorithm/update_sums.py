@@ -159,6 +159,9 @@ class Statistics:
             "demonstration_loss": sums["demonstration_loss"] / normaliser
             if "demonstration_loss" in sums
             else None,
+            "observation_loss": sums["observation_loss"] / normaliser
+            if "observation_loss" in sums
+            else None,
             "kl": per_token("kl") or 0.0 if compares_policies else None,
             "teacher_kl": per_token("teacher_kl"),
             "teacher_divergence": per_token("teacher_divergence"),

@@ -74,7 +74,7 @@ _KEYS: dict[Change, dict[str, str]] = {
         "images_column max_image_pixels "
         "system_prompt instruction max_prompt_tokens overlong_prompt shuffle",
         "rollout": "responses_per_prompt max_response_tokens temperature ignore_eos",
-        "environment": "name max_turns options",
+        "environment": "name max_turns observations options",
         "agent": "command container discards serve_as_sampled tool_parser",
         "reward": "functions judge.model judge.api judge.template judge.score_pattern "
         "judge.scores judge.request code.tests code.score",

@@ -28,8 +28,9 @@ class UpdateReport:
     """The report of one optimizer step, equal on all ranks. Means are over the update's trained
     tokens unless said otherwise.
 
-    loss, policy_loss: sums divided by the update's normaliser; so is demonstration_loss, the part
-    of data.demonstrations in `loss`, None without these.
+    loss, policy_loss: sums divided by the update's normaliser; so are demonstration_loss and
+    observation_loss, the parts of data.demonstrations and environment.observations in `loss`, None
+    without these.
     kl: K3's estimate of KL(policy || reference).
     teacher_kl: mean of log p_policy - log p_teacher of the policy's tokens, an estimate of
     KL(policy || teacher); None without a teacher. teacher_divergence: mean of
@@ -64,6 +65,7 @@ class UpdateReport:
     loss: Annotated[float, _mean]
     policy_loss: Annotated[float, _mean]
     demonstration_loss: Annotated[float | None, _mean]
+    observation_loss: Annotated[float | None, _mean]
     kl: float | None
     teacher_kl: float | None
     teacher_divergence: float | None
@@ -405,10 +407,14 @@ class TrainersRunOn:
     computation: dict[str, Any] = field(default_factory=dict)
 
     def line(self) -> str:
+        torch_text = f"torch {self.torch}"
+        software = self.backend
+        if torch_text not in software:
+            software += f", {torch_text}"
         text = (
-            f"trainers: {self.ranks} x {self.device} ({self.collectives}), {self.backend}, torch "
-            f"{self.torch}, Python {self.python}, {self.dtype}; attention {self.attention} on "
-            f"{self.kernel}, merged by {self.merge}"
+            f"trainers: {self.ranks} x {self.device} ({self.collectives}), {software}, Python "
+            f"{self.python}, {self.dtype}; attention {self.attention} on {self.kernel}, merged by "
+            f"{self.merge}"
         )
         return f"{text} (fallback: {self.fallback})" if self.fallback else text
 

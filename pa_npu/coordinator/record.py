@@ -59,6 +59,7 @@ class RunRecords:
         self._config = config
         self._first = first_iteration
         self._seconds: list[float] = []
+        self._has_said_without_gradient = False
         run_dir = Path(config.run.dir)
         self._metrics = MetricsWriter(run_dir, first_iteration)
         drop_records(run_dir / SAMPLES, "iteration", first_iteration)
@@ -118,10 +119,12 @@ class RunRecords:
                 f"| no verdict by {names}, which count as the mean of their group's others: see "
                 "logs/coordinator.log"
             )
-        if record.get("groups_skipped", 0) == record.get("groups"):
+        is_without_gradient = record.get("groups_skipped", 0) == record.get("groups")
+        if is_without_gradient and not self._has_said_without_gradient:
+            self._has_said_without_gradient = True
             say(
-                "| all groups of this iteration have advantages of 0 and are trained by rule "
-                "(schedule.skip_zero_advantage): the step is that of a gradient of 0"
+                f"{PREFIX}the rewards inside each group of this iteration are equal, so that its "
+                "gradient is 0 and nothing is learned; said once, groups_skipped counts them"
             )
         total = self._config.schedule.iterations
         say(progress_line(record, total, remaining_s(self._seconds, total - self._first)))

@@ -59,9 +59,9 @@ class Response:
     """One response as the engine has it. expert_choices: an .npy file."""
 
     text: str
-    token_ids: Sequence[int]
+    token_ids: Sequence[int] | npt.NDArray[np.int32]
     finish_reason: str
-    logprobs: Sequence[float] | None = None
+    logprobs: Sequence[float] | npt.NDArray[np.float32] | None = None
     expert_choices: bytes | None = None
 
 

@@ -113,6 +113,8 @@ class EnvironmentContext:
     options: environment.options.
     config: the run's; None for an environment that is made by hand.
     sessions: of the run's gateway (agents.session.Sessions); None if the run serves none.
+    observations: weights of what is shown, by role (environment.observations).
+    observation_component: of the loss that trains these tokens; 0 where none are trained.
     """
 
     tokenizer: Any
@@ -122,6 +124,18 @@ class EnvironmentContext:
     options: Mapping[str, Any] = dataclass_field(default_factory=dict)
     config: Config | None = None
     sessions: Any = None
+    observations: Mapping[str, float] = dataclass_field(default_factory=dict)
+    observation_component: int = 0
+
+    def show(self, sample: SampleBuilder, tokens: npt.NDArray[np.int32], role: str) -> None:
+        """Appends tokens of the environment to a sample, which are trained if
+        environment.observations gives their role a weight.
+        """
+        weight = self.observations.get(role)
+        if weight is None or not self.observation_component:
+            sample.show(tokens)
+        else:
+            sample.show(tokens, component=self.observation_component, weight=weight)
 
     def refuse_options(self, environment: str, known: Sequence[str] = ()) -> None:
         """Raises ConfigError if environment.options has a key that the environment does not know."""

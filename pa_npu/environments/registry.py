@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
 from pa_npu.config.user_code import check_name, describe, import_function
 from pa_npu.control.tasks import catch
@@ -39,6 +40,7 @@ def make_environment(config: Config, tokenizer: Any, sessions: Any = None) -> En
     """
     settings = config.environment
     name = settings.name
+    observations = build_algorithm(config).observations
     context = EnvironmentContext(
         tokenizer=tokenizer,
         max_response_tokens=config.rollout.max_response_tokens,
@@ -47,6 +49,8 @@ def make_environment(config: Config, tokenizer: Any, sessions: Any = None) -> En
         options=settings.options,
         config=config,
         sessions=sessions,
+        observations=settings.observations,
+        observation_component=0 if observations is None else observations.number,
     )
     check_name("environment.name", name, [*ENVIRONMENTS, *_NAMED], "module:Class")
     try:

@@ -115,7 +115,7 @@ class ToolEnvironment:
             tokens = await self._encoder.encode(answer, max_tokens=left)
             if tokens is None or len(tokens) >= left:
                 break  # no token is left behind the answer
-            sample.show(np.asarray(tokens, np.int32))
+            self._context.show(sample, np.asarray(tokens, np.int32), "tool")
             text += answer
             left -= len(tokens)
         return sample.finish(False, text)

@@ -47,7 +47,7 @@ class WrittenRows:
             if number
         ]
         more = f"; left out: {', '.join(left_out)}" if left_out else ""
-        return f"{counted(self.rows, 'row')} for algorithm.name=sft: {file}{more}"
+        return f"{counted(self.rows, 'row')} for the supervised stage: {file}{more}"
 
 
 def write_rows(

@@ -72,6 +72,7 @@ def evaluate(
         )
     before = read_results(compared_file) if compared_file else None
     directory = Path(config.run.dir)
+    say("checking model, data and rewards")
     if checkpoint:
         with quiet_libraries():
             from pa_npu.backends.registry import export_checkpoint
@@ -95,7 +96,7 @@ def evaluate(
     write_results(file, evaluation.responses)
     for line in summary_lines(evaluation.responses):
         say(line)
-    say(f"{evaluation.seconds:.1f} s")
+    say(f"answered in {evaluation.seconds:.1f} s")
     if compared_file is not None and before is not None:
         for line in difference_lines(before, evaluation.responses, compared_file):
             say(line)
@@ -192,7 +193,8 @@ def _engines(config: Config, platform: Any, key: str, directory: Path) -> Iterat
             tree.launch(engine)
         urls = [cluster.engine_url(engine) for engine in cluster.engines()]
         deadline = time.monotonic() + config.run.startup_timeout_s
-        say(f"starting {counted(len(urls), 'engine')}; their logs are in {directory / 'logs'}")
+        logs = directory / "logs"
+        say(f"starting {counted(len(urls), 'engine')}, half a minute or more; logs: {logs}")
         while not all(map(engine_answers, urls)):
             if ended := tree.ended():
                 raise PaNpuError(

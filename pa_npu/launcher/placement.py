@@ -25,6 +25,7 @@ class Placement:
     Shared engines (placement.colocate) have devices of trainers. engines, ranks, teachers: which
     engines, trainer ranks and teachers' engines of the run these are, in the order of the other
     fields.
+    shared_cores: how many cores all processes share, on a node with too few of them; else 0.
     """
 
     engine_devices: tuple[tuple[int, ...], ...]
@@ -36,6 +37,7 @@ class Placement:
     teacher_devices: tuple[tuple[int, ...], ...] = ()
     teacher_cores: tuple[tuple[int, ...], ...] = ()
     teachers: tuple[int, ...] = ()
+    shared_cores: int = 0
 
     @property
     def used(self) -> tuple[int, ...]:
@@ -45,6 +47,12 @@ class Placement:
 
     def lines(self) -> list[str]:
         """For people: who runs where."""
+        if self.shared_cores:
+            names = [f"engine-{index}" for index in self.engines]
+            names += [f"trainer-{rank}" for rank in self.ranks]
+            names += [f"teacher-{index}" for index in self.teachers]
+            cores = "core" if self.shared_cores == 1 else f"{self.shared_cores} cores"
+            return [f"{', '.join(names)} on the same {cores}"]
         kind = "core" if any(self.trainer_cores) else "device"
         engines = self.engine_cores if any(self.engine_cores) else self.engine_devices
         trainers = (
@@ -247,8 +255,10 @@ def settle_on_node(
             f"node, but {available} are here; lower rollout.engines or trainer.devices, or set "
             "placement.devices_per_node"
         )
-    if num_devices is not None or not enough:
+    if num_devices is not None:
         return placement
+    if not enough:
+        return replace(placement, shared_cores=len(cores))
     return replace(
         placement,
         engine_cores=tuple(tuple(cores[i] for i in engine) for engine in placement.engine_devices),

@@ -50,6 +50,7 @@ _FILES = (
     "evaluations.jsonl",
     "samples.jsonl",
     "runs_on.json",
+    "teachers.json",
     "gateway.json",
 )
 _LOGS = "logs"

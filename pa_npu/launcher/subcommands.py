@@ -287,6 +287,7 @@ def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
     refuse(rest)
     from pa_npu.checkpoints.directories import read_meta
     from pa_npu.launcher.quiet import quiet_libraries
+    from pa_npu.planning.memory import format_bytes
 
     checkpoint = Path(options.checkpoint)
     output = Path(options.output)
@@ -298,7 +299,7 @@ def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
             export_checkpoint(checkpoint, output, options.model, options.merged)
     sizes = [file.stat().st_size for file in output.iterdir() if file.is_file()]
-    print(f"wrote {options.output}: {counted(len(sizes), 'file')}, {sum(sizes) / 1e9:.3g} GB")
+    print(f"wrote {options.output}: {counted(len(sizes), 'file')}, {format_bytes(sum(sizes))}")
     return 0
 
 

@@ -282,6 +282,9 @@ def _device_line(
     together = trainers.total * config.trainer.devices
     if engines is not None:
         together += engines.total * config.rollout.engines * config.rollout.tensor_parallel
+    for name, memory in teacher_memories(config, None).items():
+        teacher = config.teacher[name]
+        together += memory.total * teacher.engines * teacher.tensor_parallel
     return (
         f"host memory           {format_bytes(device_bytes)}; all together use "
         f"{together / device_bytes:.0%} of it"

@@ -319,7 +319,7 @@ def _stated(text: str, numeric: bool, reference: str) -> str | None:
         parts = reversed(SENTENCE_END.split(text))
         last = next((part for part in parts if part.strip(" *.!")), "")
         words = re.split(r"\b(?:is|are|equals)\s", last)[-1].strip(" *.!")
-        if is_in_words(words):
+        if is_in_words(words) or read_number(words) is not None:
             return words
         in_digits = with_only_number_in_digits(last) if phrase is None else None
         return None if in_digits is None else last_expression(in_digits)

@@ -85,7 +85,7 @@ _SCALES |= dict.fromkeys(
     _words("milliarde milliarden milliard milliardo миллиард миллиарда миллиардов"), 10**9
 )
 _NO_UNITS = _words(
-    "and or to plus minus times over half quarter third pi tau phi sqrt root log ln sin cos tan "
+    "and or to point plus minus times over half quarter third pi tau phi sqrt root log ln sin cos tan "
     "exp mod base choose infinity inf nan squared cubed not than more less least most factorial "
     "percent halves quarters thirds fourths fifths sixths sevenths eighths ninths tenths "
     "hundredths thousandths oder und mal durch hundert halb ou et fois milliers cent o y e millón "
@@ -408,7 +408,11 @@ def is_in_words(text: str) -> bool:
     return _IN_WORDS.fullmatch(text) is not None or _fraction_in_words(text) is not None
 
 
-_CONTINUES_NUMBER = (_NO_UNITS - {"more", "less"}) | _words("to point raised divided fold score")
+_CONTRAST = re.compile(r",? (?:and )?not [\w-]+(?: [\w-]+){0,2}\Z", re.IGNORECASE)  # , not six
+_CHOICE_OF = re.compile(
+    r"\b(?:of|among|between|than)(?: the| these| those| all)? *\Z", re.IGNORECASE
+)
+_CONTINUES_NUMBER = (_NO_UNITS - {"more", "less"}) | _words("raised divided fold score")
 
 
 def with_only_number_in_digits(sentence: str) -> str | None:
@@ -417,11 +421,12 @@ def with_only_number_in_digits(sentence: str) -> str | None:
     "One" is mostly no number ("one of them", "no one"), and in "three to the fourth" and "eight point
     two" the first word is not all of it.
     """
+    sentence = _CONTRAST.sub("", sentence)
     numbers = []
     for match in re.finditer(rf"(?<![\w-])(?:{_IN_WORDS.pattern})", sentence, re.IGNORECASE):
         if match[2].lower() != "one":
             numbers.append(match)
-    if len(numbers) != 1:
+    if len(numbers) != 1 or _CHOICE_OF.search(sentence[: numbers[0].start()]):
         return None
     number = numbers[0]
     next_word = re.match(r"[\s,]*([^\W\d_]+)", sentence[number.end() :])

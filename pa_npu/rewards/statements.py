@@ -86,8 +86,8 @@ _JAPANESE_STATEMENT = re.compile(
     re.DOTALL,
 )
 _KOREAN_STATEMENT = re.compile(
-    r"(?P<subject>[\uac00-\ud7af][\uac00-\ud7af\s]{0,40}?)[은는]\s+(?P<value>\S.{0,60}?)"
-    r"(?:입니다|이다|예요|이에요)",
+    r"(?P<subject>[\uac00-\ud7af][\uac00-\ud7af\s]{0,40}?)[은는]\s+"
+    r"(?P<value>(?:(?![은는]\s).){1,60}?)(?:입니다|이다|예요|이에요)",
     re.DOTALL,
 )
 _CHINESE_STATEMENT = re.compile(

@@ -20,12 +20,19 @@ _OF_FORMULAS = (
     "min max det or and if for where infinity inf cm mm km kg deg dx dy dt re im ker dim tr rank "
     "sup lim arg"
 )
+_ELEMENTS_TEXT = (
+    "He Li Be Ne Na Mg Al Si Cl Ar Ca Sc Ti Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Zr Nb "
+    "Mo Tc Ru Rh Pd Ag Cd In Sn Sb Te Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu Hf "
+    "Ta Re Os Ir Pt Au Hg Tl Pb Bi Po At Rn Fr Ra Ac Th Pa Np Pu Am Cm"
+)
+_ELEMENTS = frozenset(_ELEMENTS_TEXT.split())
 _VOWEL = re.compile(r"[aeiou]", re.IGNORECASE)
 _OPERATOR = re.compile(r"[=^_+*/<>{}\d]")
 _LONGEST_PRODUCT = 3  # letters beside each other in a formula
 _VARIABLES = frozenset("abcdkmnpqrxyz")
 _SUBSCRIPTS = {0x2080 + digit: str(digit) for digit in range(10)}  # H₂O
-_FULL_WIDTH = {0xFF01 + offset: 0x21 + offset for offset in range(94)} | {0x3000: " ", 0x3001: ","}
+_FULL_WIDTH: dict[int, int | str] = {0xFF01 + offset: 0x21 + offset for offset in range(94)}
+_FULL_WIDTH |= {0x3000: " ", 0x3001: ",", **_SUBSCRIPTS}
 _AROUND = (
     " \t\n\r.,;:!?*_`$\"'\u201c\u201d\u2018\u2019\u300c\u300d\u300e\u300f\u300a\u300b\u3002\uff61"
     "\u00ab\u00bb#>\u2192\u21d2"
@@ -37,6 +44,7 @@ _ENDINGS = re.compile(
 )
 _ITEMS = re.compile(r"\s*(?:[,;、]\s*(?:and\s+)?|\s(?:and|&|und|et|y|e)\s)\s*")
 _ARTICLE = re.compile(r"(?:the|an?)\s+(?=\w{2})")
+_OTHER_ARTICLE = re.compile(r"(?:der|die|das|le|les|il)\s+(?=\w{2})")
 _REASON = re.compile(
     r"\s*(?:[,.;:!。，；]|\s[-\u2013\u2014])?\s+(?:because|since|as|for|which|so|due to|where|weil|da|car|parce que|porque|"
     r"perché|потому что|так как)\b|\s*[，,。]?\s*(?:因为|由于|なぜなら)"
@@ -98,7 +106,7 @@ def is_text(reference: str) -> bool:
     plain = plain_text(reference[:_MAX_CHARACTERS])
     if _date(plain) is not None or _TIME.fullmatch(plain) or _COMPOUND.fullmatch(plain):
         return True
-    if _EAST_ASIAN_CHARACTER.fullmatch(plain):
+    if _EAST_ASIAN_CHARACTER.fullmatch(plain) or plain in _ELEMENTS:
         return True
     plain = _COMMAND.sub(" ", plain)
     is_formula = _OPERATOR.search(plain) is not None
@@ -142,6 +150,9 @@ def equal_words(answer: str, reference: str) -> bool:
         times = list(_TIME.finditer(first))
         return len(times) == 1 and not _DENIAL.search(first) and _same_time(times[0], time)
     if _squeezed(first) == _squeezed(second):
+        return True
+    article = _OTHER_ARTICLE.match(first)
+    if article and _squeezed(first[article.end() :]) == _squeezed(second):
         return True
     items = _ITEMS.split(second)
     if len(items) > 1 and all(items):
@@ -196,7 +207,7 @@ def normalised(text: str) -> str:
     That is case, Markdown, quotes, punctuation around the text, and runs of space.
     """
     text = _WRITTEN_TEXT.sub(r" \1 ", text[:_MAX_CHARACTERS])
-    text = plain_text(unicodedata.normalize("NFC", text.translate(_FULL_WIDTH | _SUBSCRIPTS)))
+    text = plain_text(unicodedata.normalize("NFC", text.translate(_FULL_WIDTH)))
     text = _TAG.sub("", text)
     text = re.sub(r"\*\*|__|[`\u200b\ufeff]|^=>", "", text).strip(_AROUND)
     if (bracketed := _BRACKETS.fullmatch(text)) is not None:

@@ -1,4 +1,8 @@
-"""Digests of a group that goes into the buffer, for the run's chain and for trainers, who compare them (I2)."""
+"""Digests of a group that goes into the buffer.
+
+They are for the run's chain (telemetry/chain.py), and trainers see by them that they read what was
+put (I2).
+"""
 
 from __future__ import annotations
 

@@ -79,11 +79,11 @@ def nothing_learned_line(records: Sequence[Mapping[str, Any]], run_dir: Path) ->
 
 def by_rule_line(records: Sequence[Mapping[str, Any]]) -> str | None:
     """Says how many groups were trained by rule, and that means over tokens leave them out; None
-    where all groups were computed.
+    where all groups were computed, or none was.
     """
     skipped = sum(record.get("groups_skipped") or 0 for record in records)
     groups = sum(record.get("groups") or 0 for record in records)
-    if not skipped:
+    if not skipped or skipped == groups:  # nothing_learned_line says it of all of them
         return None
     return (
         f"Not computed: {skipped} of {groups} groups, whose rewards are all equal, so that they "

@@ -110,7 +110,7 @@ class Agreement:
         due = self._yardstick is None or iteration - self._measured_at >= YARDSTICK_EVERY
         if self._margin is None or not due:
             return
-        yardstick = self._rounding(first(self._measured))
+        yardstick = self._rounding(self._enough(first))
         if not yardstick.n:
             return  # nothing is computed in this iteration; a later one measures it
         self._yardstick, self._measured_at = yardstick, iteration
@@ -262,6 +262,20 @@ class Agreement:
             if check not in self._config.publish.only_logged:
                 raise error
             logger.warning("%s", error)
+
+    def _enough(self, first: Callable[[int], list[Microbatch]]) -> list[Microbatch]:
+        """Returns so many of the microbatches that are trained first that the yardstick is of
+        enough responses. Where tokens bound them, how many that takes follows from the responses.
+        """
+        number = self._measured
+        microbatches = first(number)
+        if self._config.microbatch.tokens is None:
+            return microbatches
+        wanted = -(-YARDSTICK_RESPONSES // self._config.mesh.data)
+        while len(microbatches) == number and sum(m.num_samples for m in microbatches) < wanted:
+            number *= 2
+            microbatches = first(number)
+        return microbatches
 
     def _record(
         self,

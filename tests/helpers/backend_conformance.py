@@ -204,6 +204,18 @@ class BackendConformance(BackendFaultConformance):
             == [2.0, 3.0]
         )
 
+    def test_copied_weights_are_views_of_what_it_computes_with(
+        self, make: Make, model: Path
+    ) -> None:
+        """A rank without peers may name copies among itself, or none."""
+        backend = make(config_of(model)).backend
+        for part in backend.copied():
+            assert part.group.size() == 1 and part.among and part.tensors
+            before = backend.digest()
+            with torch.no_grad():
+                part.tensors[-1].weights.add_(1.0)
+            assert backend.digest() != before
+
     def test_what_is_published_is_what_is_exported(
         self, make: Make, model: Path, tmp_path: Path
     ) -> None:

@@ -149,7 +149,7 @@ def broken_placement(c: ConfigTree) -> Iterator[str]:
     if c.placement.devices is not None and len(c.placement.devices) != c.devices.num_devices:
         yield (
             f"placement.devices: {len(c.placement.devices)} indices for "
-            f"{counted(c.devices.num_devices, 'device')} of engines and trainers; list exactly "
+            f"{counted(c.devices.num_devices, 'device')} of engines, teachers and trainers; list exactly "
             f"{c.devices.num_devices}, or remove the key"
         )
 

@@ -337,8 +337,9 @@ class PlacementConfig(Section):
     )
     devices: Several[Annotated[int, Field(ge=0)]] | None = Field(
         None,
-        description="Device indices of the engines, followed by those of the trainer ranks; with "
-        "placement.colocate only those of the ranks. null takes the first ones.",
+        description="Device indices of the engines, followed by those of teachers' engines and of the "
+        "trainer ranks; with placement.colocate without those of the engines. null takes the first "
+        "ones.",
     )
     colocate: bool = Field(
         False,

@@ -207,6 +207,12 @@ class EnvironmentConfig(Section):
         "600. A session that exceeds it ends with the outcome time. A run ends if no "
         "agent takes a task for a minute longer than that.",
     )
+    observations: dict[str, Annotated[float, Field(gt=0, le=1)]] = Field(
+        default_factory=dict,
+        description="Weights, by role, with which tokens that the environment shows behind the "
+        "prompt are trained by cross-entropy beside the rest, such as {tool: 0.05}. A token that "
+        "the policy wrote has 1. The environment tools shows the role `tool`.",
+    )
     options: dict[str, Any] = Field(
         default_factory=dict,
         description="Options that the environment itself reads. Its docstring lists them, e.g. "

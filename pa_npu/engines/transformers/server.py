@@ -502,7 +502,7 @@ class Server:
 
 def _choice(response: compact_answer.Response) -> dict[str, Any]:
     """Returns a response as /v1/completions has it, without its index."""
-    choice = {
+    choice: dict[str, Any] = {
         "text": response.text,
         "token_ids": response.token_ids,
         "finish_reason": response.finish_reason,

@@ -94,7 +94,8 @@ def _divisions(basis: Basis, devices: int, choices: Choices) -> Iterator[tuple[f
     for trainers, stages, tensor in itertools.product(
         eighths(devices), choices.stages, choices.tensor
     ):
-        if Mesh.of(trainers, tensor, stages).size != trainers:
+        mesh = Mesh.of(trainers, tensor, stages, context=basis.base.mesh.context)
+        if mesh.size != trainers:
             continue
         config = _fitting(basis, devices, trainers, tensor, stages, choices)
         if config is not None:
@@ -150,7 +151,8 @@ def _config(
     """Returns the configuration of a division, with a number of prompts that replicas and updates
     divide; None where a rule forbids it.
     """
-    unit = Mesh.of(trainers, tensor, stages).data * work(basis.base).updates
+    mesh = Mesh.of(trainers, tensor, stages, context=basis.base.mesh.context)
+    unit = mesh.data * work(basis.base).updates
     prompts = basis.base.schedule.prompts_per_iteration
     if basis.groups_per_device is not None:
         prompts = max(1, round(basis.groups_per_device * devices))

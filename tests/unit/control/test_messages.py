@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields, is_dataclass, make_dataclass
+from dataclasses import fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
 from string import Formatter
 from typing import Any, get_args, get_origin, get_type_hints
@@ -137,3 +137,5 @@ def test_what_a_run_runs_with_is_said_in_a_line_for_trainers_and_one_for_each_ki
         "engines: 1 x vllm (version unknown)",
         "engines: 2 x vllm 0.23.0",
     ]
+    sharded = replace(trainers, backend="FSDP2 of torch 2.7.1").line()
+    assert sharded.startswith("trainers: 2 x npu (hccl), FSDP2 of torch 2.7.1, Python 3.10.9, ")

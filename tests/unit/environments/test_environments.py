@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -196,6 +197,18 @@ async def test_what_the_policy_wrote_stays_token_for_token_and_what_the_tool_sai
     second = next(request for request in engine.requests if request[2] == turn_seed(SEED, 0, 1))
     assert second[0] == np.concatenate([PROMPT.tokens, *written[:2]]).tolist()
     assert all(request[3].stop == (">>",) for request in engine.requests)
+
+
+async def test_what_the_tool_said_is_trained_where_its_role_has_a_weight() -> None:
+    observed = replace(context(), observations={"tool": 0.25}, observation_component=2)
+    asking, guessing, _ = await episode(ToolEnvironment(observed), Scripted(SCRIPTS), 3)
+    plain, _, _ = await episode(ToolEnvironment(context()), Scripted(SCRIPTS), 3)
+    said = asking.component == 2
+    np.testing.assert_array_equal(asking.tokens[said], tokens("=42\n"))
+    assert asking.weight is not None and set(asking.weight[said].tolist()) == {0.25}
+    assert guessing.weight is None and not (guessing.component == 2).any()
+    np.testing.assert_array_equal(asking.tokens, plain.tokens)
+    np.testing.assert_array_equal(asking.written, plain.written)
 
 
 class Own(BaseException):

@@ -66,7 +66,9 @@ def test_cores_are_pinned_where_there_are_enough_and_shared_otherwise() -> None:
     config = make_config()
     assert place(config, None, [4, 7]).engine_cores == ((4,),)
     assert place(config, None, [4, 7]).trainer_cores == ((7,),)
-    assert place(config, None, [4]).trainer_cores == ((),)
+    shared = place(config, None, [4])
+    assert shared.trainer_cores == ((),)
+    assert shared.lines() == ["engine-0, trainer-0 on the same core"]
 
 
 @pytest.mark.parametrize(

@@ -79,5 +79,5 @@ def test_an_export_says_what_it_writes_and_nothing_else(
         monkeypatch.setattr(module, "read_meta", lambda _: SimpleNamespace(config={}))
     assert main(["export", "--checkpoint", str(checkpoint), "--output", str(output)]) == 0
     written = capfd.readouterr()
-    assert written.out == f"wrote {output}: 1 file, 0.002 GB\n"
+    assert written.out == f"wrote {output}: 1 file, 1.9 MiB\n"
     assert written.err == f"exporting {checkpoint}\n"

@@ -283,3 +283,4 @@ def test_the_summary_says_what_was_not_computed_and_what_means_are_over():
     assert line.startswith("Not computed: 3 of 16 groups")
     assert "means over the tokens of the others" in line
     assert by_rule_line([{"groups": 8}]) is None
+    assert by_rule_line([{"groups": 8, "groups_skipped": 8}]) is None, "said already"

@@ -78,7 +78,7 @@ class NoChecks(IterationChecks):
 
 
 class NoMicrobatches:
-    by_rule = ()
+    by_rule, contents = (), {}  # type: ignore[var-annotated]
 
     def first(self, number: int, *, only_written: bool = False) -> list[Any]:
         return []
