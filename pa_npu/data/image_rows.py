@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +54,42 @@ class ImageInput:
             )
         return cls(model, ImageReader(processor), config.data.images_column)
 
+    def taken(self, record: Record, path: str) -> Record:
+        """Returns the record with its images as files, and names of these in its row: from here on
+        nobody holds their bytes.
+
+        path: of the dataset. Raises DataError.
+        """
+        if not record.images:
+            return record
+        directory = Path(path) if Path(path).is_dir() else Path(path).parent
+        files = tuple(self._read(record, value, directory) for value in record.images)
+        row = dict(record.row)
+        if self.column in row:
+            row[self.column] = [file.label for file in files]
+        return replace(record, images=files, row=row)
+
+    def _read(self, record: Record, value: Any, directory: Path) -> ImageFile:
+        began_s = time.thread_time()
+        try:
+            file = self.reader.read(value, directory)
+            if self._decode_s > 0:
+                self.reader.check(file)
+        except BadImage as error:
+            raise DataError(f"{record.location}: image: {error}") from None
+        finally:
+            self._decode_s -= time.thread_time() - began_s
+        return file
+
     def shown(
-        self, record: Record, tokens: Sequence[int], path: str
+        self, record: Record, tokens: Sequence[int]
     ) -> tuple[list[int], tuple[ShownImage, ...]]:
         """Returns the prompt's tokens with all placeholders of its images, and the images.
 
-        tokens: of the rendered prompt, with one placeholder an image. path: of the dataset.
-        Raises DataError.
+        record: as `taken` returned it. tokens: of the rendered prompt, with one placeholder an
+        image. Raises DataError.
         """
-        directory = Path(path) if Path(path).is_dir() else Path(path).parent
-        files = [self._read(record, value, directory) for value in record.images]
+        files: tuple[ImageFile, ...] = record.images
         processor = self.reader.processor
         grids = [processor.grid_of(file.height, file.width) for file in files]
         lengths = [processor.num_tokens(grid) for grid in grids]
@@ -79,23 +105,3 @@ class ImageInput:
             for span, grid, file in zip(spans, grids, files, strict=True)
         ]
         return expanded_tokens, tuple(images)
-
-    def _read(self, record: Record, value: Any, directory: Path) -> ImageFile:
-        began_s = time.thread_time()
-        try:
-            file = self.reader.read(value, directory)
-            if self._decode_s > 0:
-                self.reader.check(file)
-        except BadImage as error:
-            raise DataError(f"{record.location}: image: {error}") from None
-        finally:
-            self._decode_s -= time.thread_time() - began_s
-        return file
-
-    def row_of(self, record: Record, images: Sequence[ShownImage]) -> dict[str, Any]:
-        """Returns the record's row with names in place of images: rewards and records get no
-        pixels.
-        """
-        if self.column not in record.row or not images:
-            return record.row
-        return {**record.row, self.column: [image.file.label for image in images]}

@@ -129,7 +129,9 @@ def load_prompts(
         images=config.images_column,
     )
     usual = ("train",) if is_training else ("test", "validation")
-    records = list(islice(read_records(path, key, columns, dataset.split, usual), dataset.max_rows))
+    records = []
+    for record in islice(read_records(path, key, columns, dataset.split, usual), dataset.max_rows):
+        records.append(images.taken(record, path) if isinstance(images, ImageInput) else record)
     if not records:
         raise DataError(
             f"{key}: {path} is empty; it needs at least one row with a question and its answer"
@@ -140,7 +142,7 @@ def load_prompts(
     used: list[Record] = []
     too_long: list[_Encoded] = []
     shortest = sys.maxsize
-    for number, encoded in enumerate(_encoded(records, tokenizer, config, images, path)):
+    for number, encoded in enumerate(_encoded(records, tokenizer, config, images)):
         record = encoded.record
         text = encoded.text
         tokens = encoded.tokens
@@ -163,7 +165,7 @@ def load_prompts(
             tokens=array,
             answer=record.answer,
             text=text,
-            row=encoded.row,
+            row=record.row,
             source=source,
             images=encoded.images,
         )
@@ -184,7 +186,7 @@ def load_prompts(
             f"{limit} and were skipped; raise data.max_prompt_tokens (shortest: {shortest})"
         )
     for hint in hints:
-        prompts = _with_hint(hint, prompts, used, tokenizer, config, images, path)
+        prompts = _with_hint(hint, prompts, used, tokenizer, config, images)
     num_skipped = len(records) - len(prompts)
     return PromptSet(path, tuple(prompts), len(records), len(too_long) - num_skipped, num_skipped)
 
@@ -196,11 +198,10 @@ def _with_hint(
     tokenizer: Any,
     config: DataConfig,
     images: ImageInput | str,
-    path: str,
 ) -> list[Prompt]:
     """Returns the prompts with their tokens behind which a hint's teacher scores their responses."""
     shown = [hint.shown_with(record) for record in records if hint.is_for(record)]
-    with_hint = _encoded(shown, tokenizer, config, images, path)
+    with_hint = _encoded(shown, tokenizer, config, images)
     found = []
     for prompt, record in zip(prompts, records, strict=True):
         if hint.is_for(record):
@@ -283,13 +284,12 @@ class _Encoded:
     """A rendered record and its tokens; of a text far too long the last ones, and how many it has
     at least.
 
-    images: of its placeholders. row: the record's, with names in place of images.
+    images: of its placeholders.
     """
 
     record: Record
     text: str
     tokens: Sequence[int]
-    row: dict[str, Any]
     least_tokens: int = 0
     images: tuple[ShownImage, ...] = ()
 
@@ -309,9 +309,8 @@ def _encoded(
     tokenizer: Any,
     config: DataConfig,
     images: ImageInput | str,
-    path: str,
 ) -> Iterator[_Encoded]:
-    """Every record with its text and tokens. images, path: as load_prompts, of the dataset.
+    """Every record with its text and tokens. images: as load_prompts.
 
     What a template makes of all rows together need not fit in memory.
     """
@@ -355,11 +354,9 @@ def _encoded(
                 )
             least = len(whole) // longest_token // _NORMALISED + 1 if len(whole) > bound else 0
             shown: tuple[ShownImage, ...] = ()
-            row = encoded_record.row
             if isinstance(images, ImageInput) and not least:
-                tokens, shown = images.shown(encoded_record, tokens, path)
-                row = images.row_of(encoded_record, shown)
-            yield _Encoded(encoded_record, whole, tokens, row, least, shown)
+                tokens, shown = images.shown(encoded_record, tokens)
+            yield _Encoded(encoded_record, whole, tokens, least, shown)
         batch = []
         num_characters = 0
 

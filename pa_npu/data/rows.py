@@ -354,9 +354,14 @@ def _batches(file: Path, form: str) -> Iterator[Any]:
 
     if form == "parquet":
         with pyarrow.parquet.ParquetFile(file) as table:
-            has_bytes = "binary" in str(table.schema_arrow)
-            rows = BATCH_ROWS_WITH_BYTES if has_bytes else BATCH_ROWS
-            yield from table.iter_batches(batch_size=rows)
+            if "binary" not in str(table.schema_arrow):
+                yield from table.iter_batches(batch_size=BATCH_ROWS)
+                return
+            # one group of rows after another, each with its memory given back: else that of all of
+            # them stays with the process
+            for number in range(table.num_row_groups):
+                yield from table.iter_batches(BATCH_ROWS_WITH_BYTES, row_groups=[number])
+                pyarrow.default_memory_pool().release_unused()
         return
     with pyarrow.memory_map(str(file)) as source:
         if form == "arrow file":

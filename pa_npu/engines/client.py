@@ -40,7 +40,12 @@ from pa_npu.engines.http_server import (
     OPEN_PATH,
     VERSION_HEADER,
 )
-from pa_npu.engines.images import UNKNOWN_IMAGE, SentImages, check_expanded, short_tokens
+from pa_npu.engines.images import (
+    SentImages,
+    check_expanded,
+    is_unknown_image,
+    short_tokens,
+)
 from pa_npu.engines.protocol import (
     NO_TOKENS,
     EngineCapabilities,
@@ -240,7 +245,7 @@ class EngineClient:
                 raise
             except EngineError as error:
                 was_sent = all(part.data for part in parts)
-                if was_sent or not any(mark in str(error) for mark in UNKNOWN_IMAGE):
+                if was_sent or not is_unknown_image(str(error)):
                     raise
                 self._sent_images.forget(images)
         self._sent_images.have_arrived(images)

@@ -26,10 +26,9 @@ from pa_npu.vision.images import BadImage, ShownImage, from_png, pixels_key
 from pa_npu.vision.placeholders import collapsed
 from pa_npu.vision.processor import Pixels
 
-UNKNOWN_IMAGE = ("unknown image", "not found in cache", "cache miss")
-"""Texts in refusals of requests with the key of an image that the engine does not have: of this
-package's engine, and of vLLM.
-"""
+UNKNOWN_IMAGE = "Unknown image"
+"""Begins this package's engine's refusal of the key of an image that it does not have."""
+_UNKNOWN_TO_VLLM = "Cache miss for image"
 _KEPT_BYTES = 256 * 2**20
 _MAX_KNOWN = 4096
 
@@ -101,6 +100,11 @@ def check_expanded(
             f"{len(tokens)}; give engine and coordinator the same model directory, with the same "
             "preprocessor_config.json"
         )
+
+
+def is_unknown_image(refusal: str) -> bool:
+    """Returns whether an engine refuses a request since it does not have one of its images."""
+    return UNKNOWN_IMAGE in refusal or _UNKNOWN_TO_VLLM in refusal
 
 
 class UnknownImage(Exception):

@@ -36,7 +36,6 @@ class PackedImages:
     patches: float32 [patches, size] of all images, each once. grids: int64 [images, 3].
     rows: int64 [R], ascending, the rows that are placeholders. features: int64 [R], which of the
     images' features, counted over all of them, belongs to each row.
-
     """
 
     positions: torch.Tensor

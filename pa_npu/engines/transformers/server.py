@@ -427,7 +427,7 @@ class Server:
             try:
                 pixels = self._images.pixels(image)
             except UnknownImage:
-                raise RequestRefused(f"{UNKNOWN_IMAGE[0]} {image.key}; send its data") from None
+                raise RequestRefused(f"{UNKNOWN_IMAGE} {image.key}; send its data") from None
             except BadImage as error:
                 raise RequestRefused(f"image {image.key:.40}: {error}") from None
             height, width = pixels.shape[:2]

@@ -16,7 +16,7 @@ from pa_npu.engines.codec import (
     decode_generated,
     encode_generate_request,
 )
-from pa_npu.engines.images import RequestImage, check_expanded
+from pa_npu.engines.images import RequestImage, check_expanded, is_unknown_image
 from pa_npu.engines.protocol import NO_TOKENS, EngineError, Sampling
 from pa_npu.engines.vllm.guard import RESETS_IMAGES, EngineGuard
 from pa_npu.engines.vllm.kind import VLLM, server_command
@@ -148,6 +148,13 @@ def test_an_engine_is_started_for_images_where_its_model_reads_them(tmp_path: Pa
 def test_a_release_without_images_is_named(versions: dict[str, str], problem: str | None) -> None:
     found = images_problem(versions)
     assert found is None if problem is None else problem in str(found)
+
+
+def test_vllms_refusal_of_a_key_is_known() -> None:
+    """As vLLM 0.32 says it, so that the image is sent again."""
+    refusal = "engine e: /inference/v1/generate answered 400: Cache miss for image at index 0 but "
+    assert is_unknown_image(refusal + "data is not provided.")
+    assert not is_unknown_image("engine e: /inference/v1/generate answered 400: too long")
 
 
 def test_no_tokens_is_what_a_fresh_request_has_written() -> None:
