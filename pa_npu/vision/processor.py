@@ -201,7 +201,8 @@ class ImageProcessor:
         import torch
 
         levels = (np.arange(256, dtype=np.float64)[:, None] * (1 / 255)).astype(np.float32)
-        table = (levels - np.float32(self.mean)) / np.float32(self.std)
+        mean = np.asarray(self.mean, np.float32)
+        table = (levels - mean) / np.asarray(self.std, np.float32)
         return torch.from_numpy(table)
 
     def patches(self, pixels: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from pa_npu.engines.protocol import Generation
 from pa_npu.environments.protocol import Generate
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.samples.types import Sample
+from pa_npu.vision.images import ShownImage
 from tools.make_tiny_model import AGENT_TEMPLATE, END_OF_TURN, make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -78,6 +79,7 @@ class Policy(Generate):
         turn: int = 0,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        images: Sequence[ShownImage] = (),
     ) -> list[Generation]:
         return await self.write(Turn(tokens, sample, turn, max_tokens))
 

@@ -278,7 +278,8 @@ class Server:
             choices += self._joined(prompt, written, scored, asked)
         for number, choice in enumerate(choices):
             choice["index"] = number
-        answer = {"object": "text_completion", "model": asked.model, "choices": choices}
+        answer: dict[str, Any] = {"object": "text_completion", "model": asked.model}
+        answer["choices"] = choices
         if images:
             answer["prompt_token_ids"] = prompts[0]
         return _json(answer)

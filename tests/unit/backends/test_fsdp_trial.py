@@ -125,7 +125,7 @@ def test_a_model_whose_layers_all_have_windows_is_packed_and_sequences_that_see_
         make_other(tmp_path, kind if kind in OTHERS else "mistral", **SLIDING[kind])
     )
     model = trial.few_layers(spec, 128)
-    assert model.config.sliding_window < max(len(one.tokens) for one in trial._sequences())
+    assert model.config.sliding_window < max(len(one.tokens) for one in trial._sequences(model))
     settled, (line,) = fit(config, spec)
     assert settled.attention.implementation == "sdpa" and "separate sequences are packed" in line
     packed = Packing("packed", "sdpa")

@@ -19,7 +19,7 @@ from pa_npu.backends.fsdp.model import load_model
 from pa_npu.engines.client import EngineClient
 from pa_npu.engines.codec import DecodedAnswer, decode_answer, encode_request
 from pa_npu.engines.http_server import COMPACT_TYPE
-from pa_npu.engines.images import SentImages, short_tokens
+from pa_npu.engines.images import SentImages, as_fields, short_tokens
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.engines.transformers.server import Server, load_server, serving
 from tests.helpers.vision import (
@@ -235,9 +235,10 @@ def test_a_request_with_a_damaged_image_is_refused_in_one_line(
     from pa_npu.engines import client as client_module
 
     def damaged(*request: Any) -> bytes:
-        *before, parts = request
+        *others, parts = request
         changed = [msgspec.structs.replace(part, **change) for part in parts]
-        return encode_request(*before, changed)
+        body = json.loads(encode_request(*others[:5]))
+        return json.dumps({**body, "images": as_fields(changed)}).encode()
 
     monkeypatch.setattr(client_module, "encode_request", damaged)
     prompt, images = prompt_of(model, [picture(1)])
