@@ -17,6 +17,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field, replace
+from functools import cached_property
 from itertools import count
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -116,7 +117,6 @@ class ServedRun(Feature):
 
     def __post_init__(self, tokenizer: Any) -> None:
         self._chat = Chat(self.config, tokenizer)
-        self._vision = read_vision(self.config.model.path)
         self._rows = count()
         self._requests = count()
         self._kept: deque[_Kept] = deque(maxlen=_MOST_GROUPS)
@@ -126,6 +126,12 @@ class ServedRun(Feature):
         self._holds = asyncio.Event()
         self._running: set[asyncio.Task[Any]] = set()
         self._admitting = asyncio.Lock()
+
+    @cached_property
+    def _placeholder(self) -> int | None:
+        """The token that stands for an image; None for a model without."""
+        vision = read_vision(self.config.model.path)
+        return None if vision is None else vision.image_token
 
     # the coordinator's side
 
@@ -335,10 +341,9 @@ class ServedRun(Feature):
                 f"{longest}"
             )
             raise RequestRefused(line, code="context_length_exceeded", param="prompt")
-        if self._vision is not None and self._vision.image_token in tokens:
+        if self._placeholder in tokens:
             raise RequestRefused(
-                f"token {self._vision.image_token} stands for an image, which this endpoint does not "
-                "take",
+                f"token {self._placeholder} stands for an image, which this endpoint does not take",
                 param="prompt",
             )
         return left

@@ -223,22 +223,26 @@ def check(config: Config) -> None:
     if problem:
         raise UserError(f"rollout.python: {problem}")
     check_extra_arguments(config)
-    if config.data.images_column is not None and read_vision(config.model.path) is not None:
-        _check_images(config)
+    if problem := _vision_problem(config):
+        raise UserError(problem)
 
 
-def _check_images(config: Config) -> None:
-    """Raises UserError where the engines' interpreter cannot serve a model that reads images."""
+def _vision_problem(config: Config) -> str | None:
+    """Says why the engines' interpreter cannot serve a model that reads images; None if it can, or
+    if the run's model reads none.
+    """
+    if config.data.images_column is None or read_vision(config.model.path) is None:
+        return None
     python = config.rollout.python
     interpreter = python or sys.executable
     if problem := images_problem(installed(python)):
-        raise UserError(f"rollout.python: {interpreter} has {problem}")
-    if "torchvision" not in distributions(python, ("torchvision",)):
-        raise UserError(
-            f"rollout.python: {interpreter} has no torchvision, which vLLM's models with images "
-            "import; on CPU run `launch/install_cpu.sh vision`, elsewhere install the release for "
-            "its torch"
-        )
+        return f"rollout.python: {interpreter} has {problem}"
+    if "torchvision" in distributions(python, ("torchvision",)):
+        return None
+    return (
+        f"rollout.python: {interpreter} has no torchvision, which vLLM's models with images import; "
+        "on CPU run `launch/install_cpu.sh vision`, elsewhere install the release for its torch"
+    )
 
 
 def describe(config: Config | None) -> tuple[str, str | None]:
@@ -251,9 +255,10 @@ def describe(config: Config | None) -> tuple[str, str | None]:
     except UserError as error:
         return f"none that is supported in {interpreter}", str(error)
     names = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return f"{names} ({row.name}, for {row.device}; {interpreter})", installation_problem(
-        row, python
-    )
+    problem = installation_problem(row, python)
+    if problem is None and config is not None:
+        problem = _vision_problem(config)
+    return f"{names} ({row.name}, for {row.device}; {interpreter})", problem
 
 
 def check_extra_arguments(config: Config) -> None:

@@ -292,9 +292,7 @@ def test_a_model_that_no_way_is_right_for_is_refused_in_one_line(
 ) -> None:
     """Among them one whose context changes nothing: no trial of it could fail."""
     config, spec = run_of(make_other(tmp_path, "mistral"))
-    monkeypatch.setattr(
-        trial, "_forward", lambda model, tokens, prompt: _uniform(model, tokens, prompt)
-    )
+    monkeypatch.setattr(trial, "_forward", _uniform)
     with pytest.raises(ConfigError) as caught:
         fit(config, spec)
     line = str(caught.value)
@@ -306,5 +304,5 @@ def test_a_model_that_no_way_is_right_for_is_refused_in_one_line(
     assert "the prompt changes nothing" in line
 
 
-def _uniform(model: Any, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
+def _uniform(model: Any, tokens: torch.Tensor, prompt: int, image: None) -> torch.Tensor:
     return torch.zeros(len(tokens) - prompt) + 0.0 * next(model.parameters()).sum()

