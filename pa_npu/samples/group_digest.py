@@ -1,5 +1,7 @@
-"""Digests of a group that goes into the buffer: for the run's chain (telemetry/chain.py), and by
-which trainers see that they read what was put (I2).
+"""Digests of a group that goes into the buffer.
+
+For the run's chain (telemetry/chain.py), and for trainers, which see by them that they read what
+was put (I2).
 """
 
 from __future__ import annotations
