@@ -29,6 +29,9 @@ CORE = [
     "psutil>=5.9",
     "math-verify>=0.7",  # math rewards by symbolic comparison
     "pyarrow>=14",  # parquet datasets
+    # images of prompts, decoded and resized once by the coordinator; transformers' processors need
+    # it too
+    "pillow>=10.1",
     "tensorboard>=2.14",  # the default of telemetry.trackers
     "rich>=13,<16",  # tables of reports
 ]

@@ -7,6 +7,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${PA_NPU_VENV:-$ROOT/.venv}
 PYTHON=$VENV/bin/python
 TORCH_VERSION=2.13.0
+TORCHVISION_VERSION=0.28.0 # the release for that torch
 
 fail() {
   printf 'error: %s\n' "$*" >&2
@@ -147,9 +148,27 @@ _install_cpu() {
   local lock=$ROOT/requirements/cpu.txt
   "$PYTHON" -c 'import sys; sys.exit(sys.version_info >= (3, 11))' && lock=$ROOT/requirements/cpu-py310.txt
   quietly "torch $TORCH_VERSION (CPU build), a download of 200 MB" _install_torch_cpu
-  local file files=(-r "$lock")
-  for file in "$@"; do files+=(-r "$ROOT/requirements/$file.txt"); done
+  local file files=(-r "$lock") vision=
+  for file in "$@"; do
+    if [ "$file" = vision ]; then vision=1; else files+=(-r "$ROOT/requirements/$file.txt"); fi
+  done
   quietly "pinned packages, a minute or so with downloads" _install "${files[@]}"
+  [ -z "$vision" ] || quietly "torchvision $TORCHVISION_VERSION, for engines with images" _install_torchvision_cpu
+}
+
+# vLLM's models with images import it. Where only its build for CUDA is to be had, of which nothing but Python is used, a hook
+# lets that be imported beside torch's build for CPU.
+_install_torchvision_cpu() {
+  "$PYTHON" -c 'import torchvision' 2>/dev/null && return
+  _install "torchvision==$TORCHVISION_VERSION+cpu" && return
+  "$PYTHON" -m uv --version >/dev/null 2>&1 && _install --torch-backend=cpu "torchvision==$TORCHVISION_VERSION" &&
+    "$PYTHON" -c 'import torchvision' 2>/dev/null && return
+  _install "torchvision==$TORCHVISION_VERSION" || return 1
+  local packages
+  packages=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  cp "$ROOT/launch/torchvision_on_cpu.py" "$packages/" || return 1
+  echo 'import torchvision_on_cpu' >"$packages/torchvision_on_cpu.pth"
+  "$PYTHON" -c 'import torchvision'
 }
 
 _install_torch_cpu() {

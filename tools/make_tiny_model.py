@@ -26,6 +26,8 @@ environment.name=tools has a tool to find that pays. --task agent is the same in
 the call is a tool call, and its answer comes in a message of its own (environment.name=agents).
 --task edit makes files to repair by tool calls (tools/tiny_edits.py, examples/edit_files_agent.py):
 the teacher can write them, and mostly leaves the mistake in.
+--task vision makes images in which squares are counted (tools/tiny_vision.py), train.parquet beside
+train.jsonl, and a small Qwen2.5-VL (or --family qwen3_vl, qwen3_vl_moe) that slips at counting.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ from transformers.utils.logging import disable_progress_bar
 
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools import tiny_edits
+from pa_npu.vision.family import FAMILIES
+from tools import tiny_edits, tiny_vision
 
 # raise it when the same arguments give another result, so that old caches are made anew
 FORMAT_VERSION = 4
@@ -140,15 +143,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--task",
-        choices=("add", "calculator", "agent", "edit"),
+        choices=("add", "calculator", "agent", "edit", "vision"),
         default="add",
         help="what the questions ask",
     )
     parser.add_argument(
         "--family",
-        choices=("qwen2", "qwen3", "qwen3_moe", "llama"),
-        default="qwen2",
-        help="architecture",
+        choices=("qwen2", "qwen3", "qwen3_moe", "llama", *FAMILIES),
+        default=None,
+        help="architecture; default: qwen2, of vision qwen2_5_vl",
     )
     parser.add_argument("--hidden", type=int, default=128, help="hidden size")
     parser.add_argument("--layers", type=int, default=2, help="number of layers")
@@ -202,6 +205,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     arguments = parser.parse_args(argv)
+    if arguments.family is None:
+        arguments.family = FAMILIES[0] if arguments.task == "vision" else "qwen2"
+    if (arguments.task == "vision") != (arguments.family in FAMILIES):
+        parser.error(f"--task {arguments.task} has no --family {arguments.family}")
     if arguments.heads is None:
         arguments.heads = max(arguments.hidden // 32, arguments.kv_heads)
     if arguments.ffn is None:
@@ -213,7 +220,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             f"--hidden {arguments.hidden} must be a multiple of --heads {arguments.heads}, "
             f"and that of --kv-heads {arguments.kv_heads}"
         )
-    smallest = tiny_edits.VOCAB_SIZE if arguments.task == "edit" else VOCAB_SIZE
+    smallest = {"edit": tiny_edits.VOCAB_SIZE, "vision": tiny_vision.VOCAB_SIZE}.get(
+        arguments.task, VOCAB_SIZE
+    )
     if arguments.vocab is None:
         arguments.vocab = smallest
     if arguments.vocab % 64 or arguments.vocab < smallest:
@@ -235,6 +244,9 @@ def make(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     disable_progress_bar()
     torch.manual_seed(arguments.seed)
     order = random.Random(arguments.seed)
+    if arguments.task == "vision":
+        tokenizer = make_tokenizer()
+        return tiny_vision.make_vision_task(arguments, tokenizer, directory, order)
     numbers = range(SMALLEST, LARGEST + 1)
     pairs = [(x, y) for x in numbers for y in numbers]
     order.shuffle(pairs)

@@ -26,16 +26,18 @@ from pa_npu.attention.layout import PrefixLayout
 NAME = "pa_npu_shared_prompt"
 
 
-def use_shared_prompt_attention(model: Any, implementation: str = "auto") -> None:
+def use_shared_prompt_attention(model: Any, implementation: str = "auto") -> str:
     """Lets all layers of a transformers model attend by the `layout` that its forward is given.
 
-    implementation: `impl` of shared_prompt_attention.
+    implementation: `impl` of shared_prompt_attention. Returns the name under which transformers
+    knows it.
     """
     from transformers import AttentionInterface
 
     name = NAME if implementation == "auto" else f"{NAME}_{implementation}"
     AttentionInterface.register(name, partial(_attend, implementation))
     model.set_attn_implementation(name)
+    return name
 
 
 def _attend(

@@ -20,10 +20,16 @@ def widened(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """
     narrow: dict[torch.nn.Module, dict[str, Any]] = {}
 
-    def widen(module: torch.nn.Module, _: Any) -> None:
+    def widen(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         narrow[module] = dict(module._parameters)
         for name, parameter in narrow[module].items():
             module._parameters[name] = None if parameter is None else parameter.detach().to(dtype)
+        return tuple(map(follow, inputs))
+
+    def follow(value: Any) -> Any:
+        """An input that came in another type: an image's patches are no embedding's rows."""
+        is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_number else value
 
     def restore(module: torch.nn.Module, *_: Any) -> None:
         module._parameters.update(narrow.pop(module))

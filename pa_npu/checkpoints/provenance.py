@@ -71,6 +71,7 @@ _KEYS: dict[Change, dict[str, str]] = {
     Change.NEW_RUN: {
         "teacher": "NAME.weight NAME.hint_column NAME.hint_text",
         "data": "train demonstrations question_column answer_column teacher_column chat_template template_options "
+        "images_column max_image_pixels "
         "system_prompt instruction max_prompt_tokens overlong_prompt shuffle",
         "rollout": "responses_per_prompt max_response_tokens temperature ignore_eos",
         "environment": "name max_turns observations options",
@@ -90,7 +91,7 @@ _KEYS: dict[Change, dict[str, str]] = {
     },
     Change.NEVER: {
         "run": "seed",
-        "model": "dtype adapter",
+        "model": "dtype adapter vision",
         "lora": "rank alpha targets",
         "trainer": "backend distributed_optimizer",
     },
@@ -112,6 +113,7 @@ REFUSED = {
     "run.seed": "the data order and every sampling seed depend on it",
     "model.dtype": "the weights are saved in it",
     "model.adapter": "the shape of what is trained is that directory's",
+    "model.vision": "the optimizer's state is that of what is trained",
     "lora.rank": "the adapters are saved in that shape",
     "lora.targets": "the adapters are saved in that shape",
     "lora.alpha": "the adapters that are saved count with that factor",

@@ -17,6 +17,7 @@ from pa_npu.control.channel import StoreChannel
 from pa_npu.control.messages import BORDER, DATA_POSITION, BorderReport, IterationReport, RunsOn
 from pa_npu.coordinator.delivery import Produced
 from pa_npu.coordinator.record import RecordDigests
+from pa_npu.data.image_rows import ImageInput
 from pa_npu.telemetry.chain import ChainWriter, digest_of_values, group_fields
 
 
@@ -34,7 +35,7 @@ class RunChain:
         self._of_run = {
             "configuration": digest_of_values(trained_configuration(tree)),
             "arrangement": arrangement_of(tree),
-            "software": software_of(runs_on),
+            "software": software_of(runs_on) | image_software(config),
             "model": models_fingerprint(config),
         }
         self._weights: str | None = None  # after the iteration that was written last
@@ -82,6 +83,12 @@ class RunChain:
         )
         self._weights = border.weights
         self._checkpoints = {}
+
+
+def image_software(config: Config) -> dict[str, str]:
+    """Returns what pixels depend on, for a run whose model reads images."""
+    images = ImageInput.from_config(config)
+    return {"images": images.reader.processor.identity} if isinstance(images, ImageInput) else {}
 
 
 def software_of(runs_on: RunsOn) -> dict[str, str]:

@@ -17,6 +17,7 @@ from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,9 @@ from pa_npu.samples.group import Group
 from pa_npu.samples.group_digest import content_digest, digest_group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.telemetry.chain import GroupDigest
+from pa_npu.telemetry.image_store import keep_image
 from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse
+from pa_npu.vision.images import PIXELS
 
 Sums = defaultdict[str, float]
 
@@ -185,10 +188,18 @@ class Production(Feature):
     the first SAMPLES_IN_SHORT of these in short; which ones does not depend on timing.
     num_demonstrations: groups of demonstrations, which have the first numbers. They are not kept,
     and have numbers of their own in the record.
+    run_dir: where small copies of kept samples' images go; None keeps none.
     """
 
-    def __init__(self, iteration: int, num_kept: float = 0, num_demonstrations: int = 0) -> None:
+    def __init__(
+        self,
+        iteration: int,
+        num_kept: float = 0,
+        num_demonstrations: int = 0,
+        run_dir: Path | None = None,
+    ) -> None:
         self.iteration = iteration
+        self._run_dir = run_dir
         self._num_kept = num_kept
         self._num_demonstrations = num_demonstrations
         self._demonstrated: Sums = defaultdict(int)
@@ -305,6 +316,10 @@ class Production(Feature):
             self._samples.append(_sample(group, scored))
         if place < self._num_kept:
             self._kept += _kept(group, scored)
+            if self._run_dir is not None:
+                for attachment in group.attachments:
+                    if attachment.name == PIXELS:
+                        keep_image(self._run_dir, attachment.digest.hex(), attachment.array)
 
     def end(self, replica_imbalance: float) -> Produced:
         """All groups are in the buffer. replica_imbalance: Assignment's."""

@@ -160,7 +160,7 @@ class IterationOnEngines:
             version=self.version,
         ) as session:
             answers = answers_of(source.environment)
-            generate = GroupGenerate(session, seed, source.sampling, answers)
+            generate = GroupGenerate(session, seed, source.sampling, answers, prompt)
             max_tokens = source.sampling.max_tokens
             samples = await run_episode(
                 config, source.environment, prompt, size, generate, max_tokens

@@ -21,6 +21,7 @@ from pa_npu.config.schema import Config
 from pa_npu.config.user_code import describe
 from pa_npu.control.tasks import catch, gather
 from pa_npu.coordinator.answers import Answers
+from pa_npu.coordinator.images import begins_with, shows_placeholders, with_images
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.protocol import Generation, Sampling
@@ -33,6 +34,7 @@ from pa_npu.samples.columns import NO_VERSION
 from pa_npu.samples.group import Group
 from pa_npu.samples.seeds import turn_seed
 from pa_npu.samples.types import Sample, SampleRow, group_lengths
+from pa_npu.vision.images import ShownImage
 
 Credit = Callable[[ScoredSamples], TokenValues]
 """Gives each token of a group its advantage (Algorithm.credit)."""
@@ -185,6 +187,11 @@ async def run_episode(
     except BaseException as error:  # an environment is users' code
         raise EnvironmentFailed(f"{subject}: {describe(error)}; correct the environment") from error
     _check(subject, samples, max_tokens)
+    if prompt.images:
+        try:
+            return await with_images(prompt, samples)
+        except ValueError as error:
+            raise EnvironmentFailed(f"{subject}: {error}") from None
     return samples
 
 
@@ -317,13 +324,15 @@ class GroupGenerate(Generate):
     """The Generate of one group. Seeds follow from the group, the sample and the turn, never from
     time or engine (I4).
 
-    seed: the group's. answers: notes what engines answer.
+    seed: the group's. answers: notes what engines answer. prompt: the group's; engines see its
+    images with all tokens that begin with it.
     """
 
     session: GroupSession
     seed: int
     sampling: Sampling
     answers: Answers = field(default_factory=Answers)
+    prompt: Prompt | None = None
     _under_way: int = field(default=0, init=False)
     _since_s: float = field(default_factory=time.monotonic, init=False)
 
@@ -340,6 +349,7 @@ class GroupGenerate(Generate):
         turn: int = 0,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        images: Sequence[ShownImage] = (),
     ) -> list[Generation]:
         if n < 1 or (max_tokens is not None and max_tokens < 1):
             raise ValueError(f"generate: n = {n} and max_tokens = {max_tokens} must be at least 1")
@@ -347,17 +357,18 @@ class GroupGenerate(Generate):
         sampling = replace(
             self.sampling, max_tokens=min(max_tokens or limit, limit), stop=tuple(stop)
         )
+        shown = [*self._images_of(tokens), *images]
         self._under_way += 1
         try:
             # seeds of the first turn follow one another, so that one request gives all samples
             if turn == 0:
                 first = turn_seed(self.seed, sample, 0)
                 seeds = list(range(first, first + n))
-                answered = await self.session.generate(tokens, n, first, sampling)
+                answered = await self.session.generate(tokens, n, first, sampling, shown)
             else:
                 seeds = [turn_seed(self.seed, number, turn) for number in range(sample, sample + n)]
                 several = await gather(
-                    [self.session.generate(tokens, 1, seed, sampling) for seed in seeds]
+                    [self.session.generate(tokens, 1, seed, sampling, shown) for seed in seeds]
                 )
                 answered = [generation for generations in several for generation in generations]
             for number, (seed, generation) in enumerate(
@@ -368,3 +379,19 @@ class GroupGenerate(Generate):
         finally:
             self._under_way -= 1
             self._since_s = time.monotonic()
+
+    def _images_of(self, tokens: npt.NDArray[np.int32]) -> Sequence[ShownImage]:
+        """Returns the prompt's images, if the tokens begin with it.
+
+        Raises ValueError for tokens that show its images elsewhere: nobody could say which.
+        """
+        if self.prompt is None or not self.prompt.images:
+            return ()
+        if begins_with(tokens, self.prompt.tokens):
+            return self.prompt.images
+        if shows_placeholders(tokens, self.prompt):
+            raise ValueError(
+                "generate: the tokens have placeholders of images, but do not begin with the "
+                "prompt; begin with prompt.tokens"
+            )
+        return ()

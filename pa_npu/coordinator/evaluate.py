@@ -173,7 +173,7 @@ class Evaluator:
             label=f"question {number} of {name} at version {version}",
         ) as session:
             for kind, count, sampling in self._kinds:
-                generate = GroupGenerate(session, seed, sampling)
+                generate = GroupGenerate(session, seed, sampling, prompt=prompt)
                 max_tokens = config.rollout.max_response_tokens  # what engines are made for
                 samples = await run_episode(
                     config, self.environment, prompt, count, generate, max_tokens

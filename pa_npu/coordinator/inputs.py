@@ -17,6 +17,7 @@ from pa_npu.coordinator.assembly import make_sessions
 from pa_npu.coordinator.demonstrations import Demonstrations
 from pa_npu.coordinator.start import first_version, store_address
 from pa_npu.data.hints import hints_of
+from pa_npu.data.image_rows import ImageInput
 from pa_npu.data.prompts import Prompt, load_prompts, load_training
 from pa_npu.data.stream import TrainingStream
 from pa_npu.data.teachers import check_teacher_names
@@ -129,14 +130,17 @@ def load_prompt_sets(
 ) -> tuple[TrainingStream[Prompt], dict[str, tuple[Prompt, ...]]]:
     """Returns the training stream at the position of the checkpoint, and held-out prompts by set."""
     answers = needs_answers(config.reward, config.environment)
-    loaded = load_training(config.data, tokenizer, answers, hints_of(config))
+    images = ImageInput.from_config(config)
+    loaded = load_training(config.data, tokenizer, answers, hints=hints_of(config), images=images)
     for prompts in loaded:
         check_teacher_names(prompts.prompts, prompts.path, config)
         logger.info("training on %s", prompts.summary)
     held_out = {}
     for name, dataset in config.evaluate.all_sets(config.data.test).items():
         key = config.evaluate.key_of(name)
-        held_out[name] = load_prompts(dataset, tokenizer, config.data, key, 0, answers)
+        held_out[name] = load_prompts(
+            dataset, tokenizer, config.data, key, 0, answers, images=images
+        )
     for name, prompts in held_out.items():
         logger.info("evaluating on %s: %s", name, prompts.summary)
     fingerprint = None if demonstrations is None else demonstrations.fingerprint

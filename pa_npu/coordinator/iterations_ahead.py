@@ -137,11 +137,11 @@ class IterationsAhead:
 
     def draw(self, last: int) -> Prompt:
         """Takes the next iteration's prompts, if it comes before `last`; returns one to probe
-        engines with.
+        engines with: the first, or the first that shows an image.
         """
         if self.next < last or not self._prompts:
             self._prompts = self._drawn(self.next)
-        return self._prompts[0]
+        return next((prompt for prompt in self._prompts if prompt.images), self._prompts[0])
 
     def prepare(self, last: int) -> None:
         """Begins to choose the schedule of the next iteration, if it comes before `last`, while

@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
@@ -169,7 +170,8 @@ class Producer:
             unequal=config.devices.unequal_groups,
         )
         num_kept = kept_groups(config.telemetry.samples)
-        production = Production(iteration, num_kept, len(demonstrations))
+        run_dir = Path(config.run.dir)
+        production = Production(iteration, num_kept, len(demonstrations), run_dir)
         points = HookPoints([*self.features, *groups.features, production, *features])
         make_delivery = self.streamed if config.schedule.streams(iteration) else HeldDelivery
         delivery = make_delivery(

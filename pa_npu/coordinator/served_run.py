@@ -49,6 +49,7 @@ from pa_npu.errors import PaNpuError
 from pa_npu.samples.attachments import described
 from pa_npu.samples.group import IDENTITY, PER_SAMPLE, PER_TOKEN, Group
 from pa_npu.samples.seeds import group_seed
+from pa_npu.vision.family import read_vision
 
 T = TypeVar("T")
 # Beside all iterations of training and evaluation, whose groups have seeds of their own.
@@ -115,6 +116,7 @@ class ServedRun(Feature):
 
     def __post_init__(self, tokenizer: Any) -> None:
         self._chat = Chat(self.config, tokenizer)
+        self._vision = read_vision(self.config.model.path)
         self._rows = count()
         self._requests = count()
         self._kept: deque[_Kept] = deque(maxlen=_MOST_GROUPS)
@@ -333,6 +335,12 @@ class ServedRun(Feature):
                 f"{longest}"
             )
             raise RequestRefused(line, code="context_length_exceeded", param="prompt")
+        if self._vision is not None and self._vision.image_token in tokens:
+            raise RequestRefused(
+                f"token {self._vision.image_token} stands for an image, which this endpoint does not "
+                "take",
+                param="prompt",
+            )
         return left
 
     async def _by_one_version(self, call: Callable[[], Coroutine[Any, Any, T]], name: str) -> T:

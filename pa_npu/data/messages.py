@@ -1,6 +1,7 @@
 """Chat messages of a dataset's row or of a client's request, in the one form that chat templates read.
 
-    content       a text; a list of text parts becomes one, and null is the empty text
+    content       a text; a list of text parts becomes one, and null is the empty text; for a row
+                  with images, parts of images become <image>
     tool_calls    objects of {"type": "function", "function": {"name", "arguments"}}; arguments that
                   are the JSON of an object become that object, other arguments stay the text they
                   are
@@ -21,6 +22,8 @@ from pa_npu.config.words import as_json
 from pa_npu.data.rows import is_text
 
 Message = dict[str, Any]
+IMAGE_MARK = "<image>"
+"""Where an image stands in the text of a row that has images."""
 
 _KNOWN_ROLES = frozenset({"system", "user", "assistant", "tool"})
 # ShareGPT's names, those of its descendants (LLaMA-Factory, Hermes), and the field's own.
@@ -33,14 +36,19 @@ _ROLES_OF_SHAREGPT = {
     "system": "system",
 }
 _CALL_OF_SHAREGPT = "function_call"
+_IMAGE_PARTS = ("image", "image_url")
 
 
 class BadMessage(Exception):
     """A message that no template can be given; says why, without the place of the message."""
 
 
-def template_message(message: Any) -> Message:
-    """The message as templates read it. Raises BadMessage."""
+def template_message(message: Any, images: list[Any] | None = None) -> Message:
+    """The message as templates read it. Raises BadMessage.
+
+    images: gets what the message's parts hold of images, None for a part that only says where one
+    is; None refuses such parts.
+    """
     if not isinstance(message, Mapping):
         raise BadMessage(f"{as_json(message)} is not an object")
     fields = {name: value for name, value in message.items() if value is not None}
@@ -48,7 +56,7 @@ def template_message(message: Any) -> Message:
         fields = _named_as_here(fields)
     if not isinstance(fields.get("role"), str):
         raise BadMessage(f"{as_json(message)} has no role that is a text")
-    fields["content"] = _content_text(fields.get("content", ""))
+    fields["content"] = _content_text(fields.get("content", ""), images)
     if calls := fields.pop("tool_calls", None):
         fields["tool_calls"] = [_template_call(call) for call in _list_of(calls, "tool_calls")]
     return fields
@@ -160,7 +168,7 @@ def _renamed(entry: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
     return {**entry, "name": name}
 
 
-def _content_text(content: Any) -> str:
+def _content_text(content: Any, images: list[Any] | None) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
@@ -169,12 +177,41 @@ def _content_text(content: Any) -> str:
     for part in content:
         text = part.get("text") if isinstance(part, Mapping) else part
         kind = part.get("type") or "text" if isinstance(part, Mapping) else "text"
+        if images is not None and kind in _IMAGE_PARTS:
+            images.append(_image_of(part))
+            texts.append(IMAGE_MARK)
+            continue
         if not isinstance(text, str) or not str(kind).endswith("text"):
             raise BadMessage(
                 f"content has the part {as_json(part)}; only parts of type text can be read"
+                f"{'' if images is None else ', and of type image'}"
             )
         texts.append(text)
     return "".join(texts)
+
+
+def _image_of(part: Mapping[str, Any]) -> Any:
+    """The image that a part holds or names; None where it only says that one is there."""
+    value = part.get("image_url") if part.get("type") == "image_url" else None
+    if value is None:
+        value = part.get("image") or part.get("url") or part.get("path")
+    if isinstance(value, Mapping) and "url" in value:
+        value = value["url"]
+    return value
+
+
+def with_image_parts(message: Message) -> Message:
+    """The message as templates of models with images read it: texts and images are parts."""
+    pieces = message["content"].split(IMAGE_MARK)
+    if len(pieces) == 1:
+        return message
+    parts: list[dict[str, str]] = []
+    for number, piece in enumerate(pieces):
+        if number:
+            parts.append({"type": "image"})
+        if piece:
+            parts.append({"type": "text", "text": piece})
+    return {**message, "content": parts}
 
 
 def _template_call(call: Any) -> dict[str, Any]:

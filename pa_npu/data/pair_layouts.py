@@ -24,6 +24,7 @@ from pa_npu.data.records import (
     behind_system_column,
     column_names,
     named_column,
+    refuse_images,
     row_messages,
 )
 from pa_npu.data.row_layouts import (
@@ -65,6 +66,7 @@ def read_pairs(
     Raises DataError at the first row that is none.
     """
     for location, row in read_objects(path, key, split, usual):
+        refuse_images(location, row, options.images_column)
         yield _pair(location, row, options, columns_optional)
 
 

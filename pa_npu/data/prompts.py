@@ -16,10 +16,13 @@ from pa_npu.config.plain_file import reason
 from pa_npu.config.sections.inputs import DataConfig, Dataset, TrainingDataset
 from pa_npu.config.words import counted
 from pa_npu.data.hints import Hint
-from pa_npu.data.messages import Message, left_out
+from pa_npu.data.image_rows import ImageInput
+from pa_npu.data.messages import Message, left_out, with_image_parts
 from pa_npu.data.records import Columns, Record, read_records
 from pa_npu.data.template import TemplateFailed, check_options, chosen_template, rendered
 from pa_npu.errors import DataError, printable
+from pa_npu.vision.family import FAMILIES
+from pa_npu.vision.images import ShownImage
 
 # of a dataset: these, and so much more per row
 RENDER_ALL_LIMIT_S = 60.0
@@ -40,8 +43,9 @@ class Prompt:
 
     prompt_id: row of the dataset, from 0; of several datasets, as if they were one behind the
     other. tokens: int32 [P]. text: the rendered prompt. answer: the final answer, without GSM8K's
-    reasoning. row: the dataset row as it was read. source: what its dataset is called.
-    hinted: by teacher, the tokens of the prompt with its hint.
+    reasoning. row: the dataset row as it was read, with names in place of images. source: what its
+    dataset is called. hinted: by teacher, the tokens of the prompt with its hint. images: those
+    that placeholders among the tokens stand for.
     """
 
     prompt_id: int
@@ -51,12 +55,14 @@ class Prompt:
     row: dict[str, Any]
     source: str = ""
     hinted: Mapping[str, npt.NDArray[np.int32]] = field(default_factory=dict)
+    images: tuple[ShownImage, ...] = ()
 
     @property
     def identity(self) -> bytes:
         """Tells this prompt from another one, for the fingerprint of a dataset."""
         tokens = np.asarray(self.tokens, "<i4").tobytes()
-        return tokens + f"\n{self.prompt_id}\n{self.answer}\n".encode()
+        images = b"".join(image.identity for image in self.images)
+        return tokens + f"\n{self.prompt_id}\n{self.answer}\n".encode() + images
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,11 +85,16 @@ class PromptSet:
         """One line for logs and the dry run."""
         lengths = [len(prompt.tokens) for prompt in self.prompts]
         mean = sum(lengths) / len(lengths)
-        return (
+        line = (
             f"{counted(len(lengths), 'prompt')} from {self.path} (read {self.num_read}, truncated "
             f"{self.num_truncated}, skipped {self.num_skipped}), {min(lengths)} to "
             f"{counted(max(lengths), 'token')}, mean {mean:.0f}"
         )
+        shown = [image for prompt in self.prompts for image in prompt.images]
+        if shown:
+            num_tokens = sum(image.length for image in shown)
+            line += f"; {counted(len(shown), 'image')} of {num_tokens / len(shown):.0f} tokens"
+        return line
 
 
 def load_prompts(
@@ -94,6 +105,7 @@ def load_prompts(
     first_id: int = 0,
     needs_answer: bool = True,
     hints: Sequence[Hint] = (),
+    images: ImageInput | str = "no model was given",
 ) -> PromptSet:
     """Reads, renders and tokenizes a dataset. Raises DataError for unusable data.
 
@@ -103,6 +115,7 @@ def load_prompts(
         first_id: prompt_id of its first row.
         needs_answer: as Columns.
         hints: with each of which every prompt is made a second time.
+        images: how the model reads images, or why it does not.
     """
     is_training = isinstance(dataset, TrainingDataset)
     path = dataset.path
@@ -113,9 +126,12 @@ def load_prompts(
         # data.* is about data.train: held-out questions often come from elsewhere
         optional=not is_training and not (dataset.question_column or dataset.answer_column),
         needs_answer=needs_answer,
+        images=config.images_column,
     )
     usual = ("train",) if is_training else ("test", "validation")
-    records = list(islice(read_records(path, key, columns, dataset.split, usual), dataset.max_rows))
+    records = []
+    for record in islice(read_records(path, key, columns, dataset.split, usual), dataset.max_rows):
+        records.append(images.taken(record, path) if isinstance(images, ImageInput) else record)
     if not records:
         raise DataError(
             f"{key}: {path} is empty; it needs at least one row with a question and its answer"
@@ -126,7 +142,7 @@ def load_prompts(
     used: list[Record] = []
     too_long: list[_Encoded] = []
     shortest = sys.maxsize
-    for number, encoded in enumerate(_encoded(records, tokenizer, config)):
+    for number, encoded in enumerate(_encoded(records, tokenizer, config, images)):
         record = encoded.record
         text = encoded.text
         tokens = encoded.tokens
@@ -135,10 +151,25 @@ def load_prompts(
             too_long.append(encoded)
             if config.overlong_prompt != "truncate":
                 continue
+            if encoded.images:
+                raise DataError(
+                    f"{record.location}: the prompt has {encoded.size} tokens, images included, "
+                    f"more than data.max_prompt_tokens = {limit}, and images cannot be truncated; "
+                    "raise it, lower data.max_image_pixels, or set data.overlong_prompt=skip"
+                )
             tokens = tokens[-limit:]
             text = tokenizer.decode(tokens)
         array = np.asarray(tokens, np.int32)
-        prompts.append(Prompt(first_id + number, array, record.answer, text, record.row, source))
+        prompt = Prompt(
+            prompt_id=first_id + number,
+            tokens=array,
+            answer=record.answer,
+            text=text,
+            row=record.row,
+            source=source,
+            images=encoded.images,
+        )
+        prompts.append(prompt)
         used.append(record)
     if too_long and config.overlong_prompt == "refuse":
         first = too_long[0]
@@ -155,7 +186,7 @@ def load_prompts(
             f"{limit} and were skipped; raise data.max_prompt_tokens (shortest: {shortest})"
         )
     for hint in hints:
-        prompts = _with_hint(hint, prompts, used, tokenizer, config)
+        prompts = _with_hint(hint, prompts, used, tokenizer, config, images)
     num_skipped = len(records) - len(prompts)
     return PromptSet(path, tuple(prompts), len(records), len(too_long) - num_skipped, num_skipped)
 
@@ -166,10 +197,11 @@ def _with_hint(
     records: Sequence[Record],
     tokenizer: Any,
     config: DataConfig,
+    images: ImageInput | str,
 ) -> list[Prompt]:
     """Returns the prompts with their tokens behind which a hint's teacher scores their responses."""
     shown = [hint.shown_with(record) for record in records if hint.is_for(record)]
-    with_hint = _encoded(shown, tokenizer, config)
+    with_hint = _encoded(shown, tokenizer, config, images)
     found = []
     for prompt, record in zip(prompts, records, strict=True):
         if hint.is_for(record):
@@ -191,6 +223,7 @@ def load_training(
     tokenizer: Any,
     needs_answer: bool = True,
     hints: Sequence[Hint] = (),
+    images: ImageInput | str = "no model was given",
 ) -> list[PromptSet]:
     """The training datasets, in the configuration's order, with prompt_ids of their own.
 
@@ -199,9 +232,17 @@ def load_training(
     sets: list[PromptSet] = []
     for number, dataset in enumerate(config.datasets):
         first_id = sum(prompts.num_read for prompts in sets)
+        key = config.key_of(number)
         sets.append(
             load_prompts(
-                dataset, tokenizer, config, config.key_of(number), first_id, needs_answer, hints
+                dataset,
+                tokenizer,
+                config,
+                key,
+                first_id,
+                needs_answer,
+                hints=hints,
+                images=images,
             )
         )
     return sets
@@ -242,12 +283,15 @@ def first_prompt_lines(prompt: Prompt, tokenizer: Any) -> list[str]:
 class _Encoded:
     """A rendered record and its tokens; of a text far too long the last ones, and how many it has
     at least.
+
+    images: of its placeholders.
     """
 
     record: Record
     text: str
     tokens: Sequence[int]
     least_tokens: int = 0
+    images: tuple[ShownImage, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -260,8 +304,13 @@ class _Encoded:
         return f"{'at least ' if self.least_tokens else ''}{self.num_tokens}"
 
 
-def _encoded(records: Sequence[Record], tokenizer: Any, config: DataConfig) -> Iterator[_Encoded]:
-    """Every record with its text and tokens.
+def _encoded(
+    records: Sequence[Record],
+    tokenizer: Any,
+    config: DataConfig,
+    images: ImageInput | str,
+) -> Iterator[_Encoded]:
+    """Every record with its text and tokens. images: as load_prompts.
 
     What a template makes of all rows together need not fit in memory.
     """
@@ -274,6 +323,12 @@ def _encoded(records: Sequence[Record], tokenizer: Any, config: DataConfig) -> I
     batch: list[tuple[Record, str]] = []
     num_characters = 0
     for number, record in enumerate(records, start=1):
+        if isinstance(images, str) and record.images:
+            num_images = counted(len(record.images), "image")
+            raise DataError(
+                f"{record.location}: {num_images}, but {images}; set model.path to one of "
+                f"{', '.join(FAMILIES)}, or data.images_column to null"
+            )
         began = time.thread_time()
         text = _render(record, tokenizer, config, template)
         seconds_left -= time.thread_time() - began
@@ -298,7 +353,10 @@ def _encoded(records: Sequence[Record], tokenizer: Any, config: DataConfig) -> I
                     "remove the row"
                 )
             least = len(whole) // longest_token // _NORMALISED + 1 if len(whole) > bound else 0
-            yield _Encoded(encoded_record, whole, tokens, least)
+            shown: tuple[ShownImage, ...] = ()
+            if isinstance(images, ImageInput) and not least:
+                tokens, shown = images.shown(encoded_record, tokens)
+            yield _Encoded(encoded_record, whole, tokens, least, shown)
         batch = []
         num_characters = 0
 
@@ -329,6 +387,11 @@ def _tokens(texts: list[str], tokenizer: Any, with_template: bool) -> list[list[
 def _render(record: Record, tokenizer: Any, config: DataConfig, template: Any) -> str:
     """The prompt's text up to the place where the response begins, with all that the row says."""
     messages = compose_messages(record, config)
+    if record.images and template is None:
+        raise DataError(
+            f"{record.location}: images need a chat template, which says how the model is shown "
+            "them; set data.chat_template"
+        )
     if not knows_reasoning(template):
         messages = [with_reasoning(message) for message in messages]
     ending = (
@@ -336,6 +399,8 @@ def _render(record: Record, tokenizer: Any, config: DataConfig, template: Any) -
     )
 
     def render(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
+        if record.images:
+            messages = [with_image_parts(message) for message in messages]
         if template is None:
             return "\n".join(message["content"] for message in messages)
         described = {"tools": list(tools)} if tools else {}

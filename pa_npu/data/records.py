@@ -12,7 +12,9 @@ These layouts are understood, told apart by the columns of each row:
     conversations      the same with ShareGPT's messages ({"from": "human", "value": ...}), behind
                        the column `system`
 
-and those of published benchmarks that `published` translates. A named column may be one inside
+and those of published benchmarks that `published` translates. A column with images (Columns.images)
+may stand beside each of them: one image or a list, which `<image>` in the text or parts of the
+messages place; without either they stand before the first message of the user. A named column may be one inside
 another, such as reward_model.ground_truth. Messages keep their fields (tool_calls, name,
 reasoning_content, ...), and
 functions that a column `tools` describes go with them to the chat template. A last message of the
@@ -31,6 +33,7 @@ from typing import Any
 
 from pa_npu.config.words import as_json
 from pa_npu.data.messages import (
+    IMAGE_MARK,
     BadMessage,
     Message,
     is_of_sharegpt,
@@ -78,12 +81,14 @@ class Columns:
 
     needs_answer: whether a row without a reference answer is refused; rewards that run tests read
     none.
+    images: of the column with images; None if no row's images are read.
     """
 
     question: str | None = None
     answer: str | None = None
     optional: bool = False
     needs_answer: bool = True
+    images: str | None = None
 
 
 _BY_LAYOUT = Columns()
@@ -95,7 +100,8 @@ class Record:
 
     location: "file:line" (JSONL) or "file: row n" (parquet, from 1). messages: up to the turn to
     generate; of the assistant at the end is only what that turn begins with. tools: functions that
-    the messages may call, as the row describes them.
+    the messages may call, as the row describes them. images: as the row holds or names them, one
+    for each <image> of the messages.
     """
 
     location: str
@@ -103,6 +109,7 @@ class Record:
     answer: str
     row: dict[str, Any]
     tools: tuple[dict[str, Any], ...] = field(default=())
+    images: tuple[Any, ...] = field(default=())
 
     @property
     def continues(self) -> bool:
@@ -133,7 +140,13 @@ def _record(location: str, row: Mapping[str, Any], columns: Columns) -> Record:
     kept = published(row) if question is None else dict(row)
     asked, name = _question(location, kept, columns.question, question)
     is_table = isinstance(row, TableRow)
-    messages = row_messages(location, asked, name, is_table)
+    inline: list[Any] | None = None if columns.images is None else []
+    messages = row_messages(location, asked, name, is_table, inline)
+    images: tuple[Any, ...] = ()
+    if columns.images is not None:
+        messages, images = _with_images(location, messages, row.get(columns.images), inline or [])
+        if images and any(value is not None for value in inline or ()):
+            kept[name] = [dict(message) for message in messages]  # rewards need no pixels
     if name in CONVERSATIONS:
         messages = behind_system_column(messages, kept)
         # for rewards: in the field's form
@@ -155,7 +168,7 @@ def _record(location: str, row: Mapping[str, Any], columns: Columns) -> Record:
             )
     tools = read_tools(without_nulls(kept.get(_TOOLS)) if is_table else kept.get(_TOOLS))
     final = _reference(location, answer, columns.needs_answer, kept)
-    return Record(location, messages, final, kept, tools)
+    return Record(location, messages, final, kept, tools, images)
 
 
 def _question(
@@ -238,9 +251,65 @@ def named_column(
     return value
 
 
-def row_messages(location: str, value: Any, name: str, is_table: bool) -> tuple[Message, ...]:
+def _with_images(
+    location: str, messages: tuple[Message, ...], column: Any, inline: Sequence[Any]
+) -> tuple[tuple[Message, ...], tuple[Any, ...]]:
+    """The messages with an <image> for each image of the row, and the images in their order.
+
+    column: the row's images. inline: what parts of the messages hold.
+    """
+    if isinstance(column, (list, tuple)):
+        images = list(column)
+    else:
+        images = [] if column is None or column == "" else [column]
+    held = [value for value in inline if value is not None]
+    if held and images:
+        raise DataError(
+            f"{location}: images both in the messages and in a column of their own; keep one of them"
+        )
+    if held and len(held) < len(inline):
+        raise DataError(
+            f"{location}: {len(inline)} parts of images, of which {len(held)} hold one; give all"
+        )
+    images = images or held
+    if not images:
+        if inline:
+            raise DataError(
+                f"{location}: {len(inline)} parts of images, but no image; add the images' column"
+            )
+        return messages, ()
+    num_marks = sum(message["content"].count(IMAGE_MARK) for message in messages)
+    if num_marks == 0:
+        asked = next((m for m in messages if m["role"] == "user"), None)
+        if asked is None:
+            raise DataError(f"{location}: no message of role user to put its images before")
+        before = {**asked, "content": IMAGE_MARK * len(images) + asked["content"]}
+        messages = tuple(before if message is asked else message for message in messages)
+    elif num_marks != len(images):
+        raise DataError(
+            f"{location}: {num_marks} times {IMAGE_MARK} for {len(images)} images; give one each"
+        )
+    return messages, tuple(images)
+
+
+def refuse_images(location: str, row: Mapping[str, Any], column: str | None) -> None:
+    """Raises DataError for a row with images where rows are trained as they are: its <image> would
+    be a text.
+
+    column: of images; None where none are read.
+    """
+    if column is not None and row.get(column):
+        raise DataError(
+            f"{location}: images in {column}, but rows that are trained as they are have text alone; "
+            "remove the column, or set data.images_column=null"
+        )
+
+
+def row_messages(
+    location: str, value: Any, name: str, is_table: bool, images: list[Any] | None = None
+) -> tuple[Message, ...]:
     """The messages of a question. name: of its column. is_table: nulls are fields that are not
-    there.
+    there. images: as for template_message.
     """
     if name in _OF_MESSAGES:
         value = _listed(value)
@@ -261,7 +330,7 @@ def row_messages(location: str, value: Any, name: str, is_table: bool) -> tuple[
     messages = []
     for message in value:
         try:
-            read = template_message(without_nulls(message) if is_table else message)
+            read = template_message(without_nulls(message) if is_table else message, images)
         except BadMessage as bad:
             raise DataError(f"{location}: {name}: {bad}; correct the row") from None
         is_assistant = read["role"] == "assistant"

@@ -15,6 +15,7 @@ from pa_npu.data.records import (
     behind_system_column,
     column_names,
     named_column,
+    refuse_images,
     row_messages,
 )
 from pa_npu.data.rows import TableRow, read_objects
@@ -63,6 +64,7 @@ def read_conversations(
     columns_optional: whether rows without the named columns go by their layout.
     """
     for location, row in read_objects(path, key, split, usual):
+        refuse_images(location, row, options.images_column)
         yield _content(location, row, options, columns_optional)
 
 

@@ -27,6 +27,7 @@ from pa_npu.errors import DataError
 PARQUET_MAGIC = b"PAR1"
 ARROW_FILE_MAGIC = b"ARROW1"
 BATCH_ROWS = 4096
+BATCH_ROWS_WITH_BYTES = 32  # of rows with images, which may have megabytes each
 LONGEST_ROW_BYTES = 16 << 20
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
@@ -353,7 +354,14 @@ def _batches(file: Path, form: str) -> Iterator[Any]:
 
     if form == "parquet":
         with pyarrow.parquet.ParquetFile(file) as table:
-            yield from table.iter_batches(batch_size=BATCH_ROWS)
+            if "binary" not in str(table.schema_arrow):
+                yield from table.iter_batches(batch_size=BATCH_ROWS)
+                return
+            # one group of rows after another, each with its memory given back: else that of all of
+            # them stays with the process
+            for number in range(table.num_row_groups):
+                yield from table.iter_batches(BATCH_ROWS_WITH_BYTES, row_groups=[number])
+                pyarrow.default_memory_pool().release_unused()
         return
     with pyarrow.memory_map(str(file)) as source:
         if form == "arrow file":

@@ -26,7 +26,9 @@ from pa_npu.engines.codec import (
     DecodedAnswer,
     checked_generations,
     decode_answer,
+    decode_generated,
     decode_object,
+    encode_generate_request,
     encode_request,
     recorded_routes,
     with_routes,
@@ -37,6 +39,12 @@ from pa_npu.engines.http_server import (
     KEY_VARIABLE,
     OPEN_PATH,
     VERSION_HEADER,
+)
+from pa_npu.engines.images import (
+    SentImages,
+    check_expanded,
+    is_unknown_image,
+    short_tokens,
 )
 from pa_npu.engines.protocol import (
     NO_TOKENS,
@@ -64,6 +72,7 @@ from pa_npu.engines.worker_answers import (
 )
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.routes import Routes
+from pa_npu.vision.images import ShownImage
 
 # Servers close idle connections after 5 s (uvicorn); closing them earlier ourselves avoids writing
 # into one that is being closed.
@@ -123,6 +132,7 @@ class EngineClient:
         self._vocab_size = vocab_size
         self._kind = kind
         self._served_model = served_model
+        self._sent_images = SentImages()
         self._asked_to_load = False
         self._version: int | None = None  # that it loaded for this client
         self._generating = 0
@@ -149,8 +159,8 @@ class EngineClient:
         *,
         deadline_s: float,
         written: npt.NDArray[np.int32] = NO_TOKENS,
+        images: Sequence[ShownImage] = (),
     ) -> list[Generation]:
-        body = encode_request(prompt_tokens, n, seed, sampling, written, self._served_model)
         num_given = len(prompt_tokens) + len(written)
         max_bytes = ANSWER_BYTES
         max_bytes += n * (_TOKEN_BYTES * sampling.max_tokens + _PROMPT_TOKEN_BYTES * num_given)
@@ -158,23 +168,88 @@ class EngineClient:
             max_bytes += n * (sampling.max_tokens + num_given) * sampling.routes.max_bytes
         self._generating += 1
         try:
-            data, headers = await self._request(
-                "POST",
-                "/v1/completions",
-                body,
-                deadline_s,
-                max_bytes=max_bytes,
-                keep_connection=True,
-                accept=COMPACT_TYPE,
-            )
+            if images:
+                data, headers = await self._ask_with_images(
+                    prompt_tokens, n, seed, sampling, written, images, deadline_s, max_bytes
+                )
+            else:
+                body = encode_request(prompt_tokens, n, seed, sampling, written, self._served_model)
+                data, headers = await self._ask(body, deadline_s, max_bytes)
         finally:
             self._generating -= 1
         version = self._check_version(headers)
-        answer = decode_answer(data, n, self.name, headers.get("Content-Type", ""))
+        if images and self._kind == "vllm":
+            answer = decode_generated(data, n, self.name)
+        else:
+            answer = decode_answer(data, n, self.name, headers.get("Content-Type", ""))
+        if images:
+            check_expanded(
+                answer.prompt_tokens, np.concatenate([prompt_tokens, written]), self.name
+            )
         generations = checked_generations(answer, sampling, self._vocab_size, self.name, version)
         if sampling.routes is None:
             return generations
         return await self._with_routes(generations, answer, num_given, sampling.routes, deadline_s)
+
+    async def _ask(
+        self, body: bytes, deadline_s: float, max_bytes: int
+    ) -> tuple[bytes, Mapping[str, str]]:
+        return await self._request(
+            "POST",
+            "/v1/completions",
+            body,
+            deadline_s,
+            max_bytes=max_bytes,
+            keep_connection=True,
+            accept=COMPACT_TYPE,
+        )
+
+    async def _ask_with_images(
+        self,
+        prompt_tokens: npt.NDArray[np.int32],
+        n: int,
+        seed: int,
+        sampling: Sampling,
+        written: npt.NDArray[np.int32],
+        images: Sequence[ShownImage],
+        deadline_s: float,
+        max_bytes: int,
+    ) -> tuple[bytes, Mapping[str, str]]:
+        """Asks by one placeholder an image, whose data goes along unless the engine has it."""
+        short, places = short_tokens(prompt_tokens, images)
+        end_s = time.monotonic() + deadline_s
+        while True:
+            # decoding and encoding an image of a megapixel takes some 50 ms
+            parts = await asyncio.to_thread(self._sent_images.parts, images, places)
+            left_s = max(0.001, end_s - time.monotonic())
+            try:
+                if self._kind == "vllm":
+                    body = encode_generate_request(
+                        short, n, seed, sampling, written, parts, self._served_model
+                    )
+                    data, headers = await self._request(
+                        "POST",
+                        "/inference/v1/generate",
+                        body,
+                        left_s,
+                        max_bytes=max_bytes,
+                        keep_connection=True,
+                    )
+                else:
+                    body = encode_request(
+                        short, n, seed, sampling, written, self._served_model, parts
+                    )
+                    data, headers = await self._ask(body, left_s, max_bytes)
+                break
+            except EngineGone:
+                raise
+            except EngineError as error:
+                was_sent = all(part.data for part in parts)
+                if was_sent or not is_unknown_image(str(error)):
+                    raise
+                self._sent_images.forget(images)
+        self._sent_images.have_arrived(images)
+        return data, headers
 
     async def _with_routes(
         self,
@@ -392,6 +467,7 @@ class EngineClient:
             sleeps=all_can("sleeps"),
             records_routes=all_can("routes"),
             scores_at_temperature=all_can("scores_at_temperature"),
+            reads_images=all_can("images"),
         )
 
     def _check_version(self, headers: Mapping[str, str]) -> int | None:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from pa_npu.engines import compact_answer
 from pa_npu.engines.http_server import COMPACT_TYPE
+from pa_npu.engines.images import RequestImage, as_fields
 from pa_npu.engines.protocol import NO_TOKENS, EngineError, Generation, Sampling
 from pa_npu.samples.routes import NO_ROUTE, Routes
 
@@ -61,12 +62,45 @@ class Answered(msgspec.Struct, gc=False):
 class _Response(msgspec.Struct, gc=False):
     choices: list[Answered]
     id: str = ""
+    prompt_token_ids: list[int] | None = None
+
+
+class _TokenLogProb(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _GeneratedLogProbs(msgspec.Struct, gc=False):
+    content: list[_TokenLogProb]
+
+
+class _Generated(msgspec.Struct, gc=False):
+    """A choice of vLLM's /inference/v1/generate."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: _GeneratedLogProbs | None = None
+    routed_experts: str | None = None
+
+    @property
+    def token_logprobs(self) -> Sequence[float]:
+        if self.logprobs is None:
+            return ()
+        return [entry.logprob for entry in self.logprobs.content]
+
+
+class _GenerateResponse(msgspec.Struct, gc=False):
+    choices: list[_Generated]
+    prompt_token_ids: list[int] | None = None
+    request_id: str = ""
 
 
 _encoder = msgspec.json.Encoder()
 # Typed decoding skips the fields that are most of the bytes (token strings, offsets, top log-probs,
 # the echoed prompt).
 _decoder = msgspec.json.Decoder(_Response)
+_generate_decoder = msgspec.json.Decoder(_GenerateResponse)
 
 
 def encode_request(
@@ -76,12 +110,13 @@ def encode_request(
     sampling: Sampling,
     written: npt.NDArray[np.int32] = NO_TOKENS,
     served_model: str = SERVED_MODEL,
+    images: Sequence[RequestImage] = (),
 ) -> bytes:
     """Returns the body of a request for n responses.
 
     Every sampling parameter is explicit, so that no generation_config.json of a model changes the
     distribution. `written`: the beginning of the one response that is asked for, which the engine
-    computes as a part of the prompt.
+    computes as a part of the prompt. `images`: of the prompt.
     """
     body: dict[str, Any] = {
         "model": served_model,
@@ -115,7 +150,46 @@ def encode_request(
         extra["routes"] = 1
     if extra:
         body["vllm_xargs"] = extra
+    if images:
+        body["images"] = as_fields(images)
     return _encoder.encode(body)
+
+
+def encode_generate_request(
+    prompt_tokens: npt.NDArray[np.int32],
+    n: int,
+    seed: int,
+    sampling: Sampling,
+    written: npt.NDArray[np.int32],
+    images: Sequence[RequestImage],
+    served_model: str = SERVED_MODEL,
+) -> bytes:
+    """Returns the body of a request to /inference/v1/generate of vLLM (0.32), which takes tokens
+    and images. Arguments as for encode_request.
+    """
+    body = msgspec.json.decode(
+        encode_request(prompt_tokens, n, seed, sampling, written, served_model)
+    )
+    tokens = body.pop("prompt")
+    model = body.pop("model")
+    del body["return_token_ids"]
+    if "vllm_xargs" in body:
+        body["extra_args"] = body.pop("vllm_xargs")
+    parts: list[dict[str, str]] = []
+    for image in images:
+        part = {"type": "image_url", "uuid": image.key}
+        if image.data:
+            part["url"] = f"data:image/png;base64,{image.data}"
+        parts.append(part)
+    request = {
+        "model": model,
+        "token_ids": tokens,
+        "content_parts": parts,
+        "sampling_params": body,
+        "output_mode": "text",
+        "return_token_ids": True,
+    }
+    return _encoder.encode(request)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +205,7 @@ class DecodedAnswer:
         logprobs: float32, one after another too; None if the answer has none.
         num_logprobs: of each response.
         route_files: an .npy file of each response's routes; None for a response without.
+        prompt_tokens: that the engine made of a prompt with images; None if it does not say.
     """
 
     request: str
@@ -141,6 +216,7 @@ class DecodedAnswer:
     logprobs: npt.NDArray[np.float32] | None
     num_logprobs: list[int]
     route_files: list[bytes | None]
+    prompt_tokens: npt.NDArray[np.integer[Any]] | None = None
 
 
 def decode_answer(
@@ -156,6 +232,20 @@ def decode_answer(
     return answer
 
 
+def decode_generated(data: bytes, n: int, engine: str) -> DecodedAnswer:
+    """Returns an answer of vLLM's /inference/v1/generate with n responses. Raises EngineError if it
+    is none.
+    """
+    try:
+        answer = _generate_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise EngineError(
+            f"engine {engine}: answer to /inference/v1/generate is malformed ({error}): "
+            f"{excerpt(data)}"
+        ) from None
+    return _as_arrays(answer.request_id, answer.choices, answer.prompt_token_ids, n, engine)
+
+
 def _decode_json(data: bytes, n: int, engine: str) -> DecodedAnswer:
     try:
         answer = _decoder.decode(data)
@@ -163,7 +253,18 @@ def _decode_json(data: bytes, n: int, engine: str) -> DecodedAnswer:
         raise EngineError(
             f"engine {engine}: answer to /v1/completions is malformed ({error}): {excerpt(data)}"
         ) from None
-    choices = sorted(answer.choices, key=lambda choice: choice.index)
+    return _as_arrays(answer.id, answer.choices, answer.prompt_token_ids, n, engine)
+
+
+def _as_arrays(
+    request: str,
+    unordered: Sequence[Answered | _Generated],
+    prompt: Sequence[int] | None,
+    n: int,
+    engine: str,
+) -> DecodedAnswer:
+    """Returns the choices of an answer in JSON. Raises EngineError unless there are n of them."""
+    choices = sorted(unordered, key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(n)):
         raise EngineError(f"engine {engine}: {len(choices)} responses, but {n} were asked for")
     lengths = [len(choice.token_ids) for choice in choices]
@@ -173,6 +274,7 @@ def _decode_json(data: bytes, n: int, engine: str) -> DecodedAnswer:
         tokens = np.fromiter(
             chain.from_iterable(choice.token_ids for choice in choices), np.int64, sum(lengths)
         )
+        prompt_tokens = None if prompt is None else np.fromiter(prompt, np.int64, len(prompt))
     except OverflowError:
         raise EngineError(
             f"engine {engine}: a token id has more than 64 bits; does it serve another model?"
@@ -186,7 +288,7 @@ def _decode_json(data: bytes, n: int, engine: str) -> DecodedAnswer:
             sum(num_logprobs),
         )
     return DecodedAnswer(
-        request=answer.id,
+        request=request,
         texts=[choice.text for choice in choices],
         finish_reasons=[choice.finish_reason for choice in choices],
         lengths=lengths,
@@ -194,6 +296,7 @@ def _decode_json(data: bytes, n: int, engine: str) -> DecodedAnswer:
         logprobs=logprobs,
         num_logprobs=num_logprobs,
         route_files=[_base64(choice.routed_experts) for choice in choices],
+        prompt_tokens=prompt_tokens,
     )
 
 
@@ -226,6 +329,7 @@ def _decode_compact(data: bytes, engine: str) -> DecodedAnswer:
         logprobs=answer.logprobs,
         num_logprobs=header.lengths if header.has_logprobs else [0] * number,
         route_files=list(answer.expert_choices) or [None] * number,
+        prompt_tokens=answer.prompt_tokens,
     )
 
 

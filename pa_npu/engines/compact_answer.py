@@ -7,6 +7,7 @@ strings, offsets and top log-probs that nobody reads; this has 8, which become a
     8 bytes     MAGIC
     uint32      length of the header
     header      JSON: Header
+    int32       token ids that a prompt with images became, if the header gives their number
     int32       token ids of all responses, one after another
     float32     as many log-probs, if the header says so
     bytes       an .npy file of each response's expert choices, if the header gives their lengths
@@ -41,6 +42,7 @@ class Header:
         lengths: tokens of each response.
         has_logprobs: whether log-probs follow the token ids.
         choices_bytes: length of each response's file of expert choices; empty if there is none.
+        num_prompt_tokens: of a prompt with images; 0 for all others.
     """
 
     id: str
@@ -49,6 +51,7 @@ class Header:
     lengths: list[int]
     has_logprobs: bool
     choices_bytes: list[int]
+    num_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,11 @@ class Response:
     expert_choices: bytes | None = None
 
 
-def encode(request: str, responses: Sequence[Response]) -> bytes:
-    """Returns the answer to `request`. Either all responses have log-probs, or none."""
+def encode(request: str, responses: Sequence[Response], prompt: Sequence[int] = ()) -> bytes:
+    """Returns the answer to `request`. Either all responses have log-probs, or none.
+
+    prompt: what the engine made of a prompt with images.
+    """
     has_logprobs = all(response.logprobs is not None for response in responses)
     files = [response.expert_choices for response in responses if response.expert_choices]
     header = Header(
@@ -73,9 +79,10 @@ def encode(request: str, responses: Sequence[Response]) -> bytes:
         lengths=[len(response.token_ids) for response in responses],
         has_logprobs=has_logprobs,
         choices_bytes=[len(file) for file in files],
+        num_prompt_tokens=len(prompt),
     )
     text = json.dumps(asdict(header)).encode()
-    parts = [MAGIC, _LENGTH.pack(len(text)), text]
+    parts = [MAGIC, _LENGTH.pack(len(text)), text, np.asarray(prompt, "<i4").tobytes()]
     parts += [np.asarray(response.token_ids, "<i4").tobytes() for response in responses]
     if has_logprobs:
         parts += [np.asarray(response.logprobs, "<f4").tobytes() for response in responses]
@@ -91,12 +98,14 @@ class Answer:
         tokens: int32, of all responses, one after another. A view of the answer's bytes.
         logprobs: float32 of the same length, or None.
         expert_choices: an .npy file of each response; empty if the answer has none.
+        prompt_tokens: int32, what a prompt with images became; None for all others.
     """
 
     header: Header
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32] | None
     expert_choices: list[bytes]
+    prompt_tokens: npt.NDArray[np.int32] | None = None
 
 
 def decode(data: bytes) -> Answer:
@@ -110,9 +119,14 @@ def decode(data: bytes) -> Answer:
         raise ValueError(f"its header has {length} bytes, and {len(data) - begin} follow")
     header = _header(data[begin:offset])
     num_tokens = sum(header.lengths)
-    expected = 4 * num_tokens * (2 if header.has_logprobs else 1) + sum(header.choices_bytes)
+    expected = 4 * header.num_prompt_tokens
+    expected += 4 * num_tokens * (2 if header.has_logprobs else 1) + sum(header.choices_bytes)
     if len(data) - offset != expected:
         raise ValueError(f"{len(data) - offset} bytes follow its header instead of {expected}")
+    prompt_tokens = None
+    if header.num_prompt_tokens:
+        prompt_tokens = np.frombuffer(data, "<i4", header.num_prompt_tokens, offset)
+        offset += 4 * header.num_prompt_tokens
     tokens = np.frombuffer(data, "<i4", num_tokens, offset)
     offset += 4 * num_tokens
     logprobs = None
@@ -123,7 +137,7 @@ def decode(data: bytes) -> Answer:
     for length in header.choices_bytes:
         files.append(data[offset : offset + length])
         offset += length
-    return Answer(header, tokens, logprobs, files)
+    return Answer(header, tokens, logprobs, files, prompt_tokens)
 
 
 def _header(text: bytes) -> Header:
@@ -133,10 +147,10 @@ def _header(text: bytes) -> Header:
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"its header cannot be read ({type(error).__name__})") from None
     of_text = isinstance(header.id, str) and _all_are(str, header.texts, header.finish_reasons)
-    of_numbers = _all_are(int, header.lengths, header.choices_bytes)
+    of_numbers = _all_are(int, header.lengths, header.choices_bytes, [header.num_prompt_tokens])
     if not of_text or not of_numbers or not isinstance(header.has_logprobs, bool):
         raise ValueError("its header has a field of another type")
-    if min([0, *header.lengths, *header.choices_bytes]) < 0:
+    if min([header.num_prompt_tokens, *header.lengths, *header.choices_bytes]) < 0:
         raise ValueError("its header has a length below 0")
     number = len(header.lengths)
     if len(header.texts) != number or len(header.finish_reasons) != number:

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,7 @@ from pa_npu.engines.protocol import (
 )
 from pa_npu.errors import DeadlineExceeded, InvariantViolation, UserError
 from pa_npu.samples.columns import continued
+from pa_npu.vision.images import ShownImage
 
 if TYPE_CHECKING:
     from pa_npu.engines.pool import EnginePool, Lease
@@ -101,21 +102,28 @@ class GroupSession:
         self._pool.count_open(self._version, -1)
 
     async def generate(
-        self, prompt_tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling
+        self,
+        prompt_tokens: npt.NDArray[np.int32],
+        n: int,
+        seed: int,
+        sampling: Sampling,
+        images: Sequence[ShownImage] = (),
     ) -> list[Generation]:
         """Returns n responses to these tokens; several requests may be in flight at the same time.
+
+        images: of the tokens, as for RolloutEngine.generate.
 
         Raises InvariantViolation if the engine does not state which weight version wrote a
         response: nobody else can (I1).
         """
         self._open += n
-        generations = await self._ask(prompt_tokens, n, seed, sampling)
+        generations = await self._ask(prompt_tokens, n, seed, sampling, images=images)
         num_cut = len(_cut(generations))
         self._open -= n - num_cut
         if num_cut:
             generations = await gather(
                 [
-                    self._continue(response, prompt_tokens, seed + number, sampling)
+                    self._continue(response, prompt_tokens, seed + number, sampling, images)
                     for number, response in enumerate(generations)
                 ]
             )
@@ -152,6 +160,7 @@ class GroupSession:
         prompt_tokens: npt.NDArray[np.int32],
         seed: int,
         sampling: Sampling,
+        images: Sequence[ShownImage],
     ) -> Generation:
         """Returns the whole of a response, which may have been cut several times."""
         if response.finish_reason != "cut":
@@ -165,7 +174,7 @@ class GroupSession:
                 begun = whole if can_continue and len(whole.tokens) else None
             written = NO_TOKENS if begun is None else begun.tokens
             rest = replace(sampling, max_tokens=sampling.max_tokens - len(written))
-            (response,) = await self._ask(prompt_tokens, 1, seed, rest, written)
+            (response,) = await self._ask(prompt_tokens, 1, seed, rest, written, images)
         self._open -= 1
         return response if begun is None else join_parts(begun, response, self._pool.decode)
 
@@ -176,6 +185,7 @@ class GroupSession:
         seed: int,
         sampling: Sampling,
         written: npt.NDArray[np.int32] = NO_TOKENS,
+        images: Sequence[ShownImage] = (),
     ) -> list[Generation]:
         for sends in count(1):
             await self._leave_resting()
@@ -189,6 +199,7 @@ class GroupSession:
                         seed,
                         sampling,
                         written=written,
+                        images=images,
                         deadline_s=self._deadline_s,
                         probe_timeout_s=self._pool.probe_timeout_s,
                         label=self._label,
@@ -306,6 +317,7 @@ async def generate_patiently(
     probe_timeout_s: float,
     label: str,
     written: npt.NDArray[np.int32] = NO_TOKENS,
+    images: Sequence[ShownImage] = (),
 ) -> list[Generation]:
     """Generates as engine.generate does; a slow engine that answers a probe gets more time.
 
@@ -313,14 +325,16 @@ async def generate_patiently(
 
     Args:
         engine: to ask.
-        prompt_tokens, n, seed, sampling, written: as for RolloutEngine.generate.
+        prompt_tokens, n, seed, sampling, written, images: as for RolloutEngine.generate.
         deadline_s: seconds until the engine is probed.
         probe_timeout_s: of the probe.
         label: the group, for messages.
 
     Raises EngineGone if the engine does not answer the probe, GroupTooLong at the limit.
     """
-    more = {"written": written} if len(written) else {}
+    more: dict[str, Any] = {"written": written} if len(written) else {}
+    if images:
+        more["images"] = images
     limit_s = deadline_s + SLOWEST_TOKEN_S * sampling.max_tokens
     loop = asyncio.get_running_loop()
     # Set by the request, or by its watcher.

@@ -13,6 +13,7 @@ from pa_npu.errors import PaNpuError
 from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.samples.columns import Values
 from pa_npu.samples.routes import Routes
+from pa_npu.vision.images import ShownImage
 
 if TYPE_CHECKING:  # imports torch, for which a command's help need not wait
     from pa_npu.engines.live_weights import LiveReport
@@ -177,6 +178,7 @@ class EngineCapabilities:
     sleeps: whether it can give its device's memory back for a time.
     records_routes: whether it reports the experts of a mixture that each token took.
     scores_at_temperature: whether it scores at other temperatures than 1.
+    reads_images: whether its model and its server take images.
     """
 
     kind: str
@@ -186,6 +188,7 @@ class EngineCapabilities:
     sleeps: bool = False
     records_routes: bool = False
     scores_at_temperature: bool = False
+    reads_images: bool = False
 
 
 class RolloutEngine(Protocol):
@@ -208,6 +211,7 @@ class RolloutEngine(Protocol):
         *,
         deadline_s: float,
         written: npt.NDArray[np.int32] = NO_TOKENS,
+        images: Sequence[ShownImage] = (),
     ) -> list[Generation]:
         """Generates n responses.
 
@@ -222,6 +226,8 @@ class RolloutEngine(Protocol):
             deadline_s: seconds from now until all n are there.
             written: int32 [W], the beginning of the response, if n = 1 and the engine continues
                 responses. The rest is returned, and sampling.max_tokens is that of the rest.
+            images: that placeholders among prompt_tokens stand for. What the engine makes of
+                the prompt must be prompt_tokens. Other tokens with the placeholder's id are tokens.
 
         Returns n generations in the order of their seeds.
 

@@ -70,6 +70,7 @@ class EngineKind:
         Receiver.whole).
     records_routes: whether its engines can report which experts each token took
         (algorithm.router_replay, EngineCapabilities).
+    reads_images: whether its engines take images in requests.
     """
 
     command: Callable[[Config, ModelSpec, int, int], EngineCommand]
@@ -81,6 +82,7 @@ class EngineKind:
     tool_parser: Callable[[str, Any], Callable[..., Any]] | None = None
     merges_adapters: bool = False
     records_routes: bool = False
+    reads_images: bool = False
 
 
 # Names of modules, which are imported only where they are used.

@@ -18,6 +18,7 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import Generation
 from pa_npu.errors import ConfigError, PaNpuError
 from pa_npu.samples.types import Sample, SampleBuilder
+from pa_npu.vision.images import ShownImage
 
 
 class EnvironmentFailed(PaNpuError):
@@ -56,6 +57,7 @@ class Generate(ABC):
         turn: int = 0,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        images: Sequence[ShownImage] = (),
     ) -> list[Generation]:
         """Writes `n` continuations of `tokens`. Requests may run in parallel.
 
@@ -65,6 +67,7 @@ class Generate(ABC):
             turn: number of the turn in these samples, from 0.
             max_tokens: limit of each continuation; None stands for rollout.max_response_tokens.
             stop: texts that end a continuation. The tokens that complete such a text are kept.
+            images: that `tokens` show behind the prompt; those of the prompt need not be given.
 
         Every generation's `version` is the weight version that wrote it. Raises ValueError if `n`
         or max_tokens is below 1.

@@ -15,6 +15,7 @@ from pa_npu.errors import DataError
 from pa_npu.families.config_json import mapping, token_ids
 from pa_npu.families.decoders import DenseDecoder
 from pa_npu.families.shape import ModelShape, Rope
+from pa_npu.vision.family import FAMILIES
 
 PREFIX = "transformers "
 # Keys of transformers' configurations for the experts, and for those that a token passes through.
@@ -137,17 +138,27 @@ def config_of(path: str, trust_remote_code: bool) -> Any:
         ) from None
 
 
+def auto_class(config: Any) -> Any:
+    """Returns the class of transformers that makes the language model of a configuration.
+
+    Models that read images have one of their own.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    reads_images = getattr(config, "model_type", None) in FAMILIES
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+
+
 def bare_model(config: Any, trust_remote_code: bool) -> Any:
     """Returns the model of a configuration without memory for its weights.
 
     Raises DataError if it is no causal language model.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # as above
         reason = " ".join(str(error).split())[:200]
         raise DataError(
@@ -202,7 +213,9 @@ def decoder_layers(model: Any) -> Any:
     import torch
 
     number = model.config.get_text_config().num_hidden_layers
-    for module in model.base_model.modules():
+    # a tower may have as many
+    decoder = getattr(model.base_model, "language_model", model.base_model)
+    for module in decoder.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == number:
             return module
     raise DataError(

@@ -6,6 +6,7 @@ in `_FAMILIES`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from pa_npu.families.any_model import EXPERTS, PREFIX, AnyModel
 from pa_npu.families.config_json import read_config_json
 from pa_npu.families.decoders import DenseDecoder, Llama, Qwen2, Qwen3, Qwen3Moe
 from pa_npu.families.shape import ModelShape
+from pa_npu.vision.family import is_of_tower
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,14 @@ class ModelSpec(ModelShape):
     def num_parameters(self) -> int:
         """Number of parameters, tied weights counted once."""
         return self.definition.num_parameters(self)
+
+    @cached_property
+    def num_tower_parameters(self) -> int:
+        """The number of parameters of the part that reads images; 0 for a model without."""
+        if not self.is_any:
+            return 0
+        shapes = self.hf_tensors().items()
+        return sum(math.prod(shape) for name, shape in shapes if is_of_tower(name))
 
     @cached_property
     def num_expert_parameters(self) -> int:

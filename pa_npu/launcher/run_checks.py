@@ -44,6 +44,7 @@ from pa_npu.launcher.checks.model import (
     check_teachers,
     planned_model,
     teacher_directories,
+    vision_lines,
 )
 from pa_npu.launcher.engine_key import engine_key
 from pa_npu.launcher.machine_limits import check_limits
@@ -223,6 +224,7 @@ def settle_places(config: Config, findings: Findings) -> Config:
     config, lines = backend_module(config.trainer.backend).fit(config, spec)
     findings.counts += lines
     findings.counts += adapter_lines(config, spec)
+    findings.counts += vision_lines(config, spec)
     findings.counts += without_adapters(config, spec)
 
     with_fraction = with_share(config, spec, findings.device_bytes, findings.own_memory)

@@ -27,6 +27,7 @@ from pa_npu.planning.teachers import (
 )
 from pa_npu.platform.pieces import pieces_of_heads
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, group_buffer_bytes
+from pa_npu.vision.family import is_of_tower
 
 GIB = 2**30
 BYTES = {"fp32": 4, "bf16": 2}
@@ -135,13 +136,14 @@ def _sharded_parts(config: Config, spec: ModelSpec, element: int) -> dict[str, i
     element: bytes of a weight in model.dtype.
     """
     weights = spec.num_parameters
+    trained = weights - (spec.num_tower_parameters if config.model.vision == "frozen" else 0)
     models = trainer_models(config)
     teachers = sum(teacher.num_parameters for teacher in teacher_specs(config).values())
     frozen = weights * (len(models.computed) - len(models.directories)) + teachers
     unsharded = {
         "weights": weights * FP32,
-        "gradients": weights * FP32,
-        "optimizer": 2 * weights * FP32,
+        "gradients": trained * FP32,
+        "optimizer": 2 * trained * FP32,
         "frozen models": frozen * element,
         "published weights": weights * element * models.keeps_published,
     }
@@ -171,8 +173,12 @@ def adapter_parameters(config: Config, spec: ModelSpec) -> int:
     gets one.
     """
     shape = AdapterShape.from_config(config)
-    layers = spec.definition.linear_layers(spec)
-    return shape.rank * sum(sum(size) for name, size in layers.items() if shape.chooses(name))
+    chosen = 0
+    for name, size in spec.definition.linear_layers(spec).items():
+        is_left_out = config.model.vision == "frozen" and is_of_tower(name)
+        if shape.chooses(name) and not is_left_out:
+            chosen += sum(size)
+    return shape.rank * chosen
 
 
 def without_adapters(config: Config, spec: ModelSpec) -> list[str]:

@@ -65,6 +65,17 @@ def _division_rules(config: Config, spec: ModelSpec) -> list[str]:
         *_tensor_rules(config.trainer.tensor_parallel, spec),
         *_indivisible("trainer.pipeline_parallel", stages, "layers", spec.num_layers, spec),
         *_expert_rules(config, spec),
+        *_vision_rules(config, spec),
+    ]
+
+
+def _vision_rules(config: Config, spec: ModelSpec) -> list[str]:
+    ranks = config.trainer.context_parallel
+    if ranks == 1 or not spec.num_tower_parameters:
+        return []
+    return [
+        f"trainer.context_parallel: {ranks}, but {spec.path} reads images, whose rows are not "
+        "divided over ranks; set it to 1"
     ]
 
 

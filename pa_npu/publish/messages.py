@@ -6,7 +6,7 @@ trainers, ranks are trainer ranks; attempts of a version and late deliveries are
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pa_npu.control.typed import Topic
@@ -141,11 +141,24 @@ class ProbeResponse:
 
 
 @dataclass(frozen=True)
+class ProbeImage:
+    """Holds an image of a probe's prompt.
+
+    start, length: its placeholders. png: its pixels, a PNG in base64.
+    """
+
+    start: int
+    length: int
+    png: str
+
+
+@dataclass(frozen=True)
 class Probe:
     """Responses to one prompt, one of each engine, under the version just published."""
 
     prompt_tokens: list[int]
     responses: list[ProbeResponse]
+    images: list[ProbeImage] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
+from typing import Any
 
 from pa_npu.control.tasks import gather
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import RolloutEngine, Sampling
-from pa_npu.publish.messages import Probe, ProbeResponse
+from pa_npu.publish.messages import Probe, ProbeImage, ProbeResponse
 from pa_npu.publish.probes import ProbePlan
 from pa_npu.samples.seeds import group_seed
 
@@ -48,10 +50,15 @@ async def sample_probe(
 
     async def sample(number: int) -> ProbeResponse:
         engine = engines[number % len(engines)]
+        shown: dict[str, Any] = {"images": prompt.images} if prompt.images else {}
         completions = await engine.generate(
-            prompt.tokens, 1, seed + number, probe_sampling, deadline_s=deadline_s
+            prompt.tokens, 1, seed + number, probe_sampling, deadline_s=deadline_s, **shown
         )
         return ProbeResponse(completions[0].tokens.tolist(), completions[0].logprobs.tolist())
 
     responses = await gather([sample(number) for number in range(num_responses)])
-    return Probe([int(token) for token in prompt.tokens], responses)
+    images = [
+        ProbeImage(image.start, image.length, base64.b64encode(image.png()).decode())
+        for image in prompt.images
+    ]
+    return Probe([int(token) for token in prompt.tokens], responses, images)

@@ -7,6 +7,7 @@ No engine waits for what comes after the publish: they generate already.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -38,6 +39,7 @@ from pa_npu.control.messages import (
 )
 from pa_npu.publish.messages import Probe
 from pa_npu.publish.probes import ProbePlan
+from pa_npu.samples.attachments import Attachment, Placeholders
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.rollout_buffer import RolloutBuffer, open_buffer
@@ -46,6 +48,7 @@ from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.learner import Learner
 from pa_npu.trainer.publication import Publication
+from pa_npu.vision.images import PIXELS, from_png
 
 
 class TrainerBorder:
@@ -178,8 +181,13 @@ def probe_microbatches(
     """
     responses = probe.responses[config.mesh.turns_of(replica, len(probe.responses))]
     samples = []
+    images = []
+    for image in probe.images:
+        pixels = Attachment(PIXELS, from_png(base64.b64decode(image.png)))
+        images.append(Placeholders(image.start, image.length, (pixels,)))
+    prompt = np.asarray(probe.prompt_tokens, np.int32)
     for response in responses:
-        sample = SampleBuilder(np.asarray(probe.prompt_tokens, np.int32))
+        sample = SampleBuilder(prompt, placeholders=images)
         sample.write(
             np.asarray(response.tokens, np.int32),
             np.asarray(response.logprobs, np.float32),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import math
 import os
@@ -19,6 +20,7 @@ from pa_npu.config.plain_file import open_plain
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.evaluation.results import DIRECTORY as RESULTS
 from pa_npu.telemetry.chain import CHAIN
+from pa_npu.telemetry.image_store import kept_image
 from pa_npu.telemetry.progress import PREFIX
 from pa_npu.telemetry.records import EVALUATIONS, METRICS, JsonLines
 from pa_npu.telemetry.sample_store import SAMPLES_DIRECTORY, sample_iterations
@@ -229,6 +231,11 @@ class RunDirectory:
     def group(self, iteration: int, number_of_group: int) -> dict[str, Any] | None:
         """Returns a kept group whole."""
         return whole_group(self.directory, iteration, number_of_group)
+
+    def image(self, digest: str) -> dict[str, str] | None:
+        """Returns the small copy of an image in a kept sample, a PNG in base64."""
+        file = kept_image(self.directory, digest)
+        return None if file is None else {"png": base64.b64encode(file).decode()}
 
     def same_prompt(self, iteration: int, prompt: str) -> dict[str, Any] | None:
         """Returns this run's answers to a prompt of another run."""

@@ -19,6 +19,8 @@ MAX_RESPONSES = 20_000
 MAX_TEXT = 8 << 20
 """Characters of an iteration's list, prompts and responses together."""
 SEARCH_S = 3.0
+MAX_IMAGES = 64
+"""Images of a group that are shown."""
 _SHARED = ("index", "prompt_id", "prompt", "prompt_tokens", "answer", "errors")
 _IN_SHORT = (
     *_SHARED,
@@ -119,9 +121,17 @@ def _empty_group(place: int, row: Mapping[str, Any]) -> dict[str, Any]:
         "prompt_tokens": index(row, "prompt_tokens"),
         "answer": text(row, "answer"),
         "errors": [error for error in entries(row, "errors") if isinstance(error, str)],
+        "images": _images(row),
         "responses": [],
         "sessions": [],
     }
+
+
+def _images(row: Mapping[str, Any]) -> list[str]:
+    """Returns the digests of the images that a sample shows, as far as a list has them."""
+    attachments = [entry for entry in entries(row, "attachments") if isinstance(entry, Mapping)]
+    shown = [text(entry, "digest") for entry in attachments if text(entry, "name") == "pixels"]
+    return list(dict.fromkeys(shown))[:MAX_IMAGES]
 
 
 def _response(row: Mapping[str, Any]) -> dict[str, Any]:

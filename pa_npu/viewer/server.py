@@ -62,7 +62,7 @@ _SIZES = {
 def answer(runs: Sequence[RunDirectory], path: str) -> Any:
     """Returns the data at a path as plain values; None where there is none.
 
-    Paths are run, compare, chain, log/NAME, columns/FIRST/LAST, timeline/ITERATION,
+    Paths are run, compare, chain, log/NAME, image/DIGEST, columns/FIRST/LAST, timeline/ITERATION,
     samples/ITERATION, group/ITERATION/GROUP, peers/ITERATION/GROUP (other runs' answers to a
     group's prompt), questions/VERSION/BEFORE, question/VERSION/SET/QUESTION.
 
@@ -76,6 +76,8 @@ def answer(runs: Sequence[RunDirectory], path: str) -> Any:
         return [peer.overview() for peer in runs[1:]]
     if kind == "chain" and not rest:
         return run.chain(runs[1:])
+    if kind == "image":
+        return run.image(rest)
     if kind == "log":
         log = run.log(rest)
         return None if log is None else {"name": rest, "text": log}
@@ -172,6 +174,8 @@ def _export_iterations(
             for group in runs[0].samples(iteration)["groups"]:
                 place = f"{iteration}/{group['index']}"
                 paths += [f"group/{place}", f"peers/{place}"]
+                whole = runs[0].group(iteration, group["index"]) or {}
+                paths += [f"image/{digest}" for digest in whole.get("images", ())]
         if not room.add(data, {path: answer(runs, path) for path in paths}):
             break
         exported.append(iteration)

@@ -24,7 +24,6 @@ from pa_npu.weight_transfer.digest import Digests
 from pa_npu.weight_transfer.manifest import Assembler, Bucket, Manifest
 from pa_npu.weight_transfer.transport import Abandonment, Deadline, WeightSyncError
 
-EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 # Broadcasts posted ahead of the one being loaded, so that the wire does not wait for the loader.
 _AHEAD = 2
@@ -33,6 +32,20 @@ _OF_THE_BEGINNING: transport.Polls = (0.02, 0.005)
 
 Received = tuple[list[tuple[str, torch.Tensor]], tuple[str, ...]]
 """(HF name, tensor) of all that was sent, and the digests of each stage."""
+
+
+def is_embedding(name: str) -> bool:
+    """Returns whether this is the name of a model's embedding of tokens: model.embed_tokens.weight,
+    or in a model that reads images model.language_model.embed_tokens.weight.
+    """
+    return name.startswith(("model.", "language_model.")) and name.endswith("embed_tokens.weight")
+
+
+def is_head(name: str) -> bool:
+    """Returns whether this is the name of a model's LM head: lm_head.weight, or in a model that
+    reads images language_model.lm_head.weight.
+    """
+    return name == HEAD or name.endswith(f".{HEAD}")
 
 
 @dataclass(frozen=True)

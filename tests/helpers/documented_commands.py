@@ -60,6 +60,10 @@ _LAUNCH_SCRIPT = (
 ELSEWHERE = {
     "bash launch/run_grpo_tiny.sh": _QUICK_START,
     "pa-npu view runs/grpo_tiny": _QUICK_START,
+    "python tools/make_tiny_model.py --task vision --out .cache/tiny_vision": "tests/integration/"
+    "test_images_run.py::test_the_tiny_task_is_learned",
+    "pa-npu run --config configs/grpo_tiny_vision.yaml": "tests/integration/test_images_run.py::"
+    "test_the_tiny_task_is_learned",
     "pa-npu verify runs/grpo_tiny": "tests/unit/launcher/test_verify.py::test_a_run_as_it_was_written_holds",
     "python examples/verify_a_run.py": "tests/integration/test_examples.py::"
     "test_the_example_of_verify_prints_what_the_document_shows",

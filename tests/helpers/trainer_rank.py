@@ -159,7 +159,7 @@ def main(job_file: str) -> None:
     timeline = Timeline(None, "")
     platform.seed_all(config.run.seed)
     platform.set_deterministic(True)
-    spec = ModelSpec.read(config.model.path)
+    spec = ModelSpec.from_config(config)
     if "bucket_mib" in job:
         from pa_npu.backends.megatron import backend as megatron
 
@@ -189,6 +189,7 @@ def main(job_file: str) -> None:
                 sizes=job.get("sizes"),
                 fault=job.get("fault"),
                 equal=job["equal"][iteration] if "equal" in job else None,
+                images=job.get("images", False),
             )
             DISPATCHED.put(channel, dispatched, iteration=iteration)
             if "sizes" in job:
@@ -226,11 +227,13 @@ def put_groups(
     sizes: list[int] | None = None,
     fault: str | None = None,
     equal: list[int] | None = None,
+    images: bool = False,
 ) -> Dispatched:
     """Slots as the coordinator assigns them with order=prompt, or in the given arrival order;
     advantages are those of the rewards.
 
-    equal: indices of groups whose rewards are all the same.
+    equal: indices of groups whose rewards are all the same. images: whether every second group
+    shows one, beginning with the first.
     sizes: of every iteration, as many groups for each replica as schedule.tokens_per_update is said
     to take; None: all.
     """
@@ -240,6 +243,10 @@ def put_groups(
         config.rollout.responses_per_prompt,
         config.run.seed,
     )
+    if images:
+        from tests.helpers.vision import showing_image
+
+        groups[::2] = [showing_image(group, Path(config.model.path)) for group in groups[::2]]
     for index in equal or ():
         groups[index] = replace(
             groups[index], rewards=np.ones(groups[index].num_samples, np.float32)

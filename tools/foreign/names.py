@@ -154,6 +154,8 @@ RELATED: dict[Origin, dict[str, str]] = {
         "data.train_max_samples": "data.train",
         "data.val_max_samples": "data.test",
         "data.prompt_key": "data.question_column",
+        "data.image_key": "data.images_column",
+        "actor_rollout_ref.actor.freeze_vision_tower": "model.vision",
         "data.apply_chat_template_kwargs": "data.template_options",
         "data.filter_overlong_prompts": "data.overlong_prompt",
         "data.truncation": "data.overlong_prompt",

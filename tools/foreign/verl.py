@@ -45,7 +45,7 @@ NOT_NEEDED = re.compile(
     r"checkpoint_engine|agent\.num_workers|trace|profiler|prometheus|skip_rollout|skip_dump_dir|over_sample_rate|"
     r"val_kwargs\.top_k|engine_kwargs\.\w+\.(disable_mm_preprocessor_cache|attention_backend))|"
     r"critic\b|model_engine|actor@|ref@|critic@|data\.(return_|reward_fn_key|dataloader_num_workers|val_batch_size|"
-    r"filter_overlong_prompts_workers|validation_shuffle|use_shm|image_patch_size|trust_remote_code|(?:image|video)_key)|"
+    r"filter_overlong_prompts_workers|validation_shuffle|use_shm|image_patch_size|trust_remote_code|video_key)|"
     r"algorithm\.(gamma|lam|kl_ctrl|kl_penalty|use_pf_ppo|pf_ppo|filter_groups\.(metric|max_num_gen_batches))|"
     r"reward_model\.(reward_manager|enable|use_reward_loop|launch_reward_fn_async|num_workers|reward_kwargs\.max_resp_len)|"
     r"reward\.(reward_manager|num_workers)|reward_manager\b|"
@@ -114,6 +114,10 @@ def _data(work: Translation) -> None:
     # prompt is found without being named
     if (column := work.take("data.prompt_key")) not in (None, "prompt"):
         work.set("data.question_column", column, "data.prompt_key")
+    if (column := work.take("data.image_key")) not in (None, "images"):
+        work.set("data.images_column", column, "data.image_key")
+    tower = "actor_rollout_ref.actor.freeze_vision_tower"
+    work.choose(tower, "model.vision", {True: "frozen", False: "trained"})
     # as all that verl's own scripts prepare
     if has_column(work.values.get("data.train"), "reward_model") is not False:
         work.set("data.answer_column", "reward_model.ground_truth")

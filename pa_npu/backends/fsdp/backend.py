@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,18 +23,17 @@ from pa_npu.algorithm.model_outputs import Logprobs, Outputs, Weights
 from pa_npu.algorithm.objective import Objective
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
-from pa_npu.attention import PrefixLayout
-from pa_npu.attention.context import RankRows
 from pa_npu.backends.context import Part, Parts, new_context_group, new_group_of, replica_links
 from pa_npu.backends.fsdp.checkpoint import PlannedShards, load_state, state_of
 from pa_npu.backends.fsdp.lora import Adapted
 from pa_npu.backends.fsdp.lora_weights import Merged, base_of, write_adapters
-from pa_npu.backends.fsdp.model import ScoredModel, count_reductions
+from pa_npu.backends.fsdp.model import ScoredModel, count_reductions, plain_experts
 from pa_npu.backends.fsdp.optimizer import ShardedAdamW, counted, local
+from pa_npu.backends.fsdp.vision import PackedImages, pack_images
 from pa_npu.backends.fsdp.weights import ShardedWeights
 from pa_npu.backends.hf_directory import BUCKET_BYTES, write_hf
 from pa_npu.backends.in_step import InStep
-from pa_npu.backends.logprob import MostLikely
+from pa_npu.backends.logprob import MostLikely, RowScores
 from pa_npu.backends.optimizer import OffloadedState
 from pa_npu.backends.protocol import (
     DTYPES,
@@ -52,6 +52,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.samples.microbatch import Microbatch, filler
 from pa_npu.telemetry.timeline import Timeline, now
+from pa_npu.vision.processor import ImageProcessor
 from pa_npu.weight_transfer.computation import Computation, computation_of
 from pa_npu.weight_transfer.digest import digest_of
 from pa_npu.weight_transfer.transport import HOST_BACKEND as HOST
@@ -79,6 +80,10 @@ class FsdpBackend:
         self._policy = models["policy"]
         self._module = self._policy.model if isinstance(self._policy, Adapted) else self._policy
         self._config = config
+        self._processor: ImageProcessor | None = None
+        if self._module.reads_images:
+            bound = config.data.max_image_pixels
+            self._processor = ImageProcessor.from_directory(config.model.path, bound)
         self._trainer_models = trainer_models(config)
         self._frozen = self._trainer_models.computed
         self._spec = spec
@@ -233,7 +238,7 @@ class FsdpBackend:
             return False
         on_device = [microbatch.to(self.device) for microbatch in microbatches]
         narrow = self._logprobs("old" if "old" in self._frozen else "policy", on_device)
-        with widened(self._module, wide):
+        with plain_experts(self._module.causal), widened(self._module, wide):
             widest = self._logprobs("policy", on_device)
         for microbatch, less, more in zip(on_device, narrow, widest, strict=True):
             take(microbatch, less, more)
@@ -298,13 +303,11 @@ class FsdpBackend:
 
     def _logprobs(self, name: str, microbatches: list[Microbatch]) -> list[torch.Tensor]:
         """One model's, of each microbatch."""
-        temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
         logprobs = []
         for microbatch in self._in_step(iter(microbatches)):
-            part = self._part(microbatch)
-            scores = part.joined(
-                self._models[name](*_inputs(part), temperature, chunk, entropy=False)
-            )
+            part = self._parts.of(microbatch)
+            images = self._images(microbatch)
+            scores = part.joined(self._score(name, microbatch, part, images, entropy=False))
             if not microbatch.is_filler:
                 logprobs.append(scores.logprobs)
         return logprobs
@@ -330,8 +333,8 @@ class FsdpBackend:
         """All models over a microbatch, the frozen ones first. is_watched: whether to watch the
         gradient that meets the LM head.
         """
-        part = self._part(microbatch)
-        temperature, chunk = self._config.rollout.temperature, self._config.model.head_chunk_tokens
+        part = self._parts.of(microbatch)
+        images = self._images(microbatch)
         frozen: dict[str, Logprobs] = {}
         choices: dict[str, torch.Tensor] = {}
         asked, computed = self._asked(microbatch)
@@ -341,10 +344,12 @@ class FsdpBackend:
                 if (count := self._trainer_models.num_choices.get(name)) is not None:
                     most_likely = MostLikely(count, self._spec.vocab_size)
                 is_asked = name in asked
-                scores = self._models[name](
-                    *_inputs(part if is_asked else self._parts.of(self._nothing)),
-                    temperature,
-                    chunk,
+                subject = microbatch if is_asked else self._nothing
+                scores = self._score(
+                    name,
+                    subject,
+                    part if is_asked else self._parts.of(subject),
+                    images if is_asked else self._images(subject),
                     entropy=False,
                     most_likely=most_likely,
                 )
@@ -361,10 +366,11 @@ class FsdpBackend:
             self._trainer_models.teachers, microbatch.columns, choices, microbatch.targets
         )
         scores = part.joined(
-            self._policy(
-                *_inputs(part),
-                temperature,
-                chunk,
+            self._score(
+                "policy",
+                microbatch,
+                part,
+                images,
                 entropy_grad=entropy_gradient,
                 head_gradient=head,
                 choices=part.of_targets(of_teachers),
@@ -394,17 +400,40 @@ class FsdpBackend:
         ]
         return (*others, *names), (*others, *of_any)
 
-    def _part(self, microbatch: Microbatch) -> Part:
-        """This rank's part of a microbatch. Raises ConfigError for attachments."""
-        refuse_attachments(microbatch, self._config)
-        return self._parts.of(microbatch)
+    def _score(
+        self,
+        name: str,
+        microbatch: Microbatch,
+        part: Part,
+        images: PackedImages | None,
+        **options: Any,
+    ) -> RowScores:
+        """One model's scores of the targets of this rank's part of a microbatch.
 
+        Raises ConfigError for images and a model that reads none.
+        """
+        model = self._models[name]
+        module = model.model if isinstance(model, Adapted) else model
+        reads_images = {"images": images} if module.reads_images else {}
+        if not reads_images:
+            refuse_attachments(microbatch, self._config)
+        return model(
+            part.tokens,
+            part.layout,
+            part.rows,
+            part.targets,
+            self._config.rollout.temperature,
+            self._config.model.head_chunk_tokens,
+            **reads_images,
+            **options,
+        )
 
-def _inputs(
-    part: Part,
-) -> tuple[torch.Tensor, PrefixLayout | RankRows, torch.Tensor, torch.Tensor]:
-    """What a model is given of a part."""
-    return part.tokens, part.layout, part.rows, part.targets
+    def _images(self, microbatch: Microbatch) -> PackedImages | None:
+        """Packs a microbatch's images once for all models; None for a policy that reads none."""
+        if self._processor is None:
+            return None
+        fill = self._config.model.vision == "trained"
+        return pack_images(microbatch, self._processor, fill=fill)
 
 
 def _backward_of_nothing(outputs: Outputs) -> None:

@@ -40,6 +40,8 @@ def state_of(
     state: dict[str, torch.Tensor] = {}
     for name, weight in policy.named_weights().items():
         state[MODEL + name] = weight.detach()
+        if not weight.requires_grad:  # of a frozen tower
+            continue
         for moment in ("exp_avg", "exp_avg_sq"):
             state[f"{moment}.{name}"] = optimizer.adamw.state[weight][moment]
     if reference is not None:

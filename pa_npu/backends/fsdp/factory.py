@@ -101,7 +101,14 @@ def create(
 
         shared = ModelWithAdapters(config, spec)
         recompute = config.trainer.recompute == "full"
-        shard(shared, mesh, compute=dtype, trained=True, recompute=recompute)
+        shard(
+            shared,
+            mesh,
+            compute=dtype,
+            trained=True,
+            recompute=recompute,
+            trains_tower=config.model.vision == "trained",
+        )
         models: dict[str, ScoredModel | Adapted] = dict(adapted(shared, config))
     else:
         models = dict(_copies(config, spec, mesh))
@@ -129,7 +136,12 @@ def _copies(config: Config, spec: ModelSpec, mesh: DeviceMesh) -> dict[str, Scor
             # transformers rounds some when it loads a model in bf16
             module._buffers.update(policy_module._buffers)
         models[name] = shard(
-            model, mesh, compute=dtype, trained=name == "policy", recompute=recompute
+            model,
+            mesh,
+            compute=dtype,
+            trained=name == "policy",
+            recompute=recompute,
+            trains_tower=config.model.vision == "trained" and name == "policy",
         )
     return models
 

@@ -34,6 +34,7 @@ from pa_npu.families.any_model import bare_model, config_of
 from pa_npu.families.peft_directory import WEIGHTS_FILE, AdapterShape
 from pa_npu.families.spec import ModelSpec
 from pa_npu.families.wire_names import WireWeight, stored_tensors, wire_weights
+from pa_npu.vision.family import is_of_tower
 
 POLICY = "policy"
 PREFIX = "base_model.model."  # of names in peft's files
@@ -215,6 +216,8 @@ def _chosen(causal: Any, config: Config, shape: AdapterShape) -> list[str]:
     for name, module in causal.named_modules():
         if not shape.chooses(name):
             continue
+        if config.model.vision == "frozen" and is_of_tower(name):
+            continue
         is_linear = isinstance(module, torch.nn.Linear) and module is not head
         if is_linear or shape.targets != "all-linear":
             names.append(name)
@@ -225,18 +228,27 @@ def _chosen(causal: Any, config: Config, shape: AdapterShape) -> list[str]:
                 without_layer.append(target)
     if not names or (without_layer and not config.model.adapter):
         missing = ", ".join(map(repr, without_layer)) or repr(shape.targets)
+        where = ""
+        if config.model.vision == "frozen" and any(
+            is_of_tower(name) for name, _ in causal.named_modules()
+        ):
+            where = " outside of its tower, which model.vision=frozen leaves out"
         raise DataError(
-            f"{_key(config)}: the model has no layer that is called {missing}; name linear layers "
-            f"of the model ({_linear_layers(causal)})"
+            f"{_key(config)}: the model has no layer that is called {missing}{where}; name linear "
+            f"layers of the model ({_linear_layers(causal, config)})"
         )
     return names
 
 
-def _linear_layers(causal: Any) -> str:
-    """Returns the last parts of the names of the model's linear layers, without the LM head."""
+def _linear_layers(causal: Any, config: Config) -> str:
+    """Returns the last parts of the names of the linear layers that may have adapters: not the LM
+    head's, nor those of a frozen tower.
+    """
     head = causal.get_output_embeddings()
     names: dict[str, None] = {}
     for name, module in causal.named_modules():
+        if config.model.vision == "frozen" and is_of_tower(name):
+            continue
         if isinstance(module, torch.nn.Linear) and module is not head:
             names[name.rpartition(".")[2]] = None
     return ", ".join(names) or "it has none"

@@ -27,6 +27,7 @@ from pa_npu.families.model_directory import read_header, weight_files
 from pa_npu.families.peft_directory import WEIGHTS_FILE, AdapterShape
 from pa_npu.families.spec import ModelSpec
 from pa_npu.families.wire_names import WireWeight
+from pa_npu.vision.family import read_vision
 from pa_npu.weight_transfer.adapters import Base, StoredWeight, merge, stored_digest
 
 # Of a merged weight, made at once where its contents are summed up.
@@ -188,6 +189,11 @@ def _complete(policy: Adapted, config: Config, directory: Path) -> None:
     shape = AdapterShape.from_config(config)
     alpha = int(shape.alpha) if shape.alpha == int(shape.alpha) else shape.alpha
     is_pattern = isinstance(shape.targets, str) and shape.targets != "all-linear"
+    kinds = sorted({name.rpartition(".")[2] for name in policy.layers})
+    targets: str | list[str] = str(shape.targets) if is_pattern else kinds
+    if not is_pattern and read_vision(config.model.path) and config.model.vision == "frozen":
+        # a tower's layers may have the same names
+        targets = rf".*language_model.*\.({'|'.join(kinds)})"
     LoraConfig(
         r=shape.rank,
         lora_alpha=alpha,  # type: ignore[arg-type]
@@ -196,8 +202,6 @@ def _complete(policy: Adapted, config: Config, directory: Path) -> None:
         bias="none",
         task_type="CAUSAL_LM",
         inference_mode=True,
-        target_modules=str(shape.targets)
-        if is_pattern
-        else sorted({name.rpartition(".")[2] for name in policy.layers}),
+        target_modules=targets,
         base_model_name_or_path=str(Path(config.model.path).resolve()),
     ).save_pretrained(str(directory))

@@ -5,6 +5,7 @@
     sharded = shard(ScoredModel(model, "auto"), mesh, ...) each layer a group of its own, the rest
     the root's
     scores = sharded(tokens, layout, rows, targets, temperature, chunk)
+                                                           images=... for a model that reads them
 
 Parameters are held sharded, the policy's in fp32; a layer's are gathered, in the type that is
 computed with, while it computes. The LM head is applied inside the root's forward, where its weight
@@ -13,6 +14,8 @@ is gathered, and to the rows that predict targets alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,11 +27,19 @@ from pa_npu.attention import PrefixLayout
 from pa_npu.attention.context import RankRows
 from pa_npu.attention.huggingface import use_shared_prompt_attention
 from pa_npu.backends.fsdp.optimizer import CountedReduceScatter
+from pa_npu.backends.fsdp.vision import (
+    PackedImages,
+    freeze_tower,
+    image_states,
+    set_attention,
+    text_only,
+)
 from pa_npu.backends.fsdp.weights import Weights
 from pa_npu.backends.logprob import MostLikely, RowScores, score_rows
 from pa_npu.errors import DataError
-from pa_npu.families.any_model import config_of, decoder_layers
+from pa_npu.families.any_model import auto_class, config_of, decoder_layers
 from pa_npu.families.wire_names import WireWeight, stored_tensors, use_dtype, wire_weights
+from pa_npu.vision.family import TOWER
 
 OWN_ATTENTION = ("sdpa", "eager")  # transformers'
 
@@ -45,10 +56,9 @@ class ScoredModel(torch.nn.Module, Weights):
         super().__init__()
         self.causal = causal
         self._shares = attention not in OWN_ATTENTION
-        if self._shares:
-            use_shared_prompt_attention(causal, attention)
-        else:
-            causal.set_attn_implementation(attention)
+        name = use_shared_prompt_attention(causal, attention) if self._shares else attention
+        set_attention(causal, name)
+        self.reads_images = hasattr(causal.base_model, TOWER)
         text = causal.config.get_text_config()
         # Granite divides its logits, Cohere multiplies them, Gemma bends them
         self._scale = getattr(text, "logit_scale", None) or 1.0 / (
@@ -69,17 +79,25 @@ class ScoredModel(torch.nn.Module, Weights):
         head_gradient: HeadGradient | None = None,
         choices: torch.Tensor | None = None,
         most_likely: MostLikely | None = None,
+        images: PackedImages | None = None,
     ) -> RowScores:
         """Scores of N targets, and of further tokens. tokens: int64 [T], packed by layout; rows,
         targets: int64 [N], see Microbatch; choices, most_likely: see score_rows.
 
-        head_gradient: watches the gradient of what meets the LM head.
+        head_gradient: watches the gradient of what meets the LM head. images: of these tokens, for
+        a model that reads images.
         """
-        positions = layout.position_ids().to(tokens.device)[None]
         known = {"layout": layout} if self._shares else {}
-        states = self.causal.base_model(
-            input_ids=tokens[None], position_ids=positions, use_cache=False, **known
-        )
+        if self.reads_images:
+            if images is None:
+                assert isinstance(layout, PrefixLayout), "context_parallel is 1 with such a model"
+                images = text_only(layout, tokens.device)
+            states = image_states(self.causal, tokens, images, known)
+        else:
+            positions = layout.position_ids().to(tokens.device)[None]
+            states = self.causal.base_model(
+                input_ids=tokens[None], position_ids=positions, use_cache=False, **known
+            )
         hidden = states.last_hidden_state[0].index_select(0, rows)
         head = self.causal.get_output_embeddings()
         weight = head.weight.to(hidden.dtype)  # another one only where the model is widened
@@ -119,18 +137,32 @@ class ScoredModel(torch.nn.Module, Weights):
         ]
 
 
+@contextmanager
+def plain_experts(causal: Any) -> Iterator[None]:
+    """Inside, a mixture's experts are computed one by one: transformers' grouped product of matrices
+    takes no fp64.
+    """
+    if not hasattr(causal, "set_experts_implementation"):
+        yield
+        return
+    before = causal.get_experts_implementation()
+    causal.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        causal.set_experts_implementation(before)
+
+
 def load_model(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
     """The model of an HF directory on the host.
 
     Raises DataError where transformers cannot load it, or a weight is missing.
     """
-    from transformers import AutoModelForCausalLM
-
     config = config_of(path, trust_remote_code)
     without_dropout(config)
     loaded: Any
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(
+        loaded = auto_class(config).from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -169,19 +201,29 @@ def without_dropout(config: Any) -> None:
 
 
 def shard(
-    model: ScoredModel, mesh: DeviceMesh, *, compute: torch.dtype, trained: bool, recompute: bool
+    model: ScoredModel,
+    mesh: DeviceMesh,
+    *,
+    compute: torch.dtype,
+    trained: bool,
+    recompute: bool,
+    trains_tower: bool = False,
 ) -> ScoredModel:
     """The same model, sharded in place over `mesh`: [ranks], or [replicas, ranks] for shards that
     are replicated.
 
     compute: type of the gathered weights and of what is computed; gradients are summed in fp32,
-    undivided. trained: whether weights are that require gradients.
+    undivided. trained: whether weights are that require gradients. trains_tower: whether those of
+    a tower for images are among them; the tower is in the root's group, so that a microbatch
+    without images takes part in the same collectives as one with images.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     if not trained:
         model.requires_grad_(False)
+    if not trains_tower:
+        freeze_tower(model.causal)
     model.train(trained)
     if recompute and trained:
         model.causal.gradient_checkpointing_enable(

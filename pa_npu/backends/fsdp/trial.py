@@ -18,20 +18,31 @@ Families with a file keep prompts apart by construction, and need no trial.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.trie import pack
 from pa_npu.backends.fsdp.model import OWN_ATTENTION, ScoredModel, without_dropout
+from pa_npu.backends.fsdp.vision import (
+    PackedImages,
+    ShownPatches,
+    freeze_tower,
+    joined_images,
+    smallest_image,
+    text_only,
+)
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
-from pa_npu.families.any_model import ACTIVE, EXPERTS, config_of
+from pa_npu.families.any_model import ACTIVE, EXPERTS, auto_class, config_of
 from pa_npu.families.spec import ModelSpec
+from pa_npu.vision.family import FAMILIES
+from pa_npu.vision.processor import ImageProcessor
 
 # Right packings differ by rounding in fp32, some 1e-6; a wrong mask changes log-probs by some
 # tenths.
@@ -43,6 +54,11 @@ _EXPERTS = 8
 # Sizes that no attention depends on.
 _INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _WINDOWS = ("sliding_window", "attention_chunk_size")
+# Of a model that reads images: the first of its special tokens, and an image in the first prompt.
+_IMAGE_TOKEN = 150
+_IMAGE_GRID = (1, 4, 6)
+_IMAGE_START = 5
+_IMAGE_TOKENS = 6
 # (prompt, responses) of two groups.
 _GROUPS = ((20, (7, 12, 3)), (9, (5, 14)))
 # Through all layers together a window reaches back this many times the longest prompt, so that
@@ -78,7 +94,14 @@ def fit(config: Config, spec: ModelSpec) -> tuple[Config, list[str]]:
     recompute = config.trainer.recompute == "full"
     refused: list[str] = []
     for packing in packings(config):
-        problem = tried(spec, packing, longest, recompute, config.mesh.size)
+        problem = tried(
+            spec,
+            packing,
+            longest,
+            recompute,
+            config.mesh.size,
+            trains_tower=config.model.vision == "trained",
+        )
         if problem is None:
             because = f"; not {', '.join(refused)}" if refused else ""
             line = (
@@ -129,19 +152,28 @@ def packings(config: Config) -> Iterator[Packing]:
 
 
 def tried(
-    spec: ModelSpec, packing: Packing, longest: int, recompute: bool = False, ranks: int = 1
+    spec: ModelSpec,
+    packing: Packing,
+    longest: int,
+    recompute: bool = False,
+    ranks: int = 1,
+    trains_tower: bool = False,
 ) -> str | None:
     """Tries a packing; returns why it is wrong for this model, or None if it is right.
 
     longest: tokens of the run's longest sequence.
     ranks: number of trainer ranks. They reduce gradients together after each microbatch, so several
     ranks need a gradient for the same weights whatever the microbatch.
+    trains_tower: whether a part that reads images is trained. A model with such a part is tried
+    with an image.
 
     Raises ConfigError if the model fails by itself.
     """
     try:
         model = few_layers(spec, longest)
-        sequences = _sequences()
+        sequences = _sequences(model)
+        if not trains_tower:
+            freeze_tower(model)
         expected = _alone(model, sequences)
         if _mixed_up(model, sequences, expected):
             return "a later token changes what comes before it, or the prompt changes nothing"
@@ -154,6 +186,8 @@ def tried(
         candidate = few_layers(spec, longest)
         candidate.load_state_dict(model.state_dict())
         candidate.train()
+        if not trains_tower:
+            freeze_tower(candidate)
         if recompute:
             candidate.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}
@@ -206,7 +240,12 @@ def _depends_on_tokens(model: ScoredModel) -> str | None:
     ]
     model.zero_grad(set_to_none=True)
     zero = torch.zeros(1, dtype=torch.int64)
-    model(zero, PrefixLayout.from_sequences([1]), zero, zero, 1.0, 16)[0].sum().backward()
+    layout = PrefixLayout.from_sequences([1])
+    images = None
+    if model.reads_images:
+        positions = text_only(layout, zero.device).positions
+        images = smallest_image(positions, _processor(model.causal))
+    model(zero, layout, zero, zero, 1.0, 16, images=images)[0].sum().backward()
     for name, parameter in with_gradient:
         if parameter.grad is None:
             return (
@@ -220,8 +259,6 @@ def few_layers(spec: ModelSpec, longest: int) -> Any:
     """Returns the model with few layers and random weights, by transformers' plainest attention.
     Windows that the run exceeds are exceeded by the trial's sequences too.
     """
-    from transformers import AutoModelForCausalLM
-
     config = deepcopy(config_of(spec.path, spec.trust_remote_code))
     without_dropout(config)
     text = config.get_text_config()
@@ -233,13 +270,15 @@ def few_layers(spec: ModelSpec, longest: int) -> Any:
     _shrink(config, layers, longest)
     if text is not config:
         _shrink(text, layers, longest)
+    if getattr(config, "model_type", None) in FAMILIES:
+        _shrink_tower(config)
     text.vocab_size = _VOCABULARY
     text.num_hidden_layers = layers
     if kinds:
         text.layer_types = [kinds[index] for index in kept_layers][: text.num_hidden_layers]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config).from_config(
             config,
             dtype=torch.float32,
             attn_implementation="eager",
@@ -272,6 +311,23 @@ def _shrink(config: Any, layers: int, longest: int) -> None:
         setattr(config, name, None)
 
 
+def _shrink_tower(config: Any) -> None:
+    """Leaves two blocks of a tower, the first of which attends in windows if any does, and gives
+    placeholders ids inside the small vocabulary.
+    """
+    vision = config.vision_config
+    vision.depth = 2
+    vision.intermediate_size = min(vision.intermediate_size, _INNER)
+    if hasattr(vision, "fullatt_block_indexes"):
+        vision.fullatt_block_indexes = [1]
+    if hasattr(vision, "deepstack_visual_indexes"):
+        vision.deepstack_visual_indexes = [0]
+    config.image_token_id = _IMAGE_TOKEN
+    config.video_token_id = _IMAGE_TOKEN + 1
+    config.vision_start_token_id = _IMAGE_TOKEN + 2
+    config.vision_end_token_id = _IMAGE_TOKEN + 3
+
+
 def _window(layers: int) -> int:
     """Returns the tokens of a window that the trial's sequences exceed, and through which a response
     still sees all of its prompt by way of the layers.
@@ -300,21 +356,55 @@ def _few_experts(config: Any) -> int:
 
 @dataclass(frozen=True)
 class _Sequence:
+    """prompt: number of its tokens. image: patches [patches, size] that are the model's image,
+    which tokens _IMAGE_START and following are placeholders of; None without one.
+    """
+
     tokens: torch.Tensor
     prompt: int
+    image: torch.Tensor | None = None
 
 
-def _sequences() -> list[_Sequence]:
+def _sequences(model: Any) -> list[_Sequence]:
+    """Returns the sequences of the trial. The first group's prompt shows an image if the model
+    reads any.
+    """
     generator = torch.Generator().manual_seed(1)
+    reads_images = model.config.model_type in FAMILIES
+    largest = _IMAGE_TOKEN if reads_images else _VOCABULARY
 
     def draw(number: int) -> torch.Tensor:
-        return torch.randint(0, _VOCABULARY, (number,), generator=generator)
+        return torch.randint(0, largest, (number,), generator=generator)
 
+    image = None
+    if reads_images:
+        image = torch.randn(
+            _IMAGE_GRID[1] * _IMAGE_GRID[2], _patch_size(model), generator=generator
+        )
     sequences = []
     for prompt, responses in _GROUPS:
         first = draw(prompt)
-        sequences += [_Sequence(torch.cat([first, draw(length)]), prompt) for length in responses]
+        if image is not None:
+            first[_IMAGE_START : _IMAGE_START + _IMAGE_TOKENS] = _IMAGE_TOKEN
+        for length in responses:
+            sequences.append(_Sequence(torch.cat([first, draw(length)]), prompt, image))
+        image = None
     return sequences
+
+
+def _patch_size(model: Any) -> int:
+    """Returns the numbers of a patch."""
+    vision = model.config.vision_config
+    return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+
+
+def _processor(model: Any) -> ImageProcessor:
+    vision = model.config.vision_config
+    return ImageProcessor(
+        patch=vision.patch_size,
+        merged=vision.spatial_merge_size,
+        frames=vision.temporal_patch_size,
+    )
 
 
 def _weights(number: int) -> torch.Tensor:
@@ -322,16 +412,25 @@ def _weights(number: int) -> torch.Tensor:
     return torch.linspace(0.5, 1.5, number)
 
 
-def _forward(model: Any, tokens: torch.Tensor, prompt: int) -> torch.Tensor:
+def _forward(
+    model: Any, tokens: torch.Tensor, prompt: int, image: torch.Tensor | None
+) -> torch.Tensor:
     """Returns the log-probs of the tokens behind the prompt by transformers' own forward."""
-    logits = model(tokens[None], use_cache=False).logits[0, prompt - 1 : -1]
+    shown: dict[str, torch.Tensor] = {}
+    if image is not None:
+        shown = {
+            "pixel_values": image,
+            "image_grid_thw": torch.tensor([_IMAGE_GRID]),
+            "mm_token_type_ids": (tokens == _IMAGE_TOKEN).int()[None],
+        }
+    logits = model(tokens[None], use_cache=False, **shown).logits[0, prompt - 1 : -1]
     return logits.float().log_softmax(-1).gather(-1, tokens[prompt:, None])[:, 0]
 
 
 def _alone(model: Any, sequences: list[_Sequence]) -> list[torch.Tensor]:
     logprobs_by_sequence = []
     for sequence in sequences:
-        logprobs = _forward(model, sequence.tokens, sequence.prompt)
+        logprobs = _forward(model, sequence.tokens, sequence.prompt, sequence.image)
         (logprobs * _weights(len(logprobs))).sum().backward()
         logprobs_by_sequence.append(logprobs.detach())
     return logprobs_by_sequence
@@ -344,11 +443,11 @@ def _mixed_up(model: Any, sequences: list[_Sequence], expected: list[torch.Tenso
     """
     sequence = sequences[0]
     short = len(expected[0]) - 1
-    cut = _forward(model, sequence.tokens[:-1], sequence.prompt)
+    cut = _forward(model, sequence.tokens[:-1], sequence.prompt, sequence.image)
     if float((cut - expected[0][:short]).abs().max()) > MAX_DIFFERENCE:
         return True
-    foreign = torch.cat([sequences[1].tokens, sequence.tokens])
-    seen = _forward(model, foreign, len(foreign) - len(expected[0]))
+    foreign = torch.cat([sequences[-1].tokens, sequence.tokens])  # the last shows no image
+    seen = _forward(model, foreign, len(foreign) - len(expected[0]), sequence.image)
     return float((seen - expected[0]).abs().max()) < 10 * MAX_DIFFERENCE
 
 
@@ -374,9 +473,34 @@ def _scored(model: ScoredModel, sequences: list[_Sequence], packing: Packing) ->
         for leaf, sequence in zip(leaves, microbatch, strict=True):
             rows.append(layout.path_rows(leaf)[sequence.prompt - 1 : -1])
         targets = torch.cat([sequence.tokens[sequence.prompt :] for sequence in microbatch])
-        row_scores = model(tokens, layout, torch.cat(rows), targets, 1.0, 16)
+        images = _images(model, microbatch, layout, leaves)
+        row_scores = model(tokens, layout, torch.cat(rows), targets, 1.0, 16, images=images)
         responses = row_scores.logprobs.split([len(response_rows) for response_rows in rows])
         losses = [(response * _weights(len(response))).sum() for response in responses]
         torch.stack(losses).sum().backward()
         scores += [response.detach() for response in responses]
     return scores
+
+
+def _images(
+    model: ScoredModel, sequences: list[_Sequence], layout: PrefixLayout, leaves: Sequence[int]
+) -> PackedImages | None:
+    """Returns the image of a microbatch, as the backend packs it; None for a model without."""
+    if not model.reads_images:
+        return None
+    spans = []
+    for leaf, sequence in zip(leaves, sequences, strict=True):
+        if sequence.image is not None:
+            image = sequence.image
+            spans.append(layout.path_rows(leaf)[_IMAGE_START : _IMAGE_START + _IMAGE_TOKENS])
+    if not spans:
+        return text_only(layout, torch.device("cpu"))
+    rows, first = np.unique(torch.cat(spans).numpy(), return_index=True)
+    shown = ShownPatches(
+        grid=_IMAGE_GRID,
+        patches=image,
+        rows=torch.from_numpy(rows),
+        places=torch.from_numpy(first % _IMAGE_TOKENS),
+    )
+    merged = model.causal.config.vision_config.spatial_merge_size
+    return joined_images(layout, [shown], merged, torch.device("cpu"))

@@ -57,6 +57,12 @@ class ModelConfig(Section):
     dtype: Literal["fp32", "bf16"] = Field(
         "bf16", description="Type of weights and activations. Master weights are always fp32."
     )
+    vision: Literal["frozen", "trained"] = Field(
+        "frozen",
+        description="Whether the part of the model that reads images is trained too. frozen keeps "
+        "its weights, needs no memory for its gradients, and LoRA leaves it out. Needs "
+        "trainer.backend=fsdp.",
+    )
     trust_remote_code: bool = Field(
         False,
         description="Run the Python code inside the model directory (auto_map). Needs "
@@ -180,6 +186,19 @@ class DataConfig(Section):
         None,
         min_length=1,
         description="Column with the reference answer. null recognises the layout of the rows.",
+    )
+    images_column: str | None = Field(
+        "images",
+        min_length=1,
+        description="Column with a row's images: paths, bytes, or objects with `bytes` or `path`; "
+        "one of them or a list. `<image>` in the text says where each stands. null reads no "
+        "images.",
+    )
+    max_image_pixels: int | None = Field(
+        None,
+        ge=784,
+        description="Largest image in pixels; larger ones are made smaller. null takes the bound "
+        "of the model's image processor.",
     )
     teacher_column: str | None = Field(
         None,

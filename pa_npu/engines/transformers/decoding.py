@@ -17,7 +17,7 @@ import copy
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -26,7 +26,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pa_npu.engines.transformers.image_passes import ImagePasses, Pass, PromptImage, has_tower
+
 T = TypeVar("T")
+NO_OPTIONS: Mapping[str, torch.Tensor] = {}
 NO_ROUTES = np.zeros((0, 0, 0), np.uint16)
 
 
@@ -59,12 +62,14 @@ class Prefilled:
     """A computed prompt.
 
     cache: its keys and values. scores: of the token after it, fp32 [vocabulary]. routes: of its
-    tokens (RouteRecorder).
+    tokens (RouteRecorder). position: of the token after it, for a model that reads images; it is
+    not the number of tokens behind an image.
     """
 
     cache: Any
     scores: torch.Tensor
     routes: npt.NDArray[np.uint16]
+    position: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,12 +90,14 @@ class Response:
     """A response in the making.
 
     routes: of the tokens that were computed, pass by pass. finish_reason: None until it ends.
+    position: of the next token, see Prefilled.
     """
 
     parameters: DecodingParameters
     generator: torch.Generator
     cache: Any
     scores: torch.Tensor
+    position: int | None = None
     routes: list[npt.NDArray[np.uint16]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -103,11 +110,20 @@ class Decoder:
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self._model = model
         self._device = device
+        self._images = ImagePasses(model, device) if has_tower(model) else None
         self._recorder = RouteRecorder(model)
         self.records_routes = self._recorder.num_routers > 0
 
-    def prefill(self, prompt: Sequence[int]) -> Prefilled:
-        return Prefilled(*self._forward(prompt, None), self._recorder.pop_routes())
+    def prefill(self, prompt: Sequence[int], images: Sequence[PromptImage] = ()) -> Prefilled:
+        if self._images is None:
+            return Prefilled(*self._forward(prompt, None), self._recorder.pop_routes())
+        cache = None
+        passes, position = self._images.passes(prompt, images)
+        routes = []
+        for tokens, options in passes:
+            cache, scores = self._forward(tokens, cache, options)
+            routes.append(self._recorder.pop_routes())
+        return Prefilled(cache, scores, np.concatenate(routes), position)
 
     def begin(self, prefilled: Prefilled, seed: int, parameters: DecodingParameters) -> Response:
         generator = torch.Generator().manual_seed(seed)
@@ -116,6 +132,7 @@ class Decoder:
             generator=generator,
             cache=copy.deepcopy(prefilled.cache),
             scores=prefilled.scores,
+            position=prefilled.position,
             routes=[prefilled.routes],
         )
         for token in parameters.written:
@@ -152,17 +169,22 @@ class Decoder:
         self._append(response, token)
 
     @torch.inference_mode()
-    def score(self, tokens: Sequence[int], temperature: float, count: int) -> ScoredTokens:
+    def score(
+        self,
+        tokens: Sequence[int],
+        temperature: float,
+        count: int,
+        images: Sequence[PromptImage] = (),
+    ) -> ScoredTokens:
         """Returns the log-probs of given tokens, each behind those before it, in one pass over the
         sequence alone, so that they do not depend on what else is asked.
 
         count: how many of the most likely tokens of each place are wanted too.
         """
-        ids = torch.tensor([list(tokens)], dtype=torch.int64, device=self._device)
-        logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1]
+        logits = self._all_logits(tokens, images)[:-1]
         self._recorder.pop_routes()
         own, likely, of_likely = [], [], []
-        targets = ids[0, 1:, None]
+        targets = torch.tensor(list(tokens[1:]), dtype=torch.int64, device=self._device)[:, None]
         for start in range(0, len(logits), _SCORED_ROWS):
             rows = slice(start, start + _SCORED_ROWS)
             logprobs = torch.log_softmax(logits[rows].float() / temperature, dim=-1)
@@ -174,19 +196,52 @@ class Decoder:
             torch.cat(own).tolist(), torch.cat(likely).tolist(), torch.cat(of_likely).tolist()
         )
 
+    def _all_logits(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> torch.Tensor:
+        """Returns the logits behind each token of a sequence, [tokens, vocabulary]."""
+        if self._images is None:
+            passes: list[Pass] = [(tokens, {})]
+        else:
+            passes, _ = self._images.passes(tokens, images)
+        cache = None
+        logits = []
+        for part, options in passes:
+            output = self._model(
+                input_ids=self._ids(part),
+                past_key_values=cache,
+                use_cache=len(passes) > 1,
+                **options,
+            )
+            cache = output.past_key_values
+            logits.append(output.logits[0])
+        return torch.cat(logits)
+
     def _append(self, response: Response, token: int) -> None:
-        response.cache, response.scores = self._forward([token], response.cache)
+        options: dict[str, torch.Tensor] = {}
+        if self._images is not None and response.position is not None:
+            options = self._images.at(response.position)
+            response.position += 1
+        response.cache, response.scores = self._forward([token], response.cache, options)
         response.routes.append(self._recorder.pop_routes())
 
     @torch.inference_mode()
-    def _forward(self, tokens: Sequence[int], cache: Any) -> tuple[Any, torch.Tensor]:
+    def _forward(
+        self, tokens: Sequence[int], cache: Any, options: Mapping[str, torch.Tensor] = NO_OPTIONS
+    ) -> tuple[Any, torch.Tensor]:
         """Returns keys and values after `tokens`, and the scores of the next one.
 
         Scores are on the host, whose generators all devices share.
         """
-        ids = torch.tensor([list(tokens)], dtype=torch.int64, device=self._device)
-        output = self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = self._model(
+            input_ids=self._ids(tokens),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+            **options,
+        )
         return output.past_key_values, output.logits[0, -1].float().cpu()
+
+    def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([list(tokens)], dtype=torch.int64, device=self._device)
 
 
 class RouteRecorder:
@@ -247,6 +302,7 @@ class _Request:
     seeds: Sequence[int]
     parameters: DecodingParameters
     future: Future[list[Response]]
+    images: Sequence[PromptImage] = ()
     responses: list[Response] = field(default_factory=list)
 
     @property
@@ -281,10 +337,14 @@ class Scheduler:
         return self._thread.is_alive()
 
     def generate(
-        self, prompt: Sequence[int], seeds: Sequence[int], parameters: DecodingParameters
+        self,
+        prompt: Sequence[int],
+        seeds: Sequence[int],
+        parameters: DecodingParameters,
+        images: Sequence[PromptImage] = (),
     ) -> Future[list[Response]]:
         """Returns one response per seed. Cancelling the future ends them."""
-        request = _Request(prompt, seeds, parameters, Future())
+        request = _Request(prompt, seeds, parameters, Future(), images)
         self._inbox.put(request)
         return request.future
 
@@ -355,7 +415,7 @@ class Scheduler:
             free -= len(request.seeds)
             self._running.append(request)
             try:
-                prefilled = self._decoder.prefill(request.prompt)
+                prefilled = self._decoder.prefill(request.prompt, request.images)
                 request.responses = [
                     self._decoder.begin(prefilled, seed, request.parameters)
                     for seed in request.seeds

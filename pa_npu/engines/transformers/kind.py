@@ -91,4 +91,5 @@ TRANSFORMERS = EngineKind(
     served_model=served_model,
     merges_adapters=True,
     records_routes=True,
+    reads_images=True,
 )

@@ -47,6 +47,7 @@ from pa_npu.engines.http_server import (
     accepts_compact,
     authorised,
 )
+from pa_npu.engines.images import UNKNOWN_IMAGE, KeptImages, RequestImage, UnknownImage
 from pa_npu.engines.transformers.decoding import (
     NO_ROUTES,
     Busy,
@@ -56,10 +57,15 @@ from pa_npu.engines.transformers.decoding import (
     Scheduler,
     ScoredTokens,
 )
+from pa_npu.engines.transformers.image_passes import PromptImage, has_tower
 from pa_npu.engines.transformers.weights import ModelWorker
+from pa_npu.families.any_model import auto_class, config_of
 from pa_npu.families.config_json import token_ids
 from pa_npu.families.model_directory import end_token_ids, load_tokenizer
 from pa_npu.families.wire_names import use_dtype
+from pa_npu.vision.images import BadImage
+from pa_npu.vision.placeholders import expanded_at
+from pa_npu.vision.processor import ImageProcessor
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _LARGEST_REQUEST_BYTES = 2**26
@@ -120,6 +126,7 @@ class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True):
     prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=1024)] | None = None
     echo: bool = False
     vllm_xargs: Extra = Extra()
+    images: list[RequestImage] = []
 
     @property
     def stops(self) -> list[str]:
@@ -173,8 +180,16 @@ class Server:
         config_tokens = token_ids(vars(model.config.get_text_config()), "eos_token_id")
         self._end_token_ids = frozenset(end_token_ids(path, config_tokens, tokenizer))
         self._identity = EngineIdentity()
+        self._device = device
+        self._images = KeptImages()
+        self._processor: ImageProcessor | None = None
+        if has_tower(model):
+            self._processor = ImageProcessor.from_directory(path)
+            self._image_token = int(model.config.image_token_id)
         self._decoder = Decoder(model, device)
-        self._worker = ModelWorker(model, device, path, self._decoder.records_routes)
+        self._worker = ModelWorker(
+            model, device, path, self._decoder.records_routes, self._processor is not None
+        )
         self._scheduler = Scheduler(self._decoder, max_num_seqs)
 
     def app(self) -> web.Application:
@@ -240,22 +255,33 @@ class Server:
         if asked.max_tokens == 0 and not asked.echo:
             raise RequestRefused("max_tokens: 0 writes nothing; set it to 1 or more, or echo")
         prompts = self._prompts(asked.prompt)
+        images: list[PromptImage] = []
+        if asked.images:
+            if len(prompts) > 1:
+                raise RequestRefused("images: they belong to one prompt; send one at a time")
+            prompts[0], images = await asyncio.to_thread(self._expanded, prompts[0], asked)
+            self._check_length(prompts[0])
         accepted = [value.encode() for value in request.headers.getall("Accept", [])]
         if accepts_compact(accepted) and len(prompts) == 1 and not asked.echo:
-            responses = await self._generate(prompts[0], asked)
+            responses = await self._generate(prompts[0], asked, images)
             return web.Response(
-                body=compact_answer.encode("", responses), content_type=COMPACT_TYPE
+                body=compact_answer.encode("", responses, prompts[0] if images else ()),
+                content_type=COMPACT_TYPE,
             )
         choices: list[dict[str, Any]] = []
         for prompt in prompts:
-            scored = await self._score(prompt, asked)
+            scored = await self._score(prompt, asked, images)
             written: list[dict[str, Any]] = []
             if asked.max_tokens:
-                written = [_choice(response) for response in await self._generate(prompt, asked)]
+                responses = await self._generate(prompt, asked, images)
+                written = [_choice(response) for response in responses]
             choices += self._joined(prompt, written, scored, asked)
         for number, choice in enumerate(choices):
             choice["index"] = number
-        return _json({"object": "text_completion", "model": asked.model, "choices": choices})
+        answer = {"object": "text_completion", "model": asked.model, "choices": choices}
+        if images:
+            answer["prompt_token_ids"] = prompts[0]
+        return _json(answer)
 
     def _prompts(self, prompt: str | list[Any]) -> list[list[int]]:
         """Returns the tokens of each prompt of a request."""
@@ -265,11 +291,7 @@ class Server:
             if isinstance(item, str):
                 item = self._tokenizer(item)["input_ids"]
             tokens = msgspec.convert(item, Prompt)
-            if len(tokens) >= self._max_model_len:
-                raise RequestRefused(
-                    f"the prompt has {len(tokens)} tokens, but the maximum context length is "
-                    f"{self._max_model_len}"
-                )
+            self._check_length(tokens)
             if not all(0 <= token < self._vocab_size for token in tokens):
                 raise RequestRefused(
                     f"the prompt has token ids outside of the vocabulary of {self._vocab_size}"
@@ -279,7 +301,17 @@ class Server:
             raise RequestRefused("prompt: it is empty")
         return prompts
 
-    async def _score(self, tokens: Sequence[int], asked: CompletionRequest) -> ScoredTokens | None:
+    def _check_length(self, tokens: Sequence[int]) -> None:
+        """Raises RequestRefused for a prompt that leaves no room for a token."""
+        if len(tokens) >= self._max_model_len:
+            raise RequestRefused(
+                f"the prompt has {len(tokens)} tokens, but the maximum context length is "
+                f"{self._max_model_len}"
+            )
+
+    async def _score(
+        self, tokens: Sequence[int], asked: CompletionRequest, images: Sequence[PromptImage]
+    ) -> ScoredTokens | None:
         """Returns what the model says of a prompt's tokens, if that is asked for."""
         count = asked.scored_choices
         if count is None:
@@ -291,6 +323,7 @@ class Server:
             tokens,
             asked.vllm_xargs.score_temperature,
             min(count, self._vocab_size),
+            images,
         )
         return await asyncio.wrap_future(self._scheduler.call(call))
 
@@ -350,7 +383,7 @@ class Server:
         return str(self._tokenizer.decode(tokens))
 
     async def _generate(
-        self, tokens: Sequence[int], asked: CompletionRequest
+        self, tokens: Sequence[int], asked: CompletionRequest, images: Sequence[PromptImage]
     ) -> list[compact_answer.Response]:
         room = self._max_model_len - len(tokens)
         begun = len(tokens) - asked.vllm_xargs.drawn
@@ -368,9 +401,50 @@ class Server:
             written=written,
         )
         seeds = range(asked.seed, asked.seed + asked.n)
-        generated = self._scheduler.generate(prompt, seeds, parameters)
+        generated = self._scheduler.generate(prompt, seeds, parameters, images)
         responses = await asyncio.wrap_future(generated)
         return [self._response(response, asked, ends) for response in responses]
+
+    def _expanded(
+        self, prompt: Sequence[int], asked: CompletionRequest
+    ) -> tuple[list[int], list[PromptImage]]:
+        """Returns a request's prompt with all placeholders of its images, and the images.
+
+        Raises RequestRefused.
+        """
+        processor = self._processor
+        if processor is None:
+            raise RequestRefused("this model reads no images")
+        places = [image.place for image in asked.images]
+        num_prompt = len(prompt) - asked.vllm_xargs.drawn
+        if sorted(set(places)) != places or not 0 <= places[0] <= places[-1] < num_prompt:
+            raise RequestRefused("images: their places must ascend within the prompt")
+        if any(prompt[place] != self._image_token for place in places):
+            raise RequestRefused("images: at each place must be the model's placeholder")
+        grids = []
+        patches = []
+        for image in asked.images:
+            try:
+                pixels = self._images.pixels(image)
+            except UnknownImage:
+                raise RequestRefused(f"{UNKNOWN_IMAGE} {image.key}; send its data") from None
+            except BadImage as error:
+                raise RequestRefused(f"image {image.key:.40}: {error}") from None
+            height, width = pixels.shape[:2]
+            if processor.size_of(height, width) != (height, width):
+                raise RequestRefused(
+                    f"image {image.key}: {width} x {height} pixels are not what the image "
+                    "processor of this model's directory makes"
+                )
+            grids.append(processor.grid_of(height, width))
+            patches.append(processor.patches(torch.from_numpy(pixels).to(self._device)))
+        lengths = [processor.num_tokens(grid) for grid in grids]
+        tokens, spans = expanded_at(prompt, places, lengths)
+        images = [
+            PromptImage(start, start + length, grid, array)
+            for (start, length), grid, array in zip(spans, grids, patches, strict=True)
+        ]
+        return tokens, images
 
     async def _pause(self, request: web.Request) -> web.Response:
         await asyncio.wrap_future(self._scheduler.call(self._scheduler.cut_responses))
@@ -477,9 +551,8 @@ def load_server(
     trust_remote_code: bool = False,
 ) -> Server:
     """Returns a server with the model and the tokenizer of an HF directory."""
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(
+    config = config_of(path, trust_remote_code)
+    model: Any = auto_class(config).from_pretrained(
         path, dtype=_DTYPES[dtype], attn_implementation="eager", trust_remote_code=trust_remote_code
     )
     use_dtype(model, _DTYPES[dtype])

@@ -14,17 +14,26 @@ from pa_npu.weight_transfer.transport import WeightSyncError
 
 
 class ModelWorker(WeightCalls):
-    """The one worker of this engine. `records_routes`: whether it can report experts of tokens."""
+    """The one worker of this engine.
+
+    records_routes: whether it can report experts of tokens. reads_images: whether it takes images.
+    """
 
     rank = 0
 
     def __init__(
-        self, model: torch.nn.Module, device: torch.device, directory: str, records_routes: bool
+        self,
+        model: torch.nn.Module,
+        device: torch.device,
+        directory: str,
+        records_routes: bool,
+        reads_images: bool = False,
     ) -> None:
         self.device = device
         self._model = model
         self._directory = directory
         self._records_routes = records_routes
+        self._reads_images = reads_images
 
     def pa_version(self) -> dict[str, Any]:
         return super().pa_version() | {
@@ -32,6 +41,7 @@ class ModelWorker(WeightCalls):
             "sleeps": False,
             "routes": self._records_routes,
             "scores_at_temperature": True,
+            "images": self._reads_images,
         }
 
     def _pa_model(self) -> tuple[object, str]:

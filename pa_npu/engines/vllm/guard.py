@@ -4,8 +4,9 @@ Used by `--middleware pa_npu.engines.vllm.guard.EngineGuard`, inside vLLM's API 
 engine's own interpreter. vLLM's own key covers /v1 and a few more prefixes and lets OPTIONS pass.
 It does not cover /collective_rpc, which calls any method of the workers.
 
-A load of weights (pa_receive, pa_swap) resets the prefix cache before it is answered. So it needs
-no request of its own, and cannot be forgotten. An engine that is put to sleep loses its version:
+A load of weights (pa_receive, pa_swap) resets the prefix cache before it is answered, and for a
+model that reads images the cache of what its tower computed, which would go on with the old
+weights. So it needs no request of its own, and cannot be forgotten. An engine that is put to sleep loses its version:
 its weights' memory is gone.
 
 The weight version is the workers' answer to the last load. vLLM's own (set_weight_version) is not
@@ -44,6 +45,9 @@ _POLICY_VIOLATION = 1008
 _WORKERS_PATH = "/collective_rpc"
 _LOADS = ("pa_receive", "pa_swap")
 _RESET_PATH = "/reset_prefix_cache"
+_RESET_IMAGES_PATH = "/reset_encoder_cache"
+RESETS_IMAGES = "PA_NPU_RESETS_IMAGES"
+"""Variable of engines whose model reads images."""
 _SLEEP_PATH = "/sleep"
 _RESPONSES_PATH = "/v1/completions"
 # The engine holds blocks of requests that have just ended for a step. Blocks in use for longer
@@ -155,6 +159,10 @@ class EngineGuard:
                 return
             assert start is not None, "ASGI: an answer starts before its body"
             if loads and start["status"] == 200:
+                if os.environ.get(RESETS_IMAGES) and not await self._reset_images(scope):
+                    reason = "this release has no reset of its cache of images after a load"
+                    await _answer(send, 500, json.dumps({"error": {"message": reason}}))
+                    return
                 if not await self._reset_prefix_cache(scope):
                     reason = (
                         f"the prefix cache is still in use {_RESET_WITHIN_S:g} s after the load"
@@ -168,27 +176,35 @@ class EngineGuard:
 
         await self._app(scope, receive_and_look, hold_back)
 
+    async def _reset_images(self, scope: Scope) -> bool:
+        """Empties the cache of images; returns False if the server cannot."""
+        status, _ = await _ask(self._app, _posted(scope, _RESET_IMAGES_PATH))
+        return status == 200
+
     async def _reset_prefix_cache(self, scope: Scope) -> bool:
         """Resets the prefix cache, as a request from outside would.
 
         Returns False if requests use the cache for longer than they may.
         """
-        headers = [
-            (name, value)
-            for name, value in scope["headers"]
-            if not name.lower().startswith(b"content-")
-        ]
-        path = {"path": _RESET_PATH, "raw_path": _RESET_PATH.encode(), "query_string": b""}
         end = time.monotonic() + _RESET_WITHIN_S
         while True:
-            status, answer = await _ask(
-                self._app, {**scope, **path, "method": "POST", "headers": headers}
-            )
+            status, answer = await _ask(self._app, _posted(scope, _RESET_PATH))
             if status == 200 and _success(answer):
                 return True
             if status != 200 or time.monotonic() > end:
                 return False
             await asyncio.sleep(_RESET_PAUSE_S)
+
+
+def _posted(scope: Scope, path: str) -> Scope:
+    """Returns the scope of a POST without a body to another path, with the same key."""
+    headers = [
+        (name, value)
+        for name, value in scope["headers"]
+        if not name.lower().startswith(b"content-")
+    ]
+    place = {"path": path, "raw_path": path.encode(), "query_string": b""}
+    return {**scope, **place, "method": "POST", "headers": headers}
 
 
 async def _ask(app: Application, scope: Scope) -> tuple[int, bytes]:

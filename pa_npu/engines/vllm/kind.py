@@ -6,6 +6,7 @@ Code inside engines' processes is in worker and guard; needs of an installation 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -19,12 +20,19 @@ from pa_npu.config.sections.rollout import RolloutConfig
 from pa_npu.control.scratch import short_directories
 from pa_npu.engines.client import EngineClient, served_model
 from pa_npu.engines.codec import SERVED_MODEL
-from pa_npu.engines.registry import EngineCommand, EngineKind, common_environment
+from pa_npu.engines.registry import (
+    EngineCommand,
+    EngineKind,
+    common_environment,
+    distributions,
+)
+from pa_npu.engines.vllm.guard import RESETS_IMAGES
 from pa_npu.engines.vllm.versions import (
     EngineVersion,
     engine_version,
     environment,
     graph_arguments,
+    images_problem,
     installation_problem,
     installed,
     select,
@@ -34,6 +42,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.model_rules import check_engine
 from pa_npu.platform.typical import HOST_PREFIX_BLOCK
 from pa_npu.samples.routes import routes_of
+from pa_npu.vision.family import read_vision
 
 WORKER_EXTENSION = "pa_npu.engines.vllm.worker.WorkerExtension"
 MIDDLEWARE = "pa_npu.engines.vllm.guard.EngineGuard"
@@ -130,6 +139,9 @@ def server_command(
     argv += graph_arguments(config, version)
     if routes_of(config, spec) is not None:
         argv += version.routes_args
+    vision = read_vision(spec.path)
+    if vision is not None and config.data.images_column is not None:
+        argv += ["--enable-scale-out", "--limit-mm-per-prompt", json.dumps({"video": 0})]
     device = platform.get(config.run.device)
     env = {
         "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc and /reset_prefix_cache
@@ -137,6 +149,8 @@ def server_command(
         **common_environment(config, python),
         **environment(config, version),
     }
+    if vision is not None:
+        env[RESETS_IMAGES] = "1"
     if device.visible_devices_env is None:
         host_argv, host_env = _on_host_memory(rollout, spec)
         argv += host_argv
@@ -209,6 +223,22 @@ def check(config: Config) -> None:
     if problem:
         raise UserError(f"rollout.python: {problem}")
     check_extra_arguments(config)
+    if config.data.images_column is not None and read_vision(config.model.path) is not None:
+        _check_images(config)
+
+
+def _check_images(config: Config) -> None:
+    """Raises UserError where the engines' interpreter cannot serve a model that reads images."""
+    python = config.rollout.python
+    interpreter = python or sys.executable
+    if problem := images_problem(installed(python)):
+        raise UserError(f"rollout.python: {interpreter} has {problem}")
+    if "torchvision" not in distributions(python, ("torchvision",)):
+        raise UserError(
+            f"rollout.python: {interpreter} has no torchvision, which vLLM's models with images "
+            "import; on CPU run `launch/install_cpu.sh vision`, elsewhere install the release for "
+            "its torch"
+        )
 
 
 def describe(config: Config | None) -> tuple[str, str | None]:
@@ -317,4 +347,5 @@ VLLM = EngineKind(
     tool_parser=tool_parser,
     merges_adapters=True,
     records_routes=True,
+    reads_images=True,
 )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pa_npu.engines.live_weights import LiveTensor
-from pa_npu.weight_transfer.receiver import EMBEDDING, HEAD
+from pa_npu.weight_transfer.receiver import HEAD, is_embedding, is_head
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.(gate_proj|up_proj|down_proj)\.weight")
 _STACKED = {"gate_proj": "w13_weight", "up_proj": "w13_weight", "down_proj": "w2_weight"}
@@ -27,6 +27,7 @@ def live_tensors(model: torch.nn.Module, names: Sequence[str]) -> Iterator[LiveT
     """Yields the memory that is made of the HF tensors `names`, where its place is known."""
     parameters = dict(model.named_parameters())
     sources = _sources(model, parameters, names)
+    embedding = next(filter(is_embedding, names), None)
     for parameter_name, tensors in sources.items():
         parameter = parameters[parameter_name]
         module: Any = model.get_submodule(parameter_name.rpartition(".")[0])
@@ -35,11 +36,13 @@ def live_tensors(model: torch.nn.Module, names: Sequence[str]) -> Iterator[LiveT
         is_matrix = parameter_name.endswith(".weight")
         if is_matrix and (packed := _packed(module, parameter)) is not None:
             yield LiveTensor(f"{parameter_name} in its kernel's form", tensors, packed)
-    head: Any = getattr(model, "lm_head", None)
-    if getattr(head, "weight", None) is not None and HEAD not in parameters and EMBEDDING in names:
+    decoder = getattr(model, "language_model", model)
+    head: Any = getattr(decoder, "lm_head", None)
+    has_own = any(map(is_head, parameters))
+    if getattr(head, "weight", None) is not None and not has_own and embedding is not None:
         packed = _packed(head, head.weight)
         if packed is not None:
-            yield LiveTensor(f"{HEAD} in its kernel's form", (EMBEDDING,), packed)
+            yield LiveTensor(f"{HEAD} in its kernel's form", (embedding,), packed)
 
 
 def _sources(
@@ -51,12 +54,16 @@ def _sources(
         fused |= dict.fromkeys(parts, whole)
     known = set(parameters)
     sources: dict[str, tuple[str, ...]] = {}
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
     for name in names:
-        place = _place(name, known, fused)
+        inside = name if mapper is None else (mapper.apply_list([name]) or [name])[0]
+        place = _place(inside, known, fused)
         if place is not None:
             sources[place] = (*sources.get(place, ()), name)
-    if HEAD in known and HEAD not in sources and EMBEDDING in names:
-        sources[HEAD] = (EMBEDDING,)
+    head = next(filter(is_head, known), None)
+    embedding = next(filter(is_embedding, names), None)
+    if head is not None and head not in sources and embedding is not None:
+        sources[head] = (embedding,)
     return sources
 
 

@@ -5,8 +5,8 @@ processed_logprobs, --generation-config, --worker-extension-cls, --[no-]enable-p
 --enforce-eager; with VLLM_SERVER_DEV_MODE=1 /collective_rpc and /reset_prefix_cache; and the
 layerwise reload by which pa_npu.engines.vllm.worker loads new weights.
 
-Token ids go in and out of /v1/completions (`return_token_ids`), so that /inference/v1/generate,
-which is behind --enable-scale-out since 0.32, is not needed. vLLM's own weight transfer changed in
+Token ids go in and out of /v1/completions (`return_token_ids`). Images need /inference/v1/generate,
+which takes them beside token ids since 0.32, behind --enable-scale-out. vLLM's own weight transfer changed in
 0.23 and 0.28 and is not used. Asynchronous scheduling may stay as each release decides: a publish
 comes when no request is in flight.
 """
@@ -160,6 +160,22 @@ def installed(python: str | None) -> dict[str, str]:
     Raises ConfigError.
     """
     return distributions(python, _DISTRIBUTIONS)
+
+
+IMAGES_FROM = (0, 32)
+"""The first release of vLLM whose /inference/v1/generate takes images."""
+
+
+def images_problem(found_versions: Mapping[str, str]) -> str | None:
+    """Says why none of the distributions takes images; None if one does."""
+    newest = [release for name in found_versions.values() if (release := _release(name))]
+    if newest and max(newest) >= IMAGES_FROM:
+        return None
+    names = ", ".join(f"{name} {version}" for name, version in sorted(found_versions.items()))
+    return (
+        f"{names or 'no vllm'}, but images need vLLM {IMAGES_FROM[0]}.{IMAGES_FROM[1]} or later, "
+        "whose /inference/v1/generate takes them; install it, or set rollout.backend=transformers"
+    )
 
 
 def _release(version: str) -> tuple[int, int] | None:

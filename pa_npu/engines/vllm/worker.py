@@ -24,7 +24,7 @@ from pa_npu.engines.vllm import routes, scores
 from pa_npu.engines.vllm.live import live_tensors
 from pa_npu.engines.vllm.streams import follow_streams
 from pa_npu.engines.weight_calls import WeightCalls
-from pa_npu.weight_transfer.receiver import EMBEDDING, HEAD
+from pa_npu.weight_transfer.receiver import HEAD, is_embedding, is_head
 
 
 class WorkerExtension(WeightCalls):
@@ -45,7 +45,7 @@ class WorkerExtension(WeightCalls):
     ) -> list[str]:
         with _reloading(self) as model:
             wanted = {name for name, _ in model.named_parameters()}
-            if self._pa_get().is_tied and HEAD in wanted:
+            if self._pa_get().is_tied and any(is_head(name) for name in wanted):
                 weights = with_tied_head(weights)
             loaded: set[str] | None = model.load_weights(weights)
         if torch.accelerator.is_available():
@@ -68,7 +68,8 @@ class WorkerExtension(WeightCalls):
 
         continues: requests can begin at any place of their random streams. sleeps: it was started
         with --enable-sleep-mode. routes: the engine reports which experts tokens took.
-        scores_at_temperature: prompt log-probs follow a temperature that the request names.
+        scores_at_temperature: prompt log-probs follow a temperature that the request names. images:
+        its model reads images.
         """
         worker: Any = self
         return super().pa_version() | {
@@ -76,6 +77,7 @@ class WorkerExtension(WeightCalls):
             "sleeps": bool(getattr(worker.model_config, "enable_sleep_mode", False)),
             "routes": routes.records_routes(self),
             "scores_at_temperature": scores.follow_temperatures(self),
+            "images": bool(getattr(worker.model_config, "is_multimodal_model", False)),
         }
 
     def pa_routes(self, request: str, n: int, given: int) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def with_tied_head(
     """
     for name, tensor in weights:
         yield name, tensor
-        if name == EMBEDDING:
+        if is_embedding(name):
             yield HEAD, tensor
 
 

@@ -8,12 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pa_npu.algorithm.registry import build_algorithm
+from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
-from pa_npu.errors import DataError
+from pa_npu.engines.registry import engine_kind
+from pa_npu.errors import ConfigError, DataError
 from pa_npu.families.model_directory import check_tokenizer, end_tokens_line
 from pa_npu.launcher.checks.findings import Findings, LocalChecks
 from pa_npu.rewards.functions import needs_answers
+from pa_npu.vision.family import read_vision
 
 if TYPE_CHECKING:
     from pa_npu.data.prompts import Prompt, PromptSet
@@ -66,7 +69,38 @@ def check_prompts(
         rows = local.run(partial(check_demonstrations, tokenizer, config), demonstrated.path)
         findings.counts.append(f"data.demonstrations: {rows.summary if rows else _ABSENT}")
         findings.counts += rows.first_lines(tokenizer) if rows else []
+    if any(prompt.images for prompts in training or () for prompt in prompts.prompts):
+        check_images(config)
     return sample
+
+
+def check_images(config: Config) -> None:
+    """Raises ConfigError where prompts with images meet something that would leave them out:
+    agents, whose messages have none, engines that take none, and teachers that see the text alone.
+    """
+    if config.environment.name == "agents":
+        raise ConfigError(
+            "environment.name: agents, whose messages have text alone, but the prompts have images; "
+            "take another environment, or set data.images_column=null"
+        )
+    kind = engine_kind(config.rollout.backend)
+    if not kind.reads_images:
+        raise ConfigError(
+            f"rollout.backend: {config.rollout.backend} takes no images, which the prompts have; "
+            "set it to transformers, or data.images_column to null"
+        )
+    for name, teacher in config.teacher.items():
+        if teacher.is_scored:
+            raise ConfigError(
+                f"teacher.{name}: engines score its text alone, but the prompts have images; let "
+                "trainers hold it (model, with engines=0), or set data.images_column=null"
+            )
+    for name, directory in trainer_models(config).directories.items():
+        if read_vision(directory) is None:
+            raise ConfigError(
+                f"{name}.model: {directory} reads no images, which the prompts have; use a teacher "
+                "that does, or set data.images_column=null"
+            )
 
 
 def check_rows(config: Config, findings: Findings, tokenizer: Any, local: LocalChecks) -> None:
@@ -133,12 +167,18 @@ def with_epochs(config: Config, findings: Findings) -> Config:
 def check_training(tokenizer: Any, config: Config) -> list[PromptSet]:
     """Reads data.train as the coordinator will."""
     from pa_npu.data.hints import hints_of
+    from pa_npu.data.image_rows import ImageInput
     from pa_npu.data.prompts import load_training
     from pa_npu.data.teachers import check_teacher_names
     from pa_npu.rewards.check import check_row_tests
 
-    answers = needs_answers(config.reward, config.environment)
-    loaded = load_training(config.data, tokenizer, answers, hints_of(config))
+    loaded = load_training(
+        config.data,
+        tokenizer,
+        needs_answers(config.reward, config.environment),
+        hints=hints_of(config),
+        images=ImageInput.from_config(config),
+    )
     per_iteration = config.schedule.prompts_per_iteration
     first_id = 0
     for number, (prompts, share) in enumerate(zip(loaded, config.data.shares, strict=True)):
@@ -183,6 +223,7 @@ def check_training_rows(tokenizer: Any, config: Config) -> list[AnySet]:
 
 def check_held_out(name: str, tokenizer: Any, config: Config) -> PromptSet:
     """Reads a held-out set as the coordinator will."""
+    from pa_npu.data.image_rows import ImageInput
     from pa_npu.data.prompts import load_prompts
     from pa_npu.rewards.check import check_row_tests
 
@@ -193,6 +234,7 @@ def check_held_out(name: str, tokenizer: Any, config: Config) -> PromptSet:
         config.data,
         key,
         needs_answer=needs_answers(config.reward, config.environment),
+        images=ImageInput.from_config(config),
     )
     check_row_tests(config, prompts, key)
     return prompts

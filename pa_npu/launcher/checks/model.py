@@ -30,6 +30,7 @@ from pa_npu.planning.teachers import (
     engine_teachers,
     of_teacher,
 )
+from pa_npu.vision.processor import ImageProcessor
 
 
 def check_model_files(config: Config) -> ModelSpec:
@@ -98,6 +99,25 @@ def adapter_lines(config: Config, spec: ModelSpec) -> list[str]:
 def teacher_directories(config: Config) -> dict[str, str]:
     """Returns the directories of teachers that trainers or engines hold, by the model's name."""
     return {**trainer_models(config).directories, **engine_teachers(config)}
+
+
+def vision_lines(config: Config, spec: ModelSpec) -> list[str]:
+    """Says which part of the model reads images, and whether it is trained; nothing for a model
+    without one.
+    """
+    tower = spec.num_tower_parameters
+    if not tower:
+        if config.model.vision == "trained":
+            raise ConfigError(
+                f"model.vision: trained, but {spec.path} has no part that reads images; remove the key"
+            )
+        return []
+    processor = ImageProcessor.from_directory(spec.path, config.data.max_image_pixels)
+    side = processor.token_pixels
+    return [
+        f"model.vision: {config.model.vision}, {tower:,} of {spec.num_parameters:,} parameters read "
+        f"images of up to {processor.max_pixels:,} pixels, a token for {side} x {side} of them"
+    ]
 
 
 def check_teachers(config: Config, spec: ModelSpec | None) -> None:

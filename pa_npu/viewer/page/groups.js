@@ -5,6 +5,16 @@ function fact(name, value) {
   return h("span", {}, name, " ", h("b", {}, value));
 }
 
+/* An image of the prompt, asked for when it is shown: a small copy, as data and never as markup. */
+function promptImage(digest) {
+  const image = h("img", { class: "shown", alt: "image " + digest.slice(0, 8) });
+  load("image/" + digest).then((kept) => {
+    if (kept) image.setAttribute("src", "data:image/png;base64," + kept.png);
+    else image.replaceWith(h("span", { class: "quiet" }, "an image that was not kept"));
+  });
+  return image;
+}
+
 function groupPanel(group, look) {
   const differences = group.responses.flatMap((r) =>
     r.trainer_logprobs ? r.trainer_logprobs.map((value, i) => Math.abs(value - r.logprobs[i])) : [],
@@ -32,6 +42,7 @@ function groupPanel(group, look) {
           h("b", { class: "mono" }, shown(group.answer, look.wanted)),
         ),
       ),
+      group.images?.length > 0 && h("div", { class: "images" }, group.images.map(promptImage)),
       h("div", { class: "prompt", tabindex: 0, "aria-label": "prompt" }, prompt),
       group.errors.map((error) => h("p", { class: "badge wrong" }, shown(error))),
     ),

@@ -128,7 +128,11 @@ def test_what_a_template_would_drop_is_one_line_or_goes_into_the_text(
     [
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]},
-            "only parts of type text can be read",
+            "1 image, but no model was given; set model.path to one of qwen2_5_vl",
+        ),
+        (
+            {"role": "user", "content": [{"type": "audio", "audio": "x"}]},
+            "only parts of type text can be read, and of type image",
         ),
         ({"role": "user", "content": 5}, "content is 5, not a text or a list of text parts"),
         (

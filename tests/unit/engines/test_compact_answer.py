@@ -32,10 +32,18 @@ def test_an_answer_comes_back_as_it_was_sent() -> None:
 def test_what_was_not_asked_for_is_not_there() -> None:
     answer = decode(encode("", [Response("a", [1], "stop"), Response("b", [2], "stop")]))
     assert answer.logprobs is None and answer.expert_choices == []
+    assert answer.prompt_tokens is None
+
+
+def test_a_prompt_that_an_engine_expanded_comes_back() -> None:
+    answer = decode(encode("", RESPONSES, [3, 322, 322, 7]))
+    assert answer.prompt_tokens is not None and answer.prompt_tokens.tolist() == [3, 322, 322, 7]
+    assert answer.tokens.tolist() == [7, 2**31 - 1, 1, 2, 3]
+    assert answer.expert_choices == [b"file 0", b"file number 1", b"2"]
 
 
 def test_every_truncation_and_extension_is_refused() -> None:
-    data = encode("request", RESPONSES)
+    data = encode("request", RESPONSES, [3, 4])
     for length in range(len(data)):
         with pytest.raises(ValueError, match=r"header|begin|bytes follow"):
             decode(data[:length])
@@ -53,6 +61,9 @@ def test_every_truncation_and_extension_is_refused() -> None:
         ({"choices_bytes": [20]}, "some responses only"),
         ({"texts": None}, "another type"),
         ({"has_logprobs": 1}, "another type"),
+        ({"num_prompt_tokens": None}, "another type"),
+        ({"num_prompt_tokens": -2}, "below 0"),
+        ({"num_prompt_tokens": 2}, "bytes follow"),
         ({"more": 1}, "cannot be read"),
         ({"lengths": [2**62, 2**62, 2**62]}, "bytes follow"),
     ],

@@ -105,6 +105,7 @@ def test_version_is_stamped_after_a_complete_receive(make_worker: Callable[..., 
         "continues": False,
         "sleeps": False,
         "routes": False,
+        "images": False,
     }
     worker.model_config.enable_sleep_mode = True
     assert worker.pa_version()["sleeps"]

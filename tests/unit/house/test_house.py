@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("coordinator", "trainer", "viewer", "agents"),
     ("engines", "backends", "publish", "environments", "checkpoints"),
     ("samples", "families", "planning", "dispatch"),
-    ("attention", "algorithm", "data", "rewards", "evaluation"),
+    ("attention", "algorithm", "data", "rewards", "evaluation", "vision"),
     ("control", "weight_transfer"),
     ("telemetry", "platform"),
     ("config",),

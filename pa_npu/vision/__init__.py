@@ -1,0 +1,1 @@
+"""Images of prompts: from files to pixels, placeholder tokens and positions on three axes."""
