@@ -39,7 +39,7 @@ from pa_npu.engines.protocol import (
     Scoring,
 )
 from pa_npu.engines.registry import engine_kind
-from pa_npu.engines.teacher_server import served_teacher, server_key, server_url
+from pa_npu.engines.teacher_server import served_teacher, server_url
 from pa_npu.environments.protocol import EnvironmentFailed
 from pa_npu.errors import ConfigError, DeadlineExceeded, InvariantViolation, UserError
 from pa_npu.planning.teachers import teacher_engine_config
@@ -323,6 +323,7 @@ class ServerTeacher(_KnownTeacher):
         teacher = config.teacher[name]
         self._teacher = teacher
         self._vocab_size = inputs.spec.vocab_size
+        self._secret = inputs.teacher_key
         self._at_once = asyncio.Semaphore(teacher.concurrent)
         self._meeting = asyncio.Lock()
         self._engine: EngineClient | None = None  # that has been met
@@ -355,10 +356,10 @@ class ServerTeacher(_KnownTeacher):
             if self._engine is None:
                 url = server_url(str(self._teacher.url))
                 try:
-                    model = await asyncio.to_thread(served_teacher, url, self.key)
+                    model = await asyncio.to_thread(served_teacher, url, self.key, self._secret)
                 except UserError as error:  # it did answer before the run
                     raise EngineGone(str(error)) from None
-                engine = EngineClient(url, self._vocab_size, server_key(), served_model=model)
+                engine = EngineClient(url, self._vocab_size, self._secret, served_model=model)
                 try:
                     if self.scoring.temperature != 1.0:
                         await engine.wait_ready(deadline_s=self._deadline_s)
