@@ -91,8 +91,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         model = make_model(Path(scratch), arguments)
         if arguments.long:
-            rows = run_long(model, Path(scratch), arguments)
-            print("\n".join(map(json.dumps, rows)) if arguments.json else render_long(rows))
+            print_long(model, Path(scratch), arguments)
             return 0
         chosen = [
             case
@@ -121,17 +120,24 @@ def _result(process: subprocess.Popen[str]) -> dict[str, object]:
     return result
 
 
-def run_long(model: str, scratch: Path, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """Each case on the ranks of a context group, one process each; of their peaks the largest."""
-    rows = []
+def print_long(model: str, scratch: Path, arguments: argparse.Namespace) -> None:
+    """Prints each case as it is measured, on the ranks of a context group, one process each; of
+    their peaks the largest.
+    """
+    if not arguments.json:
+        print(LONG_HEAD, flush=True)
+    alone: dict[tuple[int, str], dict[str, object]] = {}
     for number, (tokens, (backend, recompute), context) in enumerate(
         itertools.product(arguments.tokens, LONG_CASES, arguments.context)
     ):
         case = [model, backend, recompute, tokens, context, str(scratch / f"store{number}")]
         processes = [_started([*case, rank]) for rank in range(context)]
         ranks = [_result(process) for process in processes]
-        rows.append(max(ranks, key=lambda row: float(str(row["peak"]))))
-    return rows
+        row = max(ranks, key=lambda row: _mib(row, "peak"))
+        if context == 1:
+            alone[tokens, recompute] = row
+        line = long_line(row, alone.get((tokens, recompute)))
+        print(json.dumps(row) if arguments.json else line, flush=True)
 
 
 def measure_long(case: list[Any], arguments: argparse.Namespace) -> dict[str, object]:
@@ -301,29 +307,30 @@ def at_full_length(group: Group, arguments: argparse.Namespace, vocab_size: int)
     )
 
 
-def render_long(rows: list[dict[str, object]]) -> str:
-    """Peak beyond the state, which is what the microbatch takes, beside that of one rank."""
-    lines = [
-        "MiB; 'microbatch' is the peak beyond weights, gradients and optimizer\n",
-        f"{'tokens':>7} {'recompute':<10}{'C':>3}{'peak':>10}{'estimate':>10}{'ratio':>7}"
-        f"{'microbatch':>12}{'of C=1 / C':>12}",
-    ]
-    alone: dict[tuple[object, object], float] = {}
-    for row in rows:
-        state, peak, estimate = (
-            float(str(row[key])) / MIB for key in ("state", "peak", "peak_estimated")
-        )
-        key = (row["tokens"], row["recompute"])
-        context = int(str(row["context"]))
-        beyond = peak - state
-        if context == 1:
-            alone[key] = beyond
-        share = f"{beyond * context / alone[key]:.2f}" if key in alone else ""
-        lines.append(
-            f"{row['tokens']!s:>7} {row['recompute']!s:<10}{context:>3}{peak:>10.1f}"
-            f"{estimate:>10.1f}{estimate / peak:>7.2f}{beyond:>12.1f}{share:>12}"
-        )
-    return "\n".join(lines)
+LONG_HEAD = (
+    "MiB; 'microbatch' is the peak beyond weights, gradients and optimizer\n\n"
+    f"{'tokens':>7} {'recompute':<10}{'C':>3}{'peak':>10}{'estimate':>10}{'ratio':>7}"
+    f"{'microbatch':>12}{'x C, of C=1':>13}"
+)
+
+
+def long_line(row: dict[str, object], alone: dict[str, object] | None) -> str:
+    """Returns a row's line. alone: the row of one rank; None where it was not measured."""
+    beyond = _mib(row, "peak") - _mib(row, "state")
+    context = int(str(row["context"]))
+    share = ""
+    if alone is not None:
+        of_one = _mib(alone, "peak") - _mib(alone, "state")
+        share = f"{beyond * context / of_one:.2f}"
+    ratio = _mib(row, "peak_estimated") / _mib(row, "peak")
+    return (
+        f"{row['tokens']!s:>7} {row['recompute']!s:<10}{context:>3}{_mib(row, 'peak'):>10.1f}"
+        f"{_mib(row, 'peak_estimated'):>10.1f}{ratio:>7.2f}{beyond:>12.1f}{share:>13}"
+    )
+
+
+def _mib(row: dict[str, object], key: str) -> float:
+    return float(str(row[key])) / MIB
 
 
 def render(rows: list[dict[str, object]]) -> str:

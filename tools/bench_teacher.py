@@ -36,7 +36,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.engine_groups import producer_on_engines
-from pa_npu.coordinator.teachers import ScoringTeacher, Teachers
+from pa_npu.coordinator.scoring_teachers import ScoringTeacher
+from pa_npu.coordinator.teachers import Teachers
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling, Scores, Scoring

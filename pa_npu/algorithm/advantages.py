@@ -23,7 +23,7 @@ Rewards = npt.NDArray[np.float32]
 GroupAdvantage = Callable[[Rewards], Rewards]
 
 # Keeps groups with nearly equal rewards from exploding; the constant of TRL (verl adds 1e-6).
-STD_EPSILON = 1e-4
+DEVIATION_EPSILON = 1e-4
 # Another machine's float64 sums may round otherwise.
 _ROUNDING = 1e-5
 
@@ -33,7 +33,7 @@ def group_std(rewards: Rewards) -> Rewards:
     verl.
     """
     centred_rewards = _centre(rewards)
-    return (centred_rewards / (_sample_std(centred_rewards) + STD_EPSILON)).astype(np.float32)
+    return (centred_rewards / (_sample_std(centred_rewards) + DEVIATION_EPSILON)).astype(np.float32)
 
 
 def centred(rewards: Rewards) -> Rewards:
@@ -145,7 +145,7 @@ def batch_advantages(rewards: Sequence[Rewards]) -> list[Rewards]:
     """
     groups = [_centre(group) for group in rewards]
     std = _sample_std(np.concatenate(groups)) if groups else 0.0
-    return [(group / (std + STD_EPSILON)).astype(np.float32) for group in groups]
+    return [(group / (std + DEVIATION_EPSILON)).astype(np.float32) for group in groups]
 
 
 def _centre(rewards: Rewards) -> npt.NDArray[np.float64]:

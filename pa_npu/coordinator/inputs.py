@@ -12,6 +12,7 @@ from typing import Any
 from pa_npu.agents.session import Sessions
 from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.schema import Config
+from pa_npu.config.sections.learning import TEACHER_KEY_VARIABLE
 from pa_npu.control.channel import StoreChannel, connect
 from pa_npu.coordinator.assembly import make_sessions
 from pa_npu.coordinator.demonstrations import Demonstrations
@@ -24,6 +25,7 @@ from pa_npu.data.teachers import check_teacher_names
 from pa_npu.data.trained_sets import load_demonstrations
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.protocol import Sampling
+from pa_npu.engines.teacher_server import server_key
 from pa_npu.environments.protocol import Environment
 from pa_npu.environments.registry import make_environment
 from pa_npu.families.model_directory import load_tokenizer
@@ -42,6 +44,7 @@ class RunInputs:
         spec: of the policy.
         store: host and port of the run's store.
         key: of the engines' servers; None if they have none.
+        teacher_key: of teachers' servers; empty if they have none.
         first: the weight version that the run begins with.
         sampling: how responses of the training prompts are sampled.
         tokenizer: of the policy.
@@ -56,6 +59,7 @@ class RunInputs:
     spec: ModelSpec
     store: tuple[str, int]
     key: str | None
+    teacher_key: str
     first: int
     sampling: Sampling
     tokenizer: Any
@@ -81,6 +85,8 @@ def read_inputs(config: Config) -> RunInputs:
     store = store_address()
     # reward functions are users' code, and inherit the environment
     key = os.environ.pop(KEY_VARIABLE, None)
+    teacher_key = server_key() if config.teacher else ""
+    os.environ.pop(TEACHER_KEY_VARIABLE, None)
     first = first_version(config)
     sampling = training_sampling(config, spec)
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
@@ -91,6 +97,7 @@ def read_inputs(config: Config) -> RunInputs:
         spec=spec,
         store=store,
         key=key,
+        teacher_key=teacher_key,
         first=first,
         sampling=sampling,
         tokenizer=tokenizer,

@@ -124,7 +124,8 @@ class EngineClient:
     ) -> None:
         self.name = url.rstrip("/")
         self._headers = {"Content-Type": "application/json"}
-        if key := api_key or os.environ.get(KEY_VARIABLE):
+        key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
+        if key:
             self._headers["Authorization"] = f"Bearer {key}"
         self._session: aiohttp.ClientSession | None = None
         self._instance: str | None = None

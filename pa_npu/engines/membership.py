@@ -44,7 +44,7 @@ _GREETING_S = 2.0
 DeliverLate = Callable[[Member, int], Awaitable[bool]]
 """Gives an engine the weights of a version while its iteration runs.
 
-Returns False if the trainers have begun the next iteration already.
+Returns False if the trainers have begun to change that version, or could not send it.
 """
 
 
@@ -87,8 +87,8 @@ class Fleet:
         self._needs_routes = needs_routes
         self._members: dict[int, Member] = {}
         self._running: _Running | None = None  # None between two iterations
-        self._border = asyncio.Lock()
-        self._counted: list[Member] = []  # members that a publish or a late delivery waits for
+        self._weights_lock = asyncio.Lock()
+        self._needed: list[Member] = []  # members that a publish or a late delivery waits for
         self._changed = asyncio.Event()
         self._failure: PaNpuError | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -172,7 +172,7 @@ class Fleet:
         deadline = time.monotonic() + self._startup_timeout_s
         while not (ready := self._in_state("ready", "serving")):
             await self._wait_change(deadline, "an engine that can take weights")
-        self._counted = ready
+        self._needed = ready
         return ready
 
     def _in_state(self, *states: str) -> list[Member]:
@@ -186,7 +186,7 @@ class Fleet:
         An engine that loads weights answers no probe.
         """
         await self._look_for_joiners()
-        async with self._border:
+        async with self._weights_lock:
             self._running = None
             for member in self._members.values():
                 if member.state == "serving":
@@ -194,7 +194,7 @@ class Fleet:
             try:
                 yield
             finally:
-                self._counted = []
+                self._needed = []
 
     async def _look_for_joiners(self) -> None:
         """Lets engines that joined before a publish take part in it.
@@ -415,7 +415,7 @@ class Fleet:
             # An engine that joins inside an iteration serves from the next publish on. That is too
             # late if engines have been asked to load already, which can be long before the trainers
             # send.
-            missed = self._border.locked()
+            missed = self._weights_lock.locked()
             can_start = not self._pool.devices.is_lent(member.index)
             if (is_replacement or missed) and can_start:
                 await self._deliver(member)
@@ -425,15 +425,15 @@ class Fleet:
     async def _deliver(self, member: Member) -> None:
         """Gives a ready member the version of the iteration that runs, inside the iteration."""
         try:
-            async with self._border:
+            async with self._weights_lock:
                 running = self._running
                 if running is None or member.state != "ready":
                     return
-                self._counted = [member]
+                self._needed = [member]
                 try:
                     delivered = await running.deliver_late(member, running.version)
                 finally:
-                    self._counted = []
+                    self._needed = []
                 if delivered:
                     logger.info(
                         "engine %s serves, with weight version %d", member.name, running.version
@@ -444,7 +444,7 @@ class Fleet:
 
     def _is_free(self, member: Member) -> bool:
         """Returns whether a member may leave: it has nothing in flight, and no publish needs it."""
-        return not self._pool.in_flight(member.engine) and member not in self._counted
+        return not self._pool.in_flight(member.engine) and member not in self._needed
 
     def _serves(self, member: Member, version: int) -> None:
         member.state = "serving"
@@ -453,7 +453,7 @@ class Fleet:
 
     def _is_probe_due(self, member: Member) -> bool:
         waited_s = time.monotonic() - member.probed_s
-        idle = member.state == "serving" and not member.tasks and not self._border.locked()
+        idle = member.state == "serving" and not member.tasks and not self._weights_lock.locked()
         return idle and waited_s > self._config.probe_timeout_s / 2
 
     async def _probe(self, member: Member) -> None:

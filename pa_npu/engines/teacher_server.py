@@ -45,12 +45,11 @@ def server_key() -> str:
     )
 
 
-def served_teacher(url: str, key: str) -> str:
+def served_teacher(url: str, key: str, secret: str) -> str:
     """Returns the name under which the server at a URL (server_url) serves its model.
 
-    key: the teacher's key in the configuration, for messages. Raises UserError.
+    key: the teacher's key in the configuration, for messages. secret: server_key. Raises UserError.
     """
-    secret = server_key()
     headers = {"Authorization": f"Bearer {secret}"} if secret else {}
     try:
         status, body = bounded_get(f"{url}/v1/models", headers, _GET_S)
@@ -88,9 +87,11 @@ def try_server(
     Raises UserError with what it cannot do.
     """
     address = server_url(url)
-    model = served_teacher(address, key)
+    secret = server_key()
+    model = served_teacher(address, key, secret)
+    client = EngineClient(address, len(tokenizer), secret, served_model=model)
     try:
-        asyncio.run(_try(address, model, key, rows, scoring, tokenizer))
+        asyncio.run(_try(client, key, rows, scoring, tokenizer))
     except (EngineError, DeadlineExceeded) as error:
         raise UserError(
             f"{key}.url: {url} does not score given tokens: {error}; a teacher needs a server of "
@@ -99,14 +100,13 @@ def try_server(
 
 
 async def _try(
-    url: str,
-    model: str,
+    client: EngineClient,
     key: str,
     rows: Sequence[npt.NDArray[np.int32]],
     scoring: Scoring,
     tokenizer: Any,
 ) -> None:
-    async with EngineClient(url, len(tokenizer), server_key(), served_model=model) as client:
+    async with client:
         if scoring.temperature != 1.0:
             await _check_temperature(client, key, scoring.temperature)
         for row in rows:
@@ -114,7 +114,7 @@ async def _try(
             named = await client.token_texts(row, deadline_s=_TRIAL_S)
             for place, texts in enumerate(named):
                 for token, text in texts.items():
-                    _check_text(url, key, token, text, tokenizer, place)
+                    _check_text(client.name, key, token, text, tokenizer, place)
 
 
 async def _check_temperature(client: EngineClient, key: str, temperature: float) -> None:

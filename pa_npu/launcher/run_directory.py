@@ -129,7 +129,9 @@ def check_checkpoint(config: Config) -> str | None:
     changed = check_continuation(meta.config, config, load)
     for name, teacher in config.teacher.items():
         key = f"teacher.{name}"
-        if teacher.model is None:  # a server's is known by what it says (coordinator/teachers.py)
+        if (
+            teacher.model is None
+        ):  # a server's is known by what it says (coordinator/scoring_teachers.py)
             continue
         if meta.model.get(key) != model_fingerprint(teacher.model):
             raise ConfigError(

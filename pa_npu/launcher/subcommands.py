@@ -194,7 +194,7 @@ def evaluate_options(parser: argparse.ArgumentParser) -> None:
         "--rows",
         metavar="FILE",
         help="write the answers there too, as rows that another model learns from "
-        "(algorithm.name=sft)",
+        "(the supervised stage)",
     )
     parser.add_argument(
         "--only-correct", action="store_true", help="of the answers, write the correct ones alone"

@@ -84,7 +84,7 @@ def engine_teacher_specs(config: Config) -> dict[str, ModelSpec]:
     Raises DataError where one is neither here nor known.
     """
     return {
-        name: _spec(config, str(teacher.model))
+        name: _spec(config, teacher_name(name), str(teacher.model))
         for name, teacher in config.teacher.items()
         if teacher.place == "engines"
     }
@@ -96,14 +96,17 @@ def teacher_specs(config: Config) -> dict[str, ModelSpec]:
     Raises DataError where one is neither here nor known.
     """
     return {
-        name: _spec(config, directory)
+        name: _spec(config, name, directory)
         for name, directory in trainer_models(config).directories.items()
     }
 
 
-def _spec(config: Config, directory: str) -> ModelSpec:
+def _spec(config: Config, name: str, directory: str) -> ModelSpec:
     known = None if Path(directory).is_dir() else known_spec(directory)
-    return known or ModelSpec.from_config(of_teacher(config, directory))
+    try:
+        return known or ModelSpec.from_config(of_teacher(config, directory))
+    except DataError as error:
+        raise DataError(str(error).replace("model.path:", f"{name}.model:", 1)) from None
 
 
 def check_teacher(config: Config, spec: ModelSpec, name: str, teacher: ModelSpec) -> None:

@@ -20,7 +20,7 @@ from pa_npu.publish.messages import (
     LATE_BROKEN,
     LATE_DECISION,
     LATE_REQUEST,
-    LateAnswer,
+    LateDecision,
     LateRequest,
 )
 from pa_npu.publish.trainer_reports import TrainerReports, TrainersBroke
@@ -114,5 +114,5 @@ class LateDelivery:
                 held = False
                 break
             held = held and answer.held
-        LATE_DECISION.put(self._channel, LateAnswer(held), number=number)
+        LATE_DECISION.put(self._channel, LateDecision(held), number=number)
         return held

@@ -210,10 +210,14 @@ LATE_REQUEST = Topic(
 
 @dataclass(frozen=True)
 class LateAnswer:
-    """Says whether a rank holds the version, and keeps it until the delivery is over.
+    """Says whether a rank holds the version, and keeps it until the delivery is over."""
 
-    As the decision: whether all ranks do, so that it is sent.
-    """
+    held: bool
+
+
+@dataclass(frozen=True)
+class LateDecision:
+    """Says whether all ranks hold the version, so that it is sent."""
 
     held: bool
 
@@ -226,7 +230,7 @@ LATE_ANSWER = Topic(
 
 
 LATE_DECISION = Topic(
-    "late/{number}/decision", LateAnswer, "the coordinator to decide about late delivery {number}"
+    "late/{number}/decision", LateDecision, "the coordinator to decide about late delivery {number}"
 )
 LATE_SENT = Topic(
     "late/{number}/sent/{stage}", SentWeights, "stage {stage} to say what it sent to a late engine"

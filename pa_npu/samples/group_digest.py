@@ -1,7 +1,7 @@
 """Digests of a group that goes into the buffer.
 
-They are for the run's chain (telemetry/chain.py), and trainers see by them that they read what was
-put (I2).
+For the run's chain (telemetry/chain.py), and for trainers, which see by them that they read what
+was put (I2).
 """
 
 from __future__ import annotations

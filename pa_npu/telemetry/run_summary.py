@@ -64,16 +64,19 @@ def nothing_learned_line(records: Sequence[Mapping[str, Any]], run_dir: Path) ->
     if not records or any(record.get("reward_std") != 0 for record in records):
         return None
     look = f"look at responses in {run_dir / 'samples.jsonl'}"
+    failures = ""
+    if num_failed := sum(record.get("reward_errors") or 0 for record in records):
+        failures = f"; reward functions failed in {num_failed} groups (logs/coordinator.log)"
     if all(record.get("reward_mean") == 0 for record in records):
         return (
             "Note: every reward of the run is 0, so that nothing was learned from rewards; "
             f"{look}: whether they end within rollout.max_response_tokens and state their answer "
-            "as reward.functions reads it (docs/rewards.md)."
+            f"as reward.functions reads it (docs/rewards.md){failures}."
         )
     return (
         "Note: all rewards inside each group were equal, so that nothing was learned from them; "
         f"{look}: the questions are too easy or too hard for the model, or reward.functions tells "
-        "no response from another."
+        f"no response from another{failures}."
     )
 
 

@@ -93,7 +93,11 @@ class TrainerBorder:
         weights = joint_digest(published.policy, backend.place, backend.reductions, backend.device)
         if self._rank == 0:
             crossed = BorderReport(
-                published.wait_s, published.send_s, checkpoint, published.divergence, weights
+                border_wait_s=published.wait_s,
+                border_send_s=published.send_s,
+                checkpoint=checkpoint,
+                divergence=published.divergence,
+                weights=weights,
             )
             BORDER.put(self._channel, crossed, version=version)
         if published.probe is None:
@@ -105,14 +109,16 @@ class TrainerBorder:
         """Compares the log-probs of the probe with the trainers'."""
         replica = self._learner.backend.place.replica
         microbatches = probe_microbatches(probe, version, self._config, replica)
-        # engines beyond these come and go; what decides about publishes must not depend on them
+        # engines beyond probes.num_responses come and go; what decides about publishes must not depend on them
         first = replace(probe, responses=probe.responses[: self._probes.num_responses])
         self._publication.probed(version, probe_microbatches(first, version, self._config, replica))
         differences = self._agreement.check_requests(version, microbatches)
         return ProbeReport(differences.largest, differences.absolute_mean)
 
     def before_step(self) -> None:
-        """Ends what the coming change of the weights would disturb."""
+        """Waits for whatever still reads the weights that the step will change: engines that have
+        not swapped yet (delayed publication), late deliveries.
+        """
         self._publication.before_step()
 
     def ends(self, version: int) -> bool:

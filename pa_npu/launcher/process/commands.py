@@ -14,6 +14,7 @@ from typing import Literal
 import psutil
 
 from pa_npu.config.schema import Config
+from pa_npu.config.sections.learning import TEACHER_KEY_VARIABLE
 from pa_npu.control.channel import ADDRESS_VARIABLE, attempt_prefix
 from pa_npu.engines.http_server import KEY_VARIABLE
 from pa_npu.engines.registry import engine_kind
@@ -150,6 +151,8 @@ def coordinator_command(config: Config, platform: Platform, store: Store, key: s
         | platform.environment("coordinator")
         | ({KEY_VARIABLE: key} if key else {})
     )
+    if teacher_key := os.environ.get(TEACHER_KEY_VARIABLE):
+        env[TEACHER_KEY_VARIABLE] = teacher_key
     return Command("coordinator", argv, env)
 
 
@@ -233,6 +236,7 @@ def _config_file(config: Config) -> str:
 def _common_env(config: Config, platform: Platform) -> dict[str, str]:
     env = dict(os.environ)
     env.pop(KEY_VARIABLE, None)  # for engines and coordinator alone
+    env.pop(TEACHER_KEY_VARIABLE, None)  # for the coordinator alone
     env |= {
         "PA_NPU_RUN_DIR": str(Path(config.run.dir).resolve()),
         "PYTHONUNBUFFERED": "1",  # log lines appear when they are written

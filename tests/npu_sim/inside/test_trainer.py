@@ -34,7 +34,7 @@ from pa_npu.publish.messages import (
     LATE_REQUEST,
     LATE_SENT,
     MANIFEST,
-    LateAnswer,
+    LateDecision,
     LateRequest,
     StageManifest,
 )
@@ -239,7 +239,7 @@ class EngineWorker:
                 LATE_ANSWER.wait(self.channel, TIMEOUT_S, number=0, rank=rank) for rank in senders
             ]
             assert all(answer.held for answer in answers)
-            LATE_DECISION.put(self.channel, LateAnswer(True), number=0)
+            LATE_DECISION.put(self.channel, LateDecision(True), number=0)
             late, digests = self._read(self._join(late_manifests, 0, "gloo"), "cpu")
         sent = [
             LATE_SENT.wait(self.channel, TIMEOUT_S, number=0, stage=stage).digests

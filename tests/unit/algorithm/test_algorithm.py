@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pa_npu.algorithm.advantages import STD_EPSILON, batch_advantages, group_advantages
+from pa_npu.algorithm.advantages import DEVIATION_EPSILON, batch_advantages, group_advantages
 from pa_npu.algorithm.corrections import (
     age_weights,
     effective_sample_size,
@@ -43,7 +43,7 @@ def test_group_advantages_are_the_papers_formula() -> None:
     rewards = np.array([1.0, 0.0, 0.0, 1.0, 1.0], np.float32)
     mean = 0.6
     std = math.sqrt((3 * 0.4**2 + 2 * 0.6**2) / 4)
-    expected = [(r - mean) / (std + STD_EPSILON) for r in rewards]
+    expected = [(r - mean) / (std + DEVIATION_EPSILON) for r in rewards]
     np.testing.assert_allclose(group_advantages(rewards, "group-std"), expected, rtol=1e-6)
     np.testing.assert_allclose(group_advantages(rewards, "centred"), rewards - mean, rtol=1e-6)
     others = [(3.0 - r) / 4 for r in rewards]
@@ -64,8 +64,8 @@ def test_batch_advantages_divide_by_the_deviation_of_all_centred_rewards() -> No
     groups = [np.array([1.0, 0.0], np.float32), np.array([3.0, 0.0], np.float32)]
     std = math.sqrt((0.25 + 0.25 + 2.25 + 2.25) / 3)
     first, second = batch_advantages(groups)
-    np.testing.assert_allclose(first, np.array([0.5, -0.5]) / (std + STD_EPSILON), rtol=1e-6)
-    np.testing.assert_allclose(second, np.array([1.5, -1.5]) / (std + STD_EPSILON), rtol=1e-6)
+    np.testing.assert_allclose(first, np.array([0.5, -0.5]) / (std + DEVIATION_EPSILON), rtol=1e-6)
+    np.testing.assert_allclose(second, np.array([1.5, -1.5]) / (std + DEVIATION_EPSILON), rtol=1e-6)
 
 
 def test_batch_advantages_are_bit_identical_whatever_the_order_of_the_groups() -> None:

@@ -244,7 +244,7 @@ def test_loss_and_gradient_of_a_preset_are_its_papers(name: PresetName) -> None:
     theirs = FORMULAS[name](*(list(x.split(lengths)) for x in (logprobs, old, reference)))
     (gradient,) = torch.autograd.grad(ours, logprobs)
     (expected,) = torch.autograd.grad(theirs, logprobs)
-    # STD_EPSILON and fp32 advantages are the difference
+    # DEVIATION_EPSILON and fp32 advantages are the difference
     assert ours.item() == pytest.approx(theirs.item(), rel=5e-4)
     torch.testing.assert_close(gradient, expected, rtol=5e-4, atol=1e-7)
 

@@ -162,7 +162,7 @@ def test_the_names_in_the_configuration_are_those_that_exist() -> None:
     }
     assert set(KINDS) == {*POLICY_LOSSES, "dpo", "preference", "cross-entropy"}
     assert all(name in described["loss"] for name in KINDS)
-    assert all(name in described["advantage"] for name in (*GROUP_ADVANTAGES, "batch-std"))
+    assert all(f"{name}:" in described["advantage"] for name in (*GROUP_ADVANTAGES, "batch-std"))
 
 
 def config_of(**keys: str) -> Config:

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.roster import Roster, teacher_prefix
-from pa_npu.coordinator.teachers import (
+from pa_npu.coordinator.scoring_teachers import (
     WITNESSES,
     EngineTeacher,
     PolicyTeacher,
     ScoringTeacher,
-    Teachers,
     Witnesses,
 )
+from pa_npu.coordinator.teachers import Teachers
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.pool import EnginePool

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pa_npu.engines.client import EngineClient
 from pa_npu.engines.protocol import Scoring
 from pa_npu.engines.teacher_server import server_key, server_url, try_server
 from pa_npu.errors import DataError, UserError
@@ -130,3 +131,14 @@ def test_the_key_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEACHER_API_KEY", "k\n")
     with pytest.raises(DataError, match=r"TEACHER_API_KEY: .*line end"):
         server_key()
+
+
+def test_a_teachers_server_never_gets_the_engines_key(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "the engines'")
+    monkeypatch.delenv("TEACHER_API_KEY", raising=False)
+    client = EngineClient("http://h:1", 10, server_key())
+    assert "Authorization" not in client._headers
+    assert EngineClient("http://h:1", 10)._headers["Authorization"] == "Bearer the engines'"
+    tried(serve(scores))

@@ -20,7 +20,7 @@ from pa_npu.publish.messages import (
     LATE_DECISION,
     LATE_REQUEST,
     LATE_SENT,
-    LateAnswer,
+    LateDecision,
     LateRequest,
     PublishMembers,
     SentWeights,
@@ -59,7 +59,7 @@ def ask(channel: StoreChannel, number: int, version: int, go: bool, rank: int = 
     """The coordinator's part for one rank; returns its answer."""
     LATE_REQUEST.put(channel, LateRequest(version, 2), number=number)
     held = LATE_ANSWER.wait(channel, WAIT_S, number=number, rank=rank).held
-    LATE_DECISION.put(channel, LateAnswer(go), number=number)
+    LATE_DECISION.put(channel, LateDecision(go), number=number)
     return held
 
 

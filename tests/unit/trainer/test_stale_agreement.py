@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pa_npu.algorithm import agreement
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.errors import InvariantViolation
 from pa_npu.samples.group import Group
 from tests.helpers.agreement_run import DTYPES, GROUPS, RESPONSES, Change, Engine, Run, trained
+from tests.helpers.models import make_model
 
 
 def swapped(groups: list[Group]) -> list[Group]:
@@ -102,6 +104,33 @@ def test_a_policy_that_moves_on_ends_no_run(
     schedule: str, dtype: str, model: Path, tmp_path: Path
 ) -> None:
     stale_run(model, tmp_path, dtype, STALE[schedule], None, 6)
+
+
+@pytest.mark.parametrize("knows_drift", [True, False])
+def test_a_nearly_even_policy_that_moves_by_half_a_nat_in_an_update_ends_no_run(
+    knows_drift: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`model` is the process's; the control does not look at tokens that agreed when new."""
+    if not knows_drift:
+        monkeypatch.setattr(agreement, "_MAX_DRIFT", 0.0)
+    run = Run(
+        make_model(tmp_path / "even"),
+        tmp_path,
+        schedule={"max_staleness": 1, "iterations": 4},
+        algorithm={"ratio": "sampling"},
+        optimizer={"learning_rate": 1e-2, "warmup_iterations": 0},
+    )
+    engine = Engine(run.exported("hf-0"), "fp32")
+    run.learner.publish(0)
+    run.probe(0, engine)
+    run.iteration(0, engine)
+    run.learner.publish(1)
+    run.probe(1, Engine(run.exported("hf-1"), "fp32"))
+    if knows_drift:
+        run.iteration(1, engine, 0)
+        return
+    with pytest.raises(InvariantViolation, match=r"I5 agreement: in the older tokens .*=\[strays"):
+        run.iteration(1, engine, 0)
 
 
 @pytest.mark.parametrize("fault", OLDER_FAULTS)
