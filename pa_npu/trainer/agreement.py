@@ -271,7 +271,7 @@ class Agreement:
         microbatches = first(number)
         if self._config.microbatch.tokens is None:
             return microbatches
-        wanted = -(-YARDSTICK_RESPONSES // self._config.mesh.data)
+        wanted = len(self._config.mesh.numbers_of(0, YARDSTICK_RESPONSES))
         while len(microbatches) == number and sum(m.num_samples for m in microbatches) < wanted:
             number *= 2
             microbatches = first(number)

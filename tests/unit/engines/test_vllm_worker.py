@@ -106,6 +106,7 @@ def test_version_is_stamped_after_a_complete_receive(make_worker: Callable[..., 
         "sleeps": False,
         "routes": False,
         "images": False,
+        "scores_at_temperature": False,
     }
     worker.model_config.enable_sleep_mode = True
     assert worker.pa_version()["sleeps"]
@@ -251,7 +252,9 @@ def test_engine_needs_nothing_but_torch_and_vllm() -> None:
         ".engines.vllm",
         ".weight_transfer",
     )
-    rooms += tuple(f".engines.vllm.{part}" for part in ("worker", "routes", "streams", "live"))
+    rooms += tuple(
+        f".engines.vllm.{part}" for part in ("worker", "routes", "scores", "streams", "live")
+    )
     rooms += (".platform", ".platform.memory_peaks", ".platform.typical")
     parts = (
         "adapters",
