@@ -22,7 +22,8 @@ NAMES = ("leave-one-out", "leave_one_out")
 
 def test_the_recipe_lists_every_file_of_the_package_that_knows_the_example() -> None:
     """The preset `rloo` chooses it, and is no part of it."""
-    listed = set(re.findall(r"`((?:pa_npu|tests|docs)/[\w/.]+)`", RECIPE))
+    places = "\n".join(line for line in RECIPE.splitlines() if line.startswith("|"))
+    listed = set(re.findall(r"`((?:pa_npu|tests|docs)/[\w/.]+)`", places))
     for file in listed:
         assert any(name in (ROOT / file).read_text() for name in NAMES), f"{file} has no part of it"
     knowing = set()
