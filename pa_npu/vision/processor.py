@@ -201,8 +201,7 @@ class ImageProcessor:
         import torch
 
         levels = (np.arange(256, dtype=np.float64)[:, None] * (1 / 255)).astype(np.float32)
-        mean = np.asarray(self.mean, np.float32)
-        table = (levels - mean) / np.asarray(self.std, np.float32)
+        table = (levels - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
         return torch.from_numpy(table)
 
     def patches(self, pixels: torch.Tensor) -> torch.Tensor:

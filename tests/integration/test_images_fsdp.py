@@ -65,8 +65,8 @@ def trained(
 @pytest.mark.parametrize(
     ("vision", "rank"),
     [
-        ("frozen", 0),
-        pytest.param("trained", 0),
+        ("trained", 0),
+        pytest.param("frozen", 0, marks=pytest.mark.nightly),
         pytest.param("frozen", 3, marks=pytest.mark.nightly),
         pytest.param("trained", 3, marks=pytest.mark.nightly),
     ],
