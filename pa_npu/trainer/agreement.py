@@ -193,7 +193,7 @@ class Agreement:
         """
         self._drawn += drawn
         if self._vocabulary is None:
-            self._vocabulary = ModelSpec.read(self._config.model.path).vocab_size
+            self._vocabulary = ModelSpec.from_config(self._config).vocab_size
         for subject, sums in (
             (f"training iteration {iteration}", drawn),
             (f"the iterations up to {iteration}", self._drawn),
