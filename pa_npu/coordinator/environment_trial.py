@@ -75,7 +75,12 @@ class _MadeUpPolicy:
         self._text = answer
 
     async def generate(
-        self, tokens: npt.NDArray[np.int32], n: int, seed: int, sampling: Sampling
+        self,
+        tokens: npt.NDArray[np.int32],
+        n: int,
+        seed: int,
+        sampling: Sampling,
+        images: Sequence[Any] = (),
     ) -> list[Generation]:
         written = self._tokens[: sampling.max_tokens]
         logprobs = np.full(len(written), _LOGPROB, np.float32)
