@@ -124,6 +124,7 @@ def test_sharded_trainers_of_a_model_with_code_of_its_own_end_with_the_synchrono
     )
 
 
+@pytest.mark.nightly  # a mixture on several ranks: test_mixture_trainer.py
 def test_replicas_that_share_a_mixtures_experts_end_with_the_synchronous_runs_weights_too(
     run: Callable[..., Any],
     tiny_mixture: Path,

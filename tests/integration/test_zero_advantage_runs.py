@@ -126,7 +126,7 @@ MODES: dict[str, dict[str, object]] = {
     "two updates": {"schedule.updates_per_iteration": 2},
 }
 REPLAYED = ("periodic", "one version behind")
-QUICK = ("periodic", "roles")
+QUICK = ("roles",)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
