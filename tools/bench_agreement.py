@@ -42,12 +42,14 @@ from transformers import AutoModelForCausalLM
 
 from pa_npu import platform as platforms
 from pa_npu.algorithm.agreement import (
+    AgreementLimits,
+    limits,
+)
+from pa_npu.algorithm.agreement_sums import (
     NUM_SUMS,
     UNCERTAINTY_FLOOR,
-    AgreementLimits,
     DifferenceSums,
     difference_sums,
-    limits,
     stray_evidence,
 )
 from pa_npu.algorithm.model_outputs import Outputs, Targets

@@ -53,10 +53,12 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.engines import codec as wire
 from pa_npu.engines.client import EngineClient
-from pa_npu.engines.codec import with_routes
 from pa_npu.engines.http_server import COMPACT_TYPE
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
+from pa_npu.engines.route_codec import (
+    with_routes,
+)
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.environments.single_turn import samples_of as samples_of_turn

@@ -31,7 +31,9 @@ from __future__ import annotations
 import math
 from dataclasses import astuple, dataclass
 
-from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.algorithm.agreement_sums import (
+    DifferenceSums,
+)
 
 _STEP = 1.1
 _STEPS = 512  # of the ladder, which reaches from 1 to 1e21

@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from pa_npu.algorithm.agreement import (
+from pa_npu.algorithm.agreement_sums import (
     NUM_MAXIMA,
     NUM_SUMS,
     UNCERTAINTY_FLOOR,

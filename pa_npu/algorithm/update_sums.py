@@ -9,7 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pa_npu.algorithm.agreement import NUM_SUMS, DifferenceSums, added
+from pa_npu.algorithm.agreement_sums import (
+    NUM_SUMS,
+    DifferenceSums,
+    added,
+)
 from pa_npu.algorithm.corrections import effective_sample_size
 
 # A sum over a gradient takes one element in so many. A prime, so that they fall into all rows and

@@ -16,9 +16,9 @@ too; each call is collective. Sums over ranks have a fixed order, so that a run 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,11 @@ from torch.autograd.function import once_differentiable
 
 from pa_npu.attention.calls import attend, gradients
 from pa_npu.attention.division import Division, divide
+from pa_npu.attention.kept import KeepsTensors
 from pa_npu.attention.kernels.base import Partial, VarlenKernel
 from pa_npu.attention.layout import PrefixLayout
 from pa_npu.attention.plans import AttentionPlan, rank_gather_plan, rank_merge_plan
 from pa_npu.platform.pieces import pieces_of_heads
-
-T = TypeVar("T")
 
 # named so from torch 2.13 on
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -71,7 +70,7 @@ class ContextGroup:
 
 
 @dataclass(frozen=True, eq=False)
-class RankRows:
+class RankRows(KeepsTensors):
     """One rank's rows of a packed sequence, in place of the sequence's PrefixLayout.
 
     division: of the whole sequence. rank: whose rows. group: over which keys and values are
@@ -129,22 +128,6 @@ class RankRows:
             return torch.where(is_own, number, -1)
 
         return self.tensor("places", device, build)
-
-    def tensor(
-        self, name: str, device: torch.device | str | None, build: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
-        """Returns the tensor `name` on `device`, built once on the host and copied once."""
-        host = self.cached(name, build)
-        device = torch.device("cpu" if device is None else device)
-        if device.type == "cpu":
-            return host
-        return self.cached((name, device), lambda: host.to(device))
-
-    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Returns what `build` returns, made once and kept as long as these rows."""
-        if key not in self._cache:
-            self._cache[key] = build()
-        return self._cache[key]
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Sums a tensor over the ranks that share the sequence, in place. Collective."""

@@ -17,19 +17,19 @@ is planned in pa_npu.attention.plans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import index as as_integer
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-T = TypeVar("T")
+from pa_npu.attention.kept import KeepsTensors
 
 
 @dataclass(frozen=True)
-class PrefixLayout:
+class PrefixLayout(KeepsTensors):
     """Immutable host-side description of one packed sequence of `total` tokens.
 
     lengths: tokens of each segment; zero is allowed.
@@ -209,28 +209,6 @@ class PrefixLayout:
             mask[start:end, start:end] = causal
             mask[end : self.subtree_ends[segment], start:end] = True
         return mask
-
-    def tensor(
-        self, name: str, device: torch.device | str | None, build: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
-        """Returns the tensor `name` on `device`.
-
-        It is built on the host once, and copied to each device once.
-        """
-        host = self.cached(name, build)
-        device = torch.device("cpu" if device is None else device)
-        if device.type == "cpu":
-            return host
-        return self.cached((name, device), lambda: host.to(device))
-
-    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
-        """Returns what `build` returns, made once and kept as long as the layout.
-
-        Attention keeps its plans here.
-        """
-        if key not in self._cache:
-            self._cache[key] = build()
-        return self._cache[key]
 
     def pad(self, multiple: int) -> PrefixLayout:
         """Returns a layout whose total is a multiple of `multiple`.

@@ -117,25 +117,9 @@ def load_prompts(
         hints: with each of which every prompt is made a second time.
         images: how the model reads images, or why it does not.
     """
-    is_training = isinstance(dataset, TrainingDataset)
     path = dataset.path
     config = dataset_options(dataset, config)
-    columns = Columns(
-        config.question_column,
-        config.answer_column,
-        # data.* is about data.train: held-out questions often come from elsewhere
-        optional=not is_training and not (dataset.question_column or dataset.answer_column),
-        needs_answer=needs_answer,
-        images=config.images_column,
-    )
-    usual = ("train",) if is_training else ("test", "validation")
-    records = []
-    for record in islice(read_records(path, key, columns, dataset.split, usual), dataset.max_rows):
-        records.append(images.taken(record, path) if isinstance(images, ImageInput) else record)
-    if not records:
-        raise DataError(
-            f"{key}: {path} is empty; it needs at least one row with a question and its answer"
-        )
+    records = _read(dataset, config, key, needs_answer, images)
     source = dataset.called if isinstance(dataset, TrainingDataset) else ""
     limit = config.max_prompt_tokens
     prompts: list[Prompt] = []
@@ -172,14 +156,7 @@ def load_prompts(
         prompts.append(prompt)
         used.append(record)
     if too_long and config.overlong_prompt == "refuse":
-        first = too_long[0]
-        longest = max(too_long, key=lambda encoded: encoded.num_tokens)
-        others = f" and {len(too_long) - 1} more" if len(too_long) > 1 else ""
-        raise DataError(
-            f"{first.record.location}: the prompt has {first.size} tokens{others}, more than "
-            f"data.max_prompt_tokens = {limit}; raise it (longest: {longest.size}), or set "
-            "data.overlong_prompt to truncate or skip"
-        )
+        raise _too_long(too_long, limit)
     if not prompts:
         raise DataError(
             f"{key}: all {len(records)} prompts of {path} are longer than data.max_prompt_tokens = "
@@ -189,6 +166,50 @@ def load_prompts(
         prompts = _with_hint(hint, prompts, used, tokenizer, config, images)
     num_skipped = len(records) - len(prompts)
     return PromptSet(path, tuple(prompts), len(records), len(too_long) - num_skipped, num_skipped)
+
+
+def _read(
+    dataset: Dataset,
+    config: DataConfig,
+    key: str,
+    needs_answer: bool,
+    images: ImageInput | str,
+) -> list[Record]:
+    """Returns the rows of a dataset with their images. Raises DataError if there are none."""
+    is_training = isinstance(dataset, TrainingDataset)
+    columns = Columns(
+        config.question_column,
+        config.answer_column,
+        # data.* is about data.train: held-out questions often come from elsewhere
+        optional=not is_training and not (dataset.question_column or dataset.answer_column),
+        needs_answer=needs_answer,
+        images=config.images_column,
+    )
+    usual = ("train",) if is_training else ("test", "validation")
+    rows = read_records(dataset.path, key, columns, dataset.split, usual)
+    records = []
+    for record in islice(rows, dataset.max_rows):
+        if isinstance(images, ImageInput):
+            record = images.taken(record, dataset.path)
+        records.append(record)
+    if not records:
+        raise DataError(
+            f"{key}: {dataset.path} is empty; it needs at least one row with a question and its "
+            "answer"
+        )
+    return records
+
+
+def _too_long(prompts: Sequence[_Encoded], limit: int) -> DataError:
+    """Returns the refusal of prompts that are longer than `limit` tokens."""
+    first = prompts[0]
+    longest = max(prompts, key=lambda encoded: encoded.num_tokens)
+    others = f" and {len(prompts) - 1} more" if len(prompts) > 1 else ""
+    return DataError(
+        f"{first.record.location}: the prompt has {first.size} tokens{others}, more than "
+        f"data.max_prompt_tokens = {limit}; raise it (longest: {longest.size}), or set "
+        "data.overlong_prompt to truncate or skip"
+    )
 
 
 def _with_hint(

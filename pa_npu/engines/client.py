@@ -30,8 +30,6 @@ from pa_npu.engines.codec import (
     decode_object,
     encode_generate_request,
     encode_request,
-    recorded_routes,
-    with_routes,
 )
 from pa_npu.engines.http_server import (
     COMPACT_TYPE,
@@ -57,6 +55,10 @@ from pa_npu.engines.protocol import (
     Scores,
     Scoring,
     WeightGroups,
+)
+from pa_npu.engines.route_codec import (
+    recorded_routes,
+    with_routes,
 )
 from pa_npu.engines.score_codec import (
     decode_places,

@@ -14,7 +14,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.engines.codec import LOGPROB_ROUNDING, excerpt
+from pa_npu.engines.codec import (
+    LOGPROB_ROUNDING,
+    excerpt,
+)
 from pa_npu.engines.protocol import EngineError, Scores, Scoring
 
 TEMPERATURE = "score_temperature"

@@ -35,7 +35,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pa_npu.algorithm.agreement import AgreementLimits, DifferenceSums, aged_limits, limits
+from pa_npu.algorithm.agreement import (
+    AgreementLimits,
+    aged_limits,
+    limits,
+)
+from pa_npu.algorithm.agreement_sums import (
+    DifferenceSums,
+)
 from pa_npu.algorithm.drawn_tokens import DrawnTokens
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport

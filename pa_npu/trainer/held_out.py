@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pa_npu.algorithm.agreement import NUM_MAXIMA, NUM_SUMS
+from pa_npu.algorithm.agreement_sums import (
+    NUM_MAXIMA,
+    NUM_SUMS,
+)
 from pa_npu.algorithm.model_outputs import Outputs, Targets, token_batch
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.algorithm.update_sums import MetricSums

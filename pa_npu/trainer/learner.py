@@ -17,7 +17,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.algorithm.agreement_sums import (
+    DifferenceSums,
+)
 from pa_npu.algorithm.model_outputs import FixedWeights, Outputs, PolicyState, Targets
 from pa_npu.algorithm.objective import Objective, TrainedResponse, measure
 from pa_npu.algorithm.registry import build_algorithm

@@ -22,7 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.algorithm.agreement_sums import (
+    DifferenceSums,
+)
 from pa_npu.algorithm.objective import TrainedResponse
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.checkpoints.saving import Checkpointing

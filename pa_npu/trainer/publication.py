@@ -25,7 +25,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.algorithm.agreement_sums import (
+    DifferenceSums,
+)
 from pa_npu.config.sections.operation import PublishConfig
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.algorithm.agreement_sums import (
+    DifferenceSums,
+)
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
 from pa_npu.samples.group import Group

@@ -15,7 +15,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pa_npu.engines.codec import decode_response, encode_request
+from pa_npu.engines.codec import (
+    decode_response,
+    encode_request,
+)
 from pa_npu.engines.http_server import COMPACT_TYPE
 from pa_npu.engines.protocol import (
     EngineError,

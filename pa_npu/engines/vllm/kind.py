@@ -19,7 +19,9 @@ from pa_npu.config.schema import Config
 from pa_npu.config.sections.rollout import RolloutConfig
 from pa_npu.control.scratch import short_directories
 from pa_npu.engines.client import EngineClient, served_model
-from pa_npu.engines.codec import SERVED_MODEL
+from pa_npu.engines.codec import (
+    SERVED_MODEL,
+)
 from pa_npu.engines.registry import (
     EngineCommand,
     EngineKind,

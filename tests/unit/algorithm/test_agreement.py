@@ -18,13 +18,15 @@ import torch
 from pa_npu.algorithm.agreement import (
     TESTS_OF_PROBE,
     TESTS_OF_TRAINED,
-    UNCERTAINTY_FLOOR,
     Check,
-    DifferenceSums,
     aged_limits,
+    limits,
+)
+from pa_npu.algorithm.agreement_sums import (
+    UNCERTAINTY_FLOOR,
+    DifferenceSums,
     difference_sums,
     k3_of,
-    limits,
 )
 
 Draw = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]

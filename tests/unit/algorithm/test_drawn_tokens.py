@@ -7,7 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.algorithm.agreement_sums import (
+    DifferenceSums,
+)
 from pa_npu.algorithm.drawn_tokens import DrawnTokens
 
 VOCABULARY = 64

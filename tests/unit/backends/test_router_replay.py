@@ -17,10 +17,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pa_npu.engines.client import EngineClient
-from pa_npu.engines.codec import decode_answer, encode_request, recorded_routes, with_routes
+from pa_npu.engines.codec import (
+    decode_answer,
+    encode_request,
+)
 from pa_npu.engines.group_session import join_parts
 from pa_npu.engines.protocol import EngineError, Generation, Sampling
 from pa_npu.engines.registry import check_engine_keys, engine_kind
+from pa_npu.engines.route_codec import (
+    recorded_routes,
+    with_routes,
+)
 from pa_npu.environments.single_turn import samples_of
 from pa_npu.errors import ConfigError, InvariantViolation
 from pa_npu.families.shape import Experts

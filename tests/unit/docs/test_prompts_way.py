@@ -105,7 +105,7 @@ HANDS_ON = {
 # Looks at it, and nothing goes on from there.
 ASIDE = {
     "algorithm/adamw.py": "the step calculated again",
-    "algorithm/agreement.py": "statistics of log-prob differences",
+    "algorithm/agreement_sums.py": "statistics of log-prob differences",
     "algorithm/gradient_formulas.py": "the loss's gradient calculated again",
     "algorithm/loss_gradient.py": "what the loss was given, and the gradient that came back",
     "backends/protocol.py": "refuses attachments that the model does not take",

@@ -17,7 +17,11 @@ import torch
 
 from pa_npu.backends.fsdp.model import load_model
 from pa_npu.engines.client import EngineClient
-from pa_npu.engines.codec import DecodedAnswer, decode_answer, encode_request
+from pa_npu.engines.codec import (
+    DecodedAnswer,
+    decode_answer,
+    encode_request,
+)
 from pa_npu.engines.http_server import COMPACT_TYPE
 from pa_npu.engines.images import SentImages, as_fields, short_tokens
 from pa_npu.engines.protocol import EngineError, Sampling

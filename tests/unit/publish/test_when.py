@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.algorithm.agreement_sums import (
+    DifferenceSums,
+)
 from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness, iterations_ahead
 from pa_npu.publish.probes import MIN_RESPONSES

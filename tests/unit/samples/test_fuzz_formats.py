@@ -24,7 +24,10 @@ from transformers import PreTrainedTokenizerFast
 from pa_npu.config.sections.inputs import DataConfig, TrainingDataset
 from pa_npu.data.prompts import load_prompts
 from pa_npu.engines import compact_answer
-from pa_npu.engines.codec import decode_object, decode_response
+from pa_npu.engines.codec import (
+    decode_object,
+    decode_response,
+)
 from pa_npu.engines.compact_answer import Response
 from pa_npu.engines.http_server import COMPACT_TYPE
 from pa_npu.engines.protocol import EngineError, Generation, Sampling

@@ -16,10 +16,12 @@ import torch
 
 from pa_npu.algorithm.agreement import (
     CHECKS,
+    limits,
+)
+from pa_npu.algorithm.agreement_sums import (
     UNCERTAINTY_FLOOR,
     DifferenceSums,
     difference_sums,
-    limits,
 )
 from pa_npu.config.mesh import Mesh
 from pa_npu.errors import InvariantViolation

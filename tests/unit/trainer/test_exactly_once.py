@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.algorithm.agreement_sums import (
+    DifferenceSums,
+)
 from pa_npu.algorithm.objective import TrainedResponse
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.messages import DISPATCHED, Dispatched, DispatchedGroup

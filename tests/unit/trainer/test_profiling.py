@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from pa_npu.algorithm.agreement import DifferenceSums
+from pa_npu.algorithm.agreement_sums import (
+    DifferenceSums,
+)
 from pa_npu.algorithm.objective import TrainedResponse
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport, CheckpointReport, IterationReport, ProbeReport
