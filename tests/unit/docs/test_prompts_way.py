@@ -106,6 +106,7 @@ HANDS_ON = {
 ASIDE = {
     "algorithm/adamw.py": "the step calculated again",
     "algorithm/agreement_sums.py": "statistics of log-prob differences",
+    "attention/kept.py": "what is kept for the rows of a packed sequence",
     "algorithm/gradient_formulas.py": "the loss's gradient calculated again",
     "algorithm/loss_gradient.py": "what the loss was given, and the gradient that came back",
     "backends/protocol.py": "refuses attachments that the model does not take",
