@@ -170,7 +170,14 @@ async def test_without_the_key_every_path_but_health_is_refused(server, path):
             server.url + "/collective_rpc", json=call, headers=headers
         ) as response:
             (answer,) = (await response.json())["results"]
-            assert answer == {"version": None, "continues": True, "sleeps": False, "routes": False}
+            assert answer == {
+                "version": None,
+                "continues": True,
+                "sleeps": False,
+                "routes": False,
+                "images": False,
+                "scores_at_temperature": True,
+            }
     assert API_KEY not in server.log.read_text(), "keys are not for logs"
 
 
