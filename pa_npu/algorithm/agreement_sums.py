@@ -199,14 +199,10 @@ def difference_sums(
     is_response = (n > 0).float()
     odds, square = summed(z.abs()), summed(z.square())
     moment, weight = summed(z * log_odds), summed(log_odds.square())
-    is_stray = (difference.abs() > STRAY).float()
-    expected = torch.full_like(difference, STRAY_SHARE)
-    if ages is not None:
-        expected = (expected * (1 + ages)).clamp(max=0.5)
     strays = [
-        summed(is_stray),
+        summed((difference.abs() > STRAY).float()),
         summed(_neighbours_strays(logprobs, engine_logprobs, response_index)),
-        summed(expected),
+        summed(_expected_strays(difference, ages)),
     ]
     sums = {
         "responses": is_response,
@@ -233,10 +229,7 @@ def difference_sums(
         "strays_others": strays[1],
         "strays_expected": strays[2],
         "drawn": is_response * n * is_drawn,
-        "surprise": (logprobs + entropy) * is_drawn,
-        "surprise_squared": (logprobs + entropy).square() * is_drawn,
-        "entropy": entropy * is_drawn,
-        "entropy_squared": entropy.square() * is_drawn,
+        **_surprise(logprobs, entropy, is_drawn),
     }
     maxima = {
         "square_largest": square.max(),
@@ -246,6 +239,27 @@ def difference_sums(
     names = [field.name for field in fields(DifferenceSums)]
     assert names == [*sums, *maxima]
     return torch.stack([*(column.float().sum() for column in sums.values()), *maxima.values()])
+
+
+def _surprise(
+    logprobs: torch.Tensor, entropy: torch.Tensor, is_drawn: bool
+) -> dict[str, torch.Tensor]:
+    """Returns what drawn_tokens.py judges, [tokens] each; zeros where nothing says it."""
+    surprise = logprobs + entropy
+    return {
+        "surprise": surprise * is_drawn,
+        "surprise_squared": surprise.square() * is_drawn,
+        "entropy": entropy * is_drawn,
+        "entropy_squared": entropy.square() * is_drawn,
+    }
+
+
+def _expected_strays(difference: torch.Tensor, ages: torch.Tensor | None) -> torch.Tensor:
+    """Returns the chance that each token is a stray, which grows with its age."""
+    expected = torch.full_like(difference, STRAY_SHARE)
+    if ages is not None:
+        expected = (expected * (1 + ages)).clamp(max=0.5)
+    return expected
 
 
 def _neighbours_strays(
