@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
-import aiohttp
 import numpy as np
 import numpy.typing as npt
 
 from pa_npu.config.texts import path_problem
-from pa_npu.control.bounded_http import bounded_get, read_at_most
+from pa_npu.control.bounded_http import bounded_get
 from pa_npu.engines.codec import (
     SERVED_MODEL,
     DecodedAnswer,
@@ -31,10 +29,9 @@ from pa_npu.engines.codec import (
     encode_generate_request,
     encode_request,
 )
+from pa_npu.engines.http_client import ANSWER_BYTES, EngineHttp
 from pa_npu.engines.http_server import (
     COMPACT_TYPE,
-    INSTANCE_HEADER,
-    KEY_VARIABLE,
     OPEN_PATH,
     VERSION_HEADER,
 )
@@ -76,16 +73,8 @@ from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.samples.routes import Routes
 from pa_npu.vision.images import ShownImage
 
-# Servers close idle connections after 5 s (uvicorn); closing them earlier ourselves avoids writing
-# into one that is being closed.
-_KEEP_ALIVE_S = 2.0
-# Bodies are megabytes (80 bytes per token): a larger buffer than aiohttp's 64 KiB halves the pauses
-# of the transport.
-_READ_BUFFER_BYTES = 2**20
 _GET_TIMEOUT_S = 10.0
 _UNAUTHORISED = 401
-# Largest size of an answer, where no other is given.
-ANSWER_BYTES = 2**24
 _READY_PAUSE_S = 0.25
 _CAPABILITIES_WITHIN_S = 60.0
 _WORKERS_ANSWER_S = 10.0
@@ -103,7 +92,7 @@ _TOKEN_BYTES = 2048
 _PROMPT_TOKEN_BYTES = 16
 
 
-class EngineClient:
+class EngineClient(EngineHttp):
     """A RolloutEngine behind OpenAI-like paths and those of vLLM's development mode.
 
     Owns its connections: use `async with` in the event loop.
@@ -124,14 +113,7 @@ class EngineClient:
         kind: str = "vllm",
         served_model: str = SERVED_MODEL,
     ) -> None:
-        self.name = url.rstrip("/")
-        self._headers = {"Content-Type": "application/json"}
-        key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
-        if key:
-            self._headers["Authorization"] = f"Bearer {key}"
-        self._session: aiohttp.ClientSession | None = None
-        self._instance: str | None = None
-        self._responses: set[aiohttp.ClientResponse] = set()  # those that are being read
+        super().__init__(url, api_key)
         self._vocab_size = vocab_size
         self._kind = kind
         self._served_model = served_model
@@ -142,16 +124,6 @@ class EngineClient:
 
     async def __aenter__(self) -> EngineClient:
         return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        for response in list(self._responses):
-            response.close()  # the session's close leaves whoever reads one waiting
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
 
     async def generate(
         self,
@@ -487,97 +459,6 @@ class EngineClient:
                 "run use it?"
             )
         return stated
-
-    async def _request(
-        self,
-        method: Literal["GET", "POST"],
-        path: str,
-        body: bytes | None,
-        deadline_s: float,
-        *,
-        action: str | None = None,
-        max_bytes: int = ANSWER_BYTES,
-        keep_connection: bool = False,
-        accept: str | None = None,
-    ) -> tuple[bytes, Mapping[str, str]]:
-        """Sends a request; returns body and headers of the answer.
-
-        Raises EngineError, or DeadlineExceeded, unless the answer has status 200 and comes from the
-        start of the engine that this client belongs to.
-
-        Args:
-            method: of HTTP.
-            path: behind the engine's URL.
-            body: JSON, or None.
-            deadline_s: seconds from now until the answer is complete.
-            action: the request, for messages; None: the path.
-            max_bytes: largest size of the answer.
-            keep_connection: for the next request. uvicorn ends it after an error of the workers,
-                and a request that meets that end looks like the death of the engine. So only
-                frequent requests keep it.
-            accept: a form of the answer that the engine may choose in place of JSON.
-        """
-        action = action or path
-        headers = {} if keep_connection else {"Connection": "close"}
-        if accept is not None:
-            headers["Accept"] = accept
-        timeout = aiohttp.ClientTimeout(total=deadline_s)
-        try:
-            async with self._open_session().request(
-                method,
-                self.name + path,
-                data=body,
-                headers=headers,
-                timeout=timeout,
-                allow_redirects=False,
-            ) as response:
-                self._responses.add(response)
-                try:
-                    data = await read_at_most(response, max_bytes)
-                finally:
-                    self._responses.discard(response)
-        except asyncio.TimeoutError:
-            raise DeadlineExceeded(
-                f"engine {self.name}: {action} not answered within {deadline_s:g} s; it may hang"
-            ) from None
-        except (aiohttp.ClientError, OSError) as error:
-            detail = str(error) or type(error).__name__
-            raise EngineGone(
-                f"engine {self.name}: {action} failed ({detail}); it has probably died, see its log"
-            ) from None
-        except ValueError as error:
-            raise EngineError(f"engine {self.name}: {action}: {error}; is it an engine?") from None
-        if response.status != 200:
-            excerpt = data[:300].decode("utf-8", "replace").strip()
-            # A 500 is what the API process answers when the engine behind it has died.
-            kind = EngineGone if response.status >= 500 else EngineError
-            raise kind(f"engine {self.name}: {action} answered {response.status}: {excerpt}")
-        self._recognise(response.headers.get(INSTANCE_HEADER))
-        return data, response.headers
-
-    def _recognise(self, instance: str | None) -> None:
-        if self._instance is None:
-            self._instance = instance
-        elif instance != self._instance:
-            raise EngineGone(
-                f"engine {self.name}: it was started again (it says that it is "
-                f"{instance or 'nobody'}, and was {self._instance}), so that it does not hold the "
-                "weights that it was given"
-            )
-
-    def _open_session(self) -> aiohttp.ClientSession:
-        # Created on first use: aiohttp binds a session to the running loop.
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
-                headers=self._headers,
-                read_bufsize=_READ_BUFFER_BYTES,
-                cookie_jar=aiohttp.DummyCookieJar(),  # engines set none
-                trust_env=False,
-                # engines do not compress, and a few bytes can become gigabytes
-                auto_decompress=False,
-            )
-        return self._session
 
 
 def served_model(url: str, key: str) -> str:
