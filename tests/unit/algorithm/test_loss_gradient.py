@@ -134,7 +134,8 @@ def test_the_gradient_behind_the_log_probs_is_told_from_one_that_is_doubled_turn
     for factor in (1.0, 0.0, -1.0, 2.0):
         head = HeadGradient()
         states = hidden * 1.0
-        head.watch(states)
+        head.offer(states)
+        head.watch()
         logprobs, entropy, *_ = score_rows(states, weight, targets, vocab_size=500, temperature=0.7)
         logprobs.backward(factor * arrived)
         assert head.products is not None and head.sizes is not None
