@@ -17,6 +17,7 @@ from pa_npu.config.sections.inputs import DataConfig, Dataset, TrainingDataset
 from pa_npu.config.words import counted
 from pa_npu.data.hints import Hint
 from pa_npu.data.image_rows import ImageInput
+from pa_npu.data.made_rows import DEFAULT_ROWS, MadeRows
 from pa_npu.data.messages import Message, left_out, with_image_parts
 from pa_npu.data.records import Columns, Record, read_records
 from pa_npu.data.template import TemplateFailed, check_options, chosen_template, rendered
@@ -168,6 +169,15 @@ def load_prompts(
     return PromptSet(path, tuple(prompts), len(records), len(too_long) - num_skipped, num_skipped)
 
 
+def made_of(dataset: Dataset) -> MadeRows:
+    """Returns how the rows of a dataset are made, if tasks make them."""
+    return MadeRows(
+        num_rows=dataset.max_rows or DEFAULT_ROWS,
+        seed=dataset.seed,
+        options=dataset.task_options,
+    )
+
+
 def _read(
     dataset: Dataset,
     config: DataConfig,
@@ -186,7 +196,7 @@ def _read(
         images=config.images_column,
     )
     usual = ("train",) if is_training else ("test", "validation")
-    rows = read_records(dataset.path, key, columns, dataset.split, usual)
+    rows = read_records(dataset.path, key, columns, dataset.split, usual, made_of(dataset))
     records = []
     for record in islice(rows, dataset.max_rows):
         if isinstance(images, ImageInput):

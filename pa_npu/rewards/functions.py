@@ -191,6 +191,10 @@ def build_function(spec: FunctionSpec) -> Function:
         return format_reward(spec.pattern or "")
     if spec.name == "overlong":
         return overlong_reward(spec.max_tokens, spec.buffer_tokens)
+    if spec.name == "reasoning_gym":
+        from pa_npu.rewards.gym_reward import gym_reward
+
+        return gym_reward
     return import_reward(spec.name)
 
 

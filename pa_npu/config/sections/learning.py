@@ -10,7 +10,7 @@ from pydantic import Field
 from pa_npu.config.presets import PresetName
 from pa_npu.config.sections import FilePath, Section, Several
 
-REWARDS = ("math", "format", "overlong", "judge", "code")
+REWARDS = ("math", "format", "overlong", "judge", "code", "reasoning_gym")
 
 
 class LoraConfig(Section):

@@ -230,7 +230,8 @@ class RewardFunction(Section):
     name: str = Field(
         ...,
         min_length=1,
-        description="math, format, overlong, judge, code, or module:function of your own.",
+        description="math, format, overlong, judge, code, reasoning_gym, or module:function of "
+        "your own.",
     )
     weight: float = Field(
         1.0,
@@ -367,7 +368,8 @@ class RewardConfig(Section):
     functions: Several[RewardFunction] = Field(
         (RewardFunction(name="math"),),
         min_length=1,
-        description="Reward functions. The reward of a response is their weighted sum.",
+        description="Reward functions. The reward of a response is their weighted sum. If unset, "
+        "math; reasoning_gym where data.train names its tasks.",
     )
     judge: JudgeConfig = Field(JudgeConfig(), description="The judge of the function `judge`.")
     code: CodeConfig = Field(CodeConfig(), description="How the function `code` runs programs.")
