@@ -1,4 +1,6 @@
-"""One real vLLM server: it passes the suite of every engine, follows trainers' weights, and samples depend on seeds alone."""
+"""One real vLLM server: it passes the suite of every engine, follows trainers' weights, and samples
+depend on seeds alone.
+"""
 
 from __future__ import annotations
 
@@ -174,7 +176,7 @@ async def test_without_the_key_every_path_but_health_is_refused(server, path):
                 "version": None,
                 "continues": True,
                 "sleeps": False,
-                "routes": False,
+                "expert_choices": False,
                 "images": False,
                 "scores_at_temperature": True,
             }
