@@ -1,6 +1,5 @@
 #!/usr/bin/env python
-"""How many responses and tokens per second one coordinator and the rollout buffer sustain on one
-core.
+"""How many responses and tokens per second one coordinator and the rollout buffer sustain on one core.
 
 The coordinator's real path runs in this process, pinned to one core: admission, HTTP client,
 decoding and checks, a reward stub, advantages, the group's bytes, the put into the c10d store.

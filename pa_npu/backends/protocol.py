@@ -1,5 +1,4 @@
-"""The interface of training backends to a trainer rank: TrainBackend, and how one is made
-(`BackendModule`).
+"""The interface of training backends to a trainer rank: TrainBackend, and how one is made (`BackendModule`).
 
 Megatron is the first (`pa_npu.backends.megatron`); another is a package beside it and a line in
 `pa_npu.backends.registry`.

@@ -1,5 +1,4 @@
-"""Evaluation through the engines, clients, environment and rewards of training: greedy answers and
-samples on named sets.
+"""Evaluation through the engines, clients, environment and rewards of training: greedy answers and samples on named sets.
 
     all questions, in an order of their own ──admit──> environment on an engine ──samples──> rewards ──> Judged responses
                                      (window per engine)

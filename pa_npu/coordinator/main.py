@@ -1,5 +1,4 @@
-"""Entry of the coordinator: reads the data, meets engines and trainers, and hands all parts to the
-loop (loop.py).
+"""Entry of the coordinator: reads the data, meets engines and trainers, and hands all parts to the loop (loop.py).
 
     python -m pa_npu.coordinator.main --config RUN/config.yaml
 

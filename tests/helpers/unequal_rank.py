@@ -1,5 +1,4 @@
-"""One trainer rank whose replicas have unequal numbers of microbatches, through the real backend
-and learner.
+"""One trainer rank whose replicas have unequal numbers of microbatches, through the real backend and learner.
 
 python -m tests.helpers.unequal_rank JOB.json      started by trainer_rank.run_job, like that module
 

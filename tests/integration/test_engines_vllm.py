@@ -1,6 +1,4 @@
-"""One real vLLM server: it passes the suite of every engine, follows trainers' weights, and samples
-depend on seeds alone.
-"""
+"""One real vLLM server: it passes the suite of every engine, follows trainers' weights, and samples depend on seeds alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Ranks of a real trainer that share a mixture's experts, with an auxiliary loss, also with unequal
-numbers of microbatches.
-"""
+"""Ranks of a real trainer that share a mixture's experts, with an auxiliary loss, also with unequal numbers of microbatches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Four ranks of one replica (TP=2, PP=2 over gloo) get the same groups from their reader, from a
-producer that is late.
+"""Four ranks of one replica (TP=2, PP=2 over gloo) get the same groups from their reader, from a producer that is late.
 
 The test is the coordinator; run as a script this file is one rank. The collectives' timeout is
 shorter than the producer's delay, so a rank that waited for rollouts inside a collective would

@@ -1,6 +1,4 @@
-"""TrainBackend on megatron-core: forward, backward and step over what the objective gives, weights,
-checkpoints.
-"""
+"""TrainBackend on megatron-core: forward, backward and step over what the objective gives, weights, checkpoints."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Router replay: engines say which experts each token took, and the trainers' routers take the same
-ones.
-"""
+"""Router replay: engines say which experts each token took, and the trainers' routers take the same ones."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Engines that want to leave: whatever state they are in, they are gone once nothing is in flight
-and no publish has them.
-"""
+"""Engines that want to leave: whatever state they are in, they are gone once nothing is in flight and no publish has them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The worker extension inside an engine, with a stand-in for vLLM: versions are stamped only when
-everything is loaded.
-"""
+"""The worker extension inside an engine, with a stand-in for vLLM: versions are stamped only when everything is loaded."""
 
 from __future__ import annotations
 

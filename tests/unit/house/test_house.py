@@ -1,5 +1,4 @@
-"""The house keeps its order: imports point downwards, foreign names stay in their rooms, nothing
-goes in circles, all is named.
+"""The house keeps its order: imports point downwards, foreign names stay in their rooms, nothing goes in circles, all is named.
 
 An exception is one line in a table below with its reason; one that is needed no longer fails, so
 that the tables shrink.

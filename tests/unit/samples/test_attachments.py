@@ -1,6 +1,4 @@
-"""Arrays behind placeholder tokens travel once per group, reach the rows that stand for them, and
-part samples of equal tokens.
-"""
+"""Arrays behind placeholder tokens travel once per group, reach the rows that stand for them, and part samples of equal tokens."""
 
 from __future__ import annotations
 

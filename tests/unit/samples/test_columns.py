@@ -1,6 +1,4 @@
-"""Columns of any dtype and shape go from an environment and an engine to a loss; what is missing or
-unknown is one line.
-"""
+"""Columns of any dtype and shape go from an environment and an engine to a loss; what is missing or unknown is one line."""
 
 from __future__ import annotations
 
