@@ -46,7 +46,7 @@ class Routing:
     experts_untouched: of all layers' experts, how many no token has taken since the trainers began.
     With algorithm.router_replay, else None: replay_changed: share of the replayed choices that
     routers would not have made;
-    routes_missing: tokens without routes from which a target follows.
+    expert_choices_missing: tokens without expert choices from which a target follows.
     """
 
     expert_imbalance: float
@@ -55,7 +55,7 @@ class Routing:
     routing_entropy: float
     experts_untouched: int
     replay_changed: float | None = None
-    routes_missing: int | None = None
+    expert_choices_missing: int | None = None
 
 
 @dataclass(frozen=True)

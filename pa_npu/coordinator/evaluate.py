@@ -104,7 +104,9 @@ class Evaluator:
             )
         wishes = self.config.evaluate
         length = wishes.max_response_tokens or self.sampling.max_tokens
-        plain = dataclasses.replace(self.sampling, logprobs=False, routes=None, max_tokens=length)
+        plain = dataclasses.replace(
+            self.sampling, logprobs=False, expert_choices=None, max_tokens=length
+        )
         self._kinds = [(GREEDY, 1, dataclasses.replace(plain, temperature=0.0))]
         if wishes.samples:
             drawn = dataclasses.replace(plain, temperature=wishes.temperature, top_p=wishes.top_p)
@@ -229,7 +231,8 @@ def final_answer(text: str, prompt: Prompt) -> str | None:
 
 
 class Evaluations:
-    """The points at which a run's evaluations take part in an iteration. This one evaluates nothing.
+    """The points at which a run's evaluations take part in an iteration. This one evaluates
+    nothing.
 
     Their other points are those of a guest on the engines (publication.EngineGuest).
     """

@@ -165,7 +165,7 @@ async def open_engines(stack: AsyncExitStack, config: Config, inputs: RunInputs)
         pool=pool,
         roster=roster,
         make_engine=make_engine,
-        needs_routes=inputs.sampling.routes is not None,
+        needs_expert_choices=inputs.sampling.expert_choices is not None,
         startup_timeout_s=config.run.startup_timeout_s,
     )
     await stack.enter_async_context(fleet)
@@ -312,7 +312,8 @@ async def open_evaluated(
 async def connect_to_trainers(
     config: Config, channel: StoreChannel, store: tuple[str, int]
 ) -> tuple[Connection, TrainersRunOn]:
-    """Waits until each stage has said how engines reach its groups, and rank 0 what trainers run on.
+    """Waits until each stage has said how engines reach its groups, and rank 0 what trainers run
+    on.
 
     Raises DeadlineExceeded.
     """

@@ -56,7 +56,7 @@ class Member:
 
 
 def check_capabilities(
-    member: Member, config: RolloutConfig, *, needs_routes: bool
+    member: Member, config: RolloutConfig, *, needs_expert_choices: bool
 ) -> EngineCapabilities:
     """Returns the abilities of a ready member.
 
@@ -70,7 +70,7 @@ def check_capabilities(
             f"rollout.tensor_parallel = {config.tensor_parallel}; start it with the "
             "same, or change the key"
         )
-    if needs_routes and not capabilities.records_routes:
+    if needs_expert_choices and not capabilities.records_expert_choices:
         raise ConfigError(
             f"engine {member.name} ({capabilities.version}) does not say which experts a token "
             "took, as algorithm.router_replay wants; set that to none, or use another release of "

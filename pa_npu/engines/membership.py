@@ -66,7 +66,7 @@ class Fleet:
         pool: of the engines that serve.
         roster: of the engines that the run has.
         make_engine: makes the client of the engine at a URL.
-        needs_routes: whether engines must record the experts of tokens.
+        needs_expert_choices: whether engines must record the experts of tokens.
         startup_timeout_s: run.startup_timeout_s, within which an engine must become ready.
     """
 
@@ -76,7 +76,7 @@ class Fleet:
         pool: EnginePool,
         roster: Roster,
         make_engine: Callable[[str], RolloutEngine],
-        needs_routes: bool = False,
+        needs_expert_choices: bool = False,
         startup_timeout_s: float = 600.0,
     ) -> None:
         self._config = config
@@ -84,7 +84,7 @@ class Fleet:
         self._pool = pool
         self._roster = roster
         self._make_engine = make_engine
-        self._needs_routes = needs_routes
+        self._needs_expert_choices = needs_expert_choices
         self._members: dict[int, Member] = {}
         self._running: _Running | None = None  # None between two iterations
         self._weights_lock = asyncio.Lock()
@@ -406,7 +406,7 @@ class Fleet:
         try:
             member.capabilities = await member.engine.wait_ready(deadline_s=self._startup_timeout_s)
             self._pool.continues &= check_capabilities(
-                member, self._config, needs_routes=self._needs_routes
+                member, self._config, needs_expert_choices=self._needs_expert_choices
             ).continues
             if member.state != "starting":  # it leaves already
                 return

@@ -22,7 +22,7 @@ from pa_npu.planning.memory import (
 )
 from pa_npu.planning.prediction.virtual_run import planned_basis
 from pa_npu.platform.typical import typical_speed
-from pa_npu.samples.routes import routes_of
+from pa_npu.samples.expert_choices import ExpertChoices
 
 
 def derived_lines(
@@ -104,14 +104,14 @@ def _model_lines(config: Config, spec: ModelSpec) -> list[str]:
     lines = [
         f"model                 {spec.family}, {spec.num_parameters / 1e6:.1f} M parameters{active}"
     ]
-    routes = routes_of(config, spec)
-    if routes is not None:
+    expert_choices = ExpertChoices.from_config(config, spec)
+    if expert_choices is not None:
         amount = work(config)
-        token_bytes = routes.column.type.itemsize * math.prod(routes.column.shape)
+        token_bytes = expert_choices.column.type.itemsize * math.prod(expert_choices.column.shape)
         prompt_tokens = amount.prompt_tokens // config.rollout.responses_per_prompt
         total_bytes = token_bytes * (amount.response_tokens + prompt_tokens)
         lines.append(
-            f"routes                {token_bytes} bytes per token, a shared prompt's once: at most "
+            f"expert choices        {token_bytes} bytes per token, a shared prompt's once: at most "
             f"{format_bytes(total_bytes)} per iteration to the trainers"
         )
     return lines

@@ -174,7 +174,7 @@ async def test_without_the_key_every_path_but_health_is_refused(server, path):
                 "version": None,
                 "continues": True,
                 "sleeps": False,
-                "routes": False,
+                "expert_choices": False,
                 "images": False,
                 "scores_at_temperature": True,
             }

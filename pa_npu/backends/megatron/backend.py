@@ -55,8 +55,8 @@ from pa_npu.checkpoints.directories import CheckpointMeta
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
+from pa_npu.samples.expert_choices import EXPERT_CHOICES
 from pa_npu.samples.microbatch import Microbatch, filler
-from pa_npu.samples.routes import ROUTES
 from pa_npu.telemetry.timeline import Timeline, now
 from pa_npu.weight_transfer.computation import Computation
 from pa_npu.weight_transfer.digest import digest_of
@@ -453,10 +453,10 @@ def _inputs(
 
 
 def _replay(microbatch: Microbatch, part: Part) -> Replay | None:
-    """The routes of a part's tokens. None where the run does not replay, or nobody recorded
+    """The expert choices of a part's tokens. None where the run does not replay, or nobody recorded
     anything: of a probe, and of a filler.
     """
-    if ROUTES not in microbatch.packed:
+    if EXPERT_CHOICES not in microbatch.packed:
         return None
     replay = replay_of(microbatch)
     return Replay(ids=part.of_rows(replay.ids, -1), leads=part.of_rows(replay.leads, False))

@@ -42,12 +42,16 @@ class Job:
     engines: those it has made clients for, by URL.
     """
 
-    def __init__(self, needs_routes: bool = False) -> None:
+    def __init__(self, needs_expert_choices: bool = False) -> None:
         self.roster = Roster(StoreChannel(dist.HashStore()), "")
         self.pool = EnginePool()
         self.engines: dict[str, SlowToStart] = {}
         self.fleet = Fleet(
-            RolloutConfig(), self.pool, Roster(self.roster._channel, ""), self._make, needs_routes
+            RolloutConfig(),
+            self.pool,
+            Roster(self.roster._channel, ""),
+            self._make,
+            needs_expert_choices,
         )
 
     async def deliver_late(self, member: Member, version: int) -> bool:
@@ -251,7 +255,7 @@ async def test_an_engine_that_answers_what_nobody_expects_ends_the_run_at_once()
 async def test_an_engine_that_is_not_what_the_run_needs_ends_it_before_a_publish_waits_for_its_workers(
     capabilities, problem
 ):
-    job = Job(needs_routes="experts" in problem)
+    job = Job(needs_expert_choices="experts" in problem)
     job.engines["a"] = SlowToStart("a")
     job.engines["a"].capabilities = capabilities
     job.engines["a"].answers.set()
