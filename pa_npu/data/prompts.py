@@ -46,7 +46,7 @@ class Prompt:
     other. tokens: int32 [P]. text: the rendered prompt. answer: the final answer, without GSM8K's
     reasoning. row: the dataset row as it was read, with names in place of images. source: what its
     dataset is called. hinted: by teacher, the tokens of the prompt with its hint. images: those
-    that placeholders among the tokens stand for.
+    that placeholders among the tokens stand for. messages: what the template rendered.
     """
 
     prompt_id: int
@@ -57,6 +57,7 @@ class Prompt:
     source: str = ""
     hinted: Mapping[str, npt.NDArray[np.int32]] = field(default_factory=dict)
     images: tuple[ShownImage, ...] = ()
+    messages: tuple[Message, ...] = ()
 
     @property
     def identity(self) -> bytes:
@@ -153,6 +154,7 @@ def load_prompts(
             row=record.row,
             source=source,
             images=encoded.images,
+            messages=tuple(compose_messages(record, config)),
         )
         prompts.append(prompt)
         used.append(record)

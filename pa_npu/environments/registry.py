@@ -30,6 +30,7 @@ ENVIRONMENTS: dict[str, Callable[[EnvironmentContext], Environment]] = {
 _NAMED = {
     "agents": "pa_npu.agents.environment:AgentEnvironment",
     "remote": "pa_npu.agents.remote:RemoteEnvironment",
+    "tool_class": "pa_npu.agents.tool_class:ToolClassEnvironment",
 }
 
 

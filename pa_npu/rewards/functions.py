@@ -40,9 +40,10 @@ JUDGE_SCORES = "judge_scores.sqlite"
 def needs_answers(reward: RewardConfig, environment: EnvironmentConfig) -> bool:
     """Returns whether every row of the data must have a reference answer.
 
-    It need not where agents or a remote environment may give the rewards.
+    It need not where agents, or an environment with rewards of its own, may give them.
     """
-    return reward.reads_answers and environment.name not in ("agents", "remote")
+    gives_rewards = environment.name in ("agents", "remote", "tool_class")
+    return reward.reads_answers and not gives_rewards
 
 
 @dataclass(frozen=True)

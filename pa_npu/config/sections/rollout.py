@@ -193,7 +193,8 @@ class EnvironmentConfig(Section):
         min_length=1,
         description="How a prompt becomes samples: single_turn; tools (several turns with a tool); "
         "agents (programs that call the run's gateway, docs/agents.md); remote (a "
-        "server with reset and step); or module:Class, a class of your own.",
+        "server with reset and step); tool_class (a class whose methods are tools, TRL's "
+        "environment_factory); or module:Class, a class of your own.",
     )
     max_turns: int = Field(
         4, ge=1, le=1000, description="Maximum number of the policy's turns in one sample."
