@@ -33,6 +33,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from pa_npu.attention import PrefixLayout, shared_prompt_attention
 from pa_npu.attention.context import RankRows
+from pa_npu.attention.stems import PathRows
 from pa_npu.backends.megatron.experts import MixtureMLP
 from pa_npu.backends.megatron.routing import Replay
 from pa_npu.families.shape import Rope
@@ -46,7 +47,7 @@ class AttentionContext:
     positions. balance: factor of the routers' auxiliary loss; None where nothing is trained.
     replay: routes that routers take; None leaves the choice to them."""
 
-    layout: PrefixLayout | RankRows
+    layout: PrefixLayout | RankRows | PathRows
     cos: torch.Tensor
     sin: torch.Tensor
     balance: float | None = None
@@ -81,9 +82,15 @@ class CoreAttention(MegatronModule):
     """
 
     def __init__(
-        self, config: TransformerConfig, ops: FusedOps, implementation: str, **_: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        ops: FusedOps,
+        implementation: str,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
+        self.layer_number = layer_number
         self.ops = ops
         self.implementation = implementation
 
@@ -108,7 +115,12 @@ class CoreAttention(MegatronModule):
         rotated_query = self.ops.rotary(query.squeeze(1), context.cos, context.sin)
         rotated_key = self.ops.rotary(key.squeeze(1), context.cos, context.sin)
         out = shared_prompt_attention(
-            rotated_query, rotated_key, value.squeeze(1), context.layout, impl=self.implementation
+            rotated_query,
+            rotated_key,
+            value.squeeze(1),
+            context.layout,
+            impl=self.implementation,
+            layer=self.layer_number,
         )
         return out.reshape(out.shape[0], 1, -1)
 
