@@ -290,7 +290,7 @@ def compare_trees(model: str, args: argparse.Namespace) -> dict[str, Any]:
             for name, shared in (("separate", False), ("trees", True))
         }
         work = {
-            name: sum(step_flops(flops, m.layout, len(m.targets)) for m in way)
+            name: sum(step_flops(flops, m.whole_layout, len(m.targets)) for m in way)
             for name, way in ways.items()
         }
         first = {name: step(learner, way) for name, way in ways.items()}  # the warm-up, too

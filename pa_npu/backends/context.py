@@ -136,7 +136,7 @@ class Parts:
                 num_targets=num_targets,
                 group=None,
             )
-        layout = self._group.rows_of(microbatch.layout)
+        layout = self._group.rows_of(microbatch.whole_layout)
         device = microbatch.tokens.device
         row_numbers = layout.row_numbers(device)
         tokens = microbatch.tokens.index_select(

@@ -24,6 +24,7 @@ import torch
 
 from pa_npu.algorithm.algorithm import Algorithm
 from pa_npu.config.mesh import Mesh
+from pa_npu.config.pieces import MIN_SAVED_ROWS
 from pa_npu.control.freshness import EXACT, Freshness
 from pa_npu.control.messages import Dispatched
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
@@ -33,7 +34,7 @@ from pa_npu.samples.microbatch import Microbatch, cut, cut_to_fit, filler, num_p
 from pa_npu.samples.notice import Notice, is_notice, read_notice
 from pa_npu.samples.replica_feed import Parsed, ReplicaFeed, ReplicaLinks, Traffic
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.stems import MIN_SAVED_ROWS, Branch, Stem, with_stems
+from pa_npu.samples.stems import Branch, Stem, with_stems
 from pa_npu.samples.wire import from_bytes
 from pa_npu.telemetry.timeline import Timeline, now
 

@@ -83,6 +83,17 @@ class Microbatch(Targets):
     ends_stems: bool = field(default=False, kw_only=True)
 
     @property
+    def whole_layout(self) -> PrefixLayout:
+        """The layout of a microbatch that has all rows of its sequences. Raises ValueError for one
+        with stems before it.
+        """
+        if isinstance(self.layout, PathRows):
+            raise ValueError(
+                f"a microbatch of groups {self.group_indices} is behind stems; give one that is whole"
+            )
+        return self.layout
+
+    @property
     def is_stem(self) -> bool:
         """Whether it is the beginning of others, which belongs to no response itself."""
         return isinstance(self.layout, PathRows) and self.layout.own is not None

@@ -18,12 +18,9 @@ import torch
 
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.stems import KeptKeys, PathRows
+from pa_npu.config.pieces import MIN_SAVED_ROWS, saved_rows
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, filler, pack, shared_prompts
-
-# A stem has a pass of its own, which reads every weight once more, and under fsdp gathers it. That
-# takes about as long as so many rows.
-MIN_SAVED_ROWS = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +109,7 @@ def with_stems(
         max_tokens: of a stem; None for any number.
     """
     rows = _common_rows(group) // multiple * multiple
-    if len(pieces) < 2 or not rows or (len(pieces) - 1) * rows < min_saved_rows:
+    if saved_rows(len(pieces), rows) < max(1, min_saved_rows):
         return list(pieces)
     if group.placeholders:  # their positions are not those of tokens
         return list(pieces)
