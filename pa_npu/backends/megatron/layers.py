@@ -246,6 +246,7 @@ class RotaryTable:
 
     def __init__(self, spec: ModelSpec) -> None:
         self.inverse_frequencies = inverse_frequencies(spec.rope, spec.head_dim)
+        self.scale = spec.rope.attention_factor
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def rows(
@@ -269,7 +270,9 @@ class RotaryTable:
                 torch.arange(length, dtype=torch.float32), self.inverse_frequencies
             )
             angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
-            table = (angles.cos().to(device, dtype), angles.sin().to(device, dtype))
+            cos = angles.cos() * self.scale
+            sin = angles.sin() * self.scale
+            table = (cos.to(device, dtype), sin.to(device, dtype))
             self._tables[device, dtype] = table
         return table
 
@@ -280,7 +283,34 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return frequencies / rope.factor
+    if rope.kind == "yarn":
+        return _yarn(rope, head_dim)
     return _llama3(frequencies, rope) if rope.kind == "llama3" else frequencies
+
+
+def _yarn(rope: Rope, head_dim: int) -> torch.Tensor:
+    """Frequencies that turn seldom are divided by `factor`, those that turn often are kept, and those
+    between are interpolated by their number (YaRN).
+    """
+
+    def number_of(turns: float) -> float:
+        """The number of the frequency that turns so often in the original positions."""
+        positions_per_radian = rope.original_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(positions_per_radian) / (2 * math.log(rope.theta))
+
+    low = number_of(rope.beta_fast)
+    high = number_of(rope.beta_slow)
+    if rope.truncate:
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    wavelengths = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    numbers = torch.arange(head_dim // 2, dtype=torch.float32)
+    kept = 1 - ((numbers - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
 
 def _llama3(frequencies: torch.Tensor, rope: Rope) -> torch.Tensor:

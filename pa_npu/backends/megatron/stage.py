@@ -185,7 +185,7 @@ class TriModel(MegatronModule):
         config = self.policy.config
         return msgspec.structs.replace(
             computation,
-            rotations=rotations_of(self.rotary.inverse_frequencies),
+            rotations=rotations_of(self.rotary.inverse_frequencies, self.rotary.scale),
             attention_scales=[config.kv_channels**-0.5],
             experts_per_token=[] if config.num_moe_experts is None else [config.moe_router_topk],
         )
