@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from pa_npu.config.pieces import MIN_SAVED_ROWS, saved_rows
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.rollout import EngineSettings
 from pa_npu.config.words import counted, three_digits
@@ -261,14 +262,30 @@ def _microbatches(config: Config, amount: Work) -> str:
     number = amount.microbatches_per_replica
     responses = counted(config.microbatch_responses, "response")
     tokens = amount.microbatch_tokens
+    shared = _shared_prompts(config, amount)
     if config.microbatch.tokens is not None:
-        return f"at most {number} per replica, as many responses as fit into {tokens} tokens each"
+        return (
+            f"at most {number} per replica, as many responses as fit into {tokens} tokens "
+            f"each{shared}"
+        )
     if config.microbatch.max_tokens is None:
-        return f"{number} per replica, {responses} and at most {tokens} tokens each"
+        return f"{number} per replica, {responses} and at most {tokens} tokens each{shared}"
     return (
         f"at most {number} per replica, {responses} or several times so many in at most {tokens} "
-        "tokens each"
+        f"tokens each{shared}"
     )
+
+
+def _shared_prompts(config: Config, amount: Work) -> str:
+    """Returns how the microbatches of a group come by the prompt that they share, in words."""
+    pieces = amount.microbatches_per_replica // config.groups_per_replica
+    prompt = config.data.max_prompt_tokens
+    if not config.attention.shared_prompt or saved_rows(pieces, prompt) < MIN_SAVED_ROWS:
+        return ""
+    if amount.stem_tokens:
+        return f"; a prompt is computed once for its {pieces}, depth first"
+    why = f" ({config.depth_first_obstacle})" if config.depth_first_obstacle else ""
+    return f"; a prompt is computed {pieces} times{why}"
 
 
 def _device_line(

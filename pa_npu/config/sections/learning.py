@@ -436,6 +436,13 @@ class MicrobatchConfig(Section):
         "prompt with one response that is longer goes alone. Needs pipeline_parallel=1. null cuts "
         "groups by `responses` alone.",
     )
+    depth_first: bool = Field(
+        True,
+        description="Where a group is cut into several microbatches, compute the prompt that they "
+        "share once, if that saves 1,024 tokens or more: its keys are kept while they run one after "
+        "another, and its backward comes last. Without pipeline_parallel and context_parallel, "
+        "router_aux_coef and several teachers. false computes the prompt again in each.",
+    )
 
     @property
     def budget(self) -> int | None:
