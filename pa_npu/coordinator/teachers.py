@@ -24,8 +24,9 @@ from pa_npu.coordinator.scoring_teachers import (
     PolicyTeacher,
     ScoringTeacher,
     ServerTeacher,
-    Witnesses,
+    TaughtRun,
 )
+from pa_npu.coordinator.teacher_witness import Witnesses
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.teachers import teacher_number
 from pa_npu.engines.group_session import GroupSession
@@ -114,18 +115,18 @@ async def open_teachers(
     if not config.scored_teachers:
         return None, []
     scoring = Scoring(config.rollout.temperature, config.scored_choices)
-    witnesses = Witnesses(config.run.dir)
+    run = TaughtRun(config, inputs, scoring, Witnesses(config.run.dir))
     by_number: dict[int, ScoringTeacher] = {}
     known: list[EngineTeacher | ServerTeacher] = []
     for number, (name, teacher) in enumerate(config.teacher.items(), start=1):
         if teacher.place == "engines":
-            known.append(EngineTeacher(name, config, scoring, witnesses, inputs))
+            known.append(EngineTeacher(name, run))
             by_number[number] = known[-1]
         elif teacher.place == "server":
-            known.append(ServerTeacher(name, config, scoring, witnesses, inputs))
+            known.append(ServerTeacher(name, run))
             by_number[number] = known[-1]
         elif teacher.place == "policy":
-            by_number[number] = PolicyTeacher(name, config, scoring)
+            by_number[number] = PolicyTeacher(name, run)
     for one in known:
         await one.open(stack)
     return Teachers(config, by_number, score_columns(config)), known
