@@ -45,6 +45,7 @@ class RemoteEnvironment(SessionEnvironment):
     """Plays each session as an episode of the server that environment.options.url names."""
 
     trains_all_turns = True
+    trains_in_context = True
 
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("remote", ("url", "api_key_variable"))

@@ -108,7 +108,7 @@ class ScoredModel(torch.nn.Module, Weights):
         if self._cap is not None:
             hidden, temperature = hidden * self._scale, temperature * self._scale
         if head_gradient is not None and self._cap is None:
-            head_gradient.watch(hidden)
+            head_gradient.offer(hidden)
         return score_rows(
             hidden,
             weight,
