@@ -91,7 +91,7 @@ def train(options: argparse.Namespace, url: str) -> None:
         for x in range(10, 100)
         for y in range(10, 100, 7)
     ]
-    with Run("configs/grpo_tiny.yaml", keys, train=rows, say=None) as run:
+    with Run("configs/grpo_tiny.yaml", keys, train=rows, on_line=None) as run:
         for record in run:
             parts = ", ".join(f"{name} {value:.3f}" for name, value in record["rewards"].items())
             missing = record["reward_no_verdict"].get("judge", 0)

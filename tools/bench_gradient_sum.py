@@ -131,7 +131,7 @@ def watch(checks: Checks, backend: str) -> None:
         from pa_npu.backends.fsdp import backend as fsdp
         from pa_npu.backends.fsdp.optimizer import CountedReduceScatter
 
-        checks.within(CountedReduceScatter, "take_reduced", instead=_forget_input)
+        checks.within(CountedReduceScatter, "on_reduced", instead=_forget_input)
         checks.within(fsdp, "counted")
         checks.within(fsdp.FsdpBackend, "gradient_size", instead=nothing)
         checks.within(fsdp.FsdpBackend, "stepped", "copied", instead=())

@@ -58,7 +58,7 @@ class DrawnTokens:
     choices: float = 0.0
 
     @classmethod
-    def of(cls, sums: DifferenceSums, computed: int, groups: int) -> DrawnTokens:
+    def from_sums(cls, sums: DifferenceSums, computed: int, groups: int) -> DrawnTokens:
         """computed: how many of an iteration's `groups` the sums are of."""
         log_choices = (
             math.lgamma(groups + 1) - math.lgamma(computed + 1) - math.lgamma(groups - computed + 1)

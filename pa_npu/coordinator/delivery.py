@@ -61,7 +61,7 @@ class Delivery:
     # of those that have been taken, by number
     _by_rule: set[int] = field(default_factory=set, init=False)
 
-    async def take(self, number: int, scored: ScoredGroup) -> None:
+    async def accept(self, number: int, scored: ScoredGroup) -> None:
         """Delivers a group that is trained under this number."""
         check_size(self.config, self.algorithm, scored.prompt, scored.samples)
         check_components(self.algorithm, scored)

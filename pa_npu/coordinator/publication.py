@@ -33,7 +33,7 @@ from pa_npu.control.tasks import TaskScope, cancel
 from pa_npu.coordinator.record import BorderOutcome
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.member import Member
-from pa_npu.engines.membership import Fleet
+from pa_npu.engines.membership import EngineMembership
 from pa_npu.engines.pool import EnginePool
 from pa_npu.publish.coordinator_side import CoordinatorPublish
 from pa_npu.publish.engines_hold import EnginesHold
@@ -110,7 +110,7 @@ class BlockingPublication(Publication):
     """
 
     channel: StoreChannel
-    fleet: Fleet
+    membership: EngineMembership
     pool: EnginePool
     publish: CoordinatorPublish
     timeline: Timeline
@@ -180,7 +180,7 @@ class BlockingPublication(Publication):
         """Tells the guests which version the engines hold, and returns what the border left."""
         for guest in self.guests:
             guest.engines_hold(self.version)
-        return BorderOutcome(held, self.pool.use(), self.fleet.size)
+        return BorderOutcome(held, self.pool.use(), self.membership.size)
 
 
 class SkippingPublication(BlockingPublication):

@@ -28,7 +28,7 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.engines.client import EngineClient
 from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.member import Member
-from pa_npu.engines.membership import Fleet
+from pa_npu.engines.membership import EngineMembership
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import (
     EngineError,
@@ -226,16 +226,16 @@ class EngineTeacher(_KnownTeacher):
     ) -> None:
         prompt = inputs.train.first.tokens
         super().__init__(f"teacher.{name}", config, scoring, witnesses, prompt, config.model.dtype)
-        own = teacher_engine_config(config, name)
-        kind = engine_kind(own.rollout.backend)
+        teacher_config = teacher_engine_config(config, name)
+        kind = engine_kind(teacher_config.rollout.backend)
         self._concurrent = config.teacher[name].concurrent
-        self.pool = EnginePool(probe_timeout_s=own.rollout.probe_timeout_s)
+        self.pool = EnginePool(probe_timeout_s=teacher_config.rollout.probe_timeout_s)
 
         def make_engine(url: str) -> RolloutEngine:
             return kind.client(url, inputs.spec.vocab_size, inputs.key)
 
-        self.fleet = Fleet(
-            config=own.rollout,
+        self.membership = EngineMembership(
+            config=teacher_config.rollout,
             pool=self.pool,
             roster=Roster(inputs.channel(teacher_prefix(config, name)), inputs.key or ""),
             make_engine=make_engine,
@@ -244,15 +244,15 @@ class EngineTeacher(_KnownTeacher):
 
     async def open(self, stack: AsyncExitStack) -> None:
         await stack.enter_async_context(self.pool)
-        await stack.enter_async_context(self.fleet)
+        await stack.enter_async_context(self.membership)
 
     async def ready(self) -> None:
         """Waits until all its engines answer, and lets them serve."""
-        await self.fleet.wait_all_ready()
-        members = await self.fleet.members()
+        await self.membership.wait_all_ready()
+        members = await self.membership.members()
         for member in members:  # one after another: the first makes the witness
             await self._welcome(member)
-        self.fleet.serve(members, _VERSION, self._deliver)
+        self.membership.serve(members, _VERSION, self._deliver)
 
     async def _deliver(self, member: Member, version: int) -> bool:
         await self._welcome(member)

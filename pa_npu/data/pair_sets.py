@@ -75,7 +75,7 @@ class PairSet(TrainedSet[Pair]):
 
 def groups_of_pairs(pairs: Sequence[Pair]) -> list[RowGroup]:
     """A group of each pair, the chosen row first."""
-    return [RowGroup.of(pair.rows) for pair in pairs]
+    return [RowGroup.from_rows(pair.rows) for pair in pairs]
 
 
 def load_pairs(

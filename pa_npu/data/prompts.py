@@ -223,7 +223,7 @@ def _with_hint(
     """Returns the prompts with their tokens behind which a hint's teacher scores their responses."""
     shown = [hint.shown_with(record) for record in records if hint.is_for(record)]
     with_hint = _encoded(shown, tokenizer, config, images)
-    found = []
+    with_hints = []
     for prompt, record in zip(prompts, records, strict=True):
         if hint.is_for(record):
             encoded = next(with_hint)
@@ -235,8 +235,8 @@ def _with_hint(
                 )
             tokens = np.asarray(encoded.tokens, np.int32)
             prompt = replace(prompt, hinted={**prompt.hinted, hint.teacher: tokens})
-        found.append(prompt)
-    return found
+        with_hints.append(prompt)
+    return with_hints
 
 
 def load_training(

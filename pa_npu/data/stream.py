@@ -77,7 +77,7 @@ class PromptStream(Generic[Item]):
         """The first prompt of the dataset."""
         return self._prompts[0]
 
-    def take(self, num_prompts: int) -> list[Item]:
+    def next_items(self, num_prompts: int) -> list[Item]:
         """The next prompts; runs over into the next epoch where needed."""
         return [self._next() for _ in range(num_prompts)]
 
@@ -157,7 +157,7 @@ class TrainingStream(Generic[Item]):
         """The first prompt of the first dataset, wherever the stream is."""
         return self._streams[0].first
 
-    def take(self, num_prompts: int) -> list[Item]:
+    def next_items(self, num_prompts: int) -> list[Item]:
         """The next prompts."""
         return [self._next() for _ in range(num_prompts)]
 
@@ -166,7 +166,7 @@ class TrainingStream(Generic[Item]):
             range(len(self._streams)), key=lambda i: (2 * self._taken[i] + 1) / self._weights[i]
         )
         self._taken[turn] += 1
-        return self._streams[turn].take(1)[0]
+        return self._streams[turn].next_items(1)[0]
 
     @property
     def epochs(self) -> float:

@@ -194,8 +194,8 @@ def _teacher_units(config: Config, free: list[list[int]]) -> list[tuple[int, ...
     units: list[tuple[int, ...]] = []
     begin = 0
     for name, size in zip(config.teacher_engines, config.devices.teacher_sizes, strict=True):
-        own = None if listed is None else listed[begin : begin + size]
-        units += _units(f"teacher.{name}", size, 1, own, free)
+        devices = None if listed is None else listed[begin : begin + size]
+        units += _units(f"teacher.{name}", size, 1, devices, free)
         begin += size
     return units
 

@@ -265,7 +265,7 @@ def _check_kinds(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def own_run_directory(config: Config, say: Callable[[str], None] = print) -> Iterator[Path]:
+def own_run_directory(config: Config, print_line: Callable[[str], None] = print) -> Iterator[Path]:
     """Create the directory, keep other runs out of it, and write config.yaml.
 
     Files of an earlier run of the same configuration move to earlier/<n>; where this run continues
@@ -283,15 +283,15 @@ def own_run_directory(config: Config, say: Callable[[str], None] = print) -> Ite
             ) from None
         if not continues_own_run(config) and (target := _set_aside(directory)):
             begin = config.checkpoint.load or "the beginning"
-            say(
+            print_line(
                 f"{directory} held a run of this configuration, which moves to {target}; this run "
                 f"starts from {begin} (checkpoint.resume=auto continues a run)"
             )
-        begin_attempt(config, say)
+        begin_attempt(config, print_line)
         yield directory
 
 
-def begin_attempt(config: Config, say: Callable[[str], None]) -> None:
+def begin_attempt(config: Config, print_line: Callable[[str], None]) -> None:
     """Make the directory ready for processes that start with `config`; call it while none runs.
 
     Half-written checkpoints are removed. Checkpoints newer than the one that is continued would be
@@ -300,12 +300,12 @@ def begin_attempt(config: Config, say: Callable[[str], None]) -> None:
     directory = Path(config.run.dir)
     checkpoints = checkpoints_directory(config)
     for line in clean(checkpoints):
-        say(line)
+        print_line(line)
     if continues_own_run(config):
         first = version_of(Path(str(config.checkpoint.load))) or 0
         newer = sorted(path for path in checkpoints.iterdir() if (version_of(path) or 0) > first)
         for path in newer:
-            say(
+            print_line(
                 f"checkpoint {path} is newer than what the run continues from and moves to earlier/"
             )
         _move_to_earlier(directory, newer)

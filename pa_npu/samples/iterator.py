@@ -320,7 +320,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         if wait and self._ends_at(slot):
             return None
         size_wait_s = 0.0 if self.size is None else now() - start_s
-        arrived = self._source.take(slot, wait)
+        arrived = self._source.next_group(slot, wait)
         if arrived is None:
             return None
         parsed, waited_s = arrived

@@ -171,9 +171,9 @@ def _shared_prompts(group: Group) -> list[int]:
     lengths = group.prompt_lengths()
     keys = np.split(group.prefix_keys, group.offsets()[1:-1])
     for (before, sample), length in zip(pairwise(keys), lengths[1:], strict=True):
-        most = min(len(before), int(length))
-        differs = np.flatnonzero(before[:most] != sample[:most])
-        shared.append(int(differs[0]) if len(differs) else most)
+        max_shared = min(len(before), int(length))
+        differs = np.flatnonzero(before[:max_shared] != sample[:max_shared])
+        shared.append(int(differs[0]) if len(differs) else max_shared)
     return shared
 
 

@@ -168,7 +168,7 @@ class ReplicaFeed:
             target=self._run, name=f"groups of iteration {self.iteration}", daemon=True
         ).start()
 
-    def take(self, slot: int, wait: bool) -> tuple[Parsed, float] | None:
+    def next_group(self, slot: int, wait: bool) -> tuple[Parsed, float] | None:
         """Returns the slot's group, and the seconds that this rank stood still for it. Slots are
         taken in order, by one thread.
 

@@ -305,7 +305,7 @@ class FsdpBackend:
         """One model's, of each microbatch."""
         logprobs = []
         for microbatch in self._in_step(iter(microbatches)):
-            part = self._parts.of(microbatch)
+            part = self._parts.for_microbatch(microbatch)
             images = self._images(microbatch)
             scores = part.joined(self._score(name, microbatch, part, images, entropy=False))
             if not microbatch.is_filler:
@@ -333,7 +333,7 @@ class FsdpBackend:
         """All models over a microbatch, the frozen ones first. is_watched: whether to watch the
         gradient that meets the LM head.
         """
-        part = self._parts.of(microbatch)
+        part = self._parts.for_microbatch(microbatch)
         images = self._images(microbatch)
         frozen: dict[str, Logprobs] = {}
         choices: dict[str, torch.Tensor] = {}
@@ -348,7 +348,7 @@ class FsdpBackend:
                 scores = self._score(
                     name,
                     subject,
-                    part if is_asked else self._parts.of(subject),
+                    part if is_asked else self._parts.for_microbatch(subject),
                     images if is_asked else self._images(subject),
                     entropy=False,
                     most_likely=most_likely,

@@ -205,7 +205,7 @@ class MegatronBackend:
 
         self._run(source, num_microbatches, forward, loss, lambda: source.is_last)
         self._platform.synchronize()
-        return None if self._watched is None else self._watched.take()
+        return None if self._watched is None else self._watched.pop_reduced()
 
     def gradient_size(self, first: int = 0, every: int = SAMPLED_EVERY) -> torch.Tensor:
         return gradient_size(self._ddp, first, every)
@@ -234,7 +234,9 @@ class MegatronBackend:
             succeeded, grad_norm, _ = self._optimizer.step()
         self._platform.synchronize()
         routing = (
-            None if self._routing is None else self._routing.take(self.reductions, self.device)
+            None
+            if self._routing is None
+            else self._routing.pop_routing(self.reductions, self.device)
         )
         norm = math.nan if not succeeded or grad_norm is None else float(grad_norm)
         return Step(norm, learning_rate, routing)
@@ -260,7 +262,7 @@ class MegatronBackend:
         wide = self._platform.widest_dtype if narrow_dtype == torch.float32 else torch.float32
         if wide == narrow_dtype:
             return False
-        on_device = [one.to(self.device) for one in microbatches]
+        on_device = [microbatch.to(self.device) for microbatch in microbatches]
         narrow: list[torch.Tensor] = []
 
         def keep(microbatch: Microbatch, scores: RowScores) -> torch.Tensor:
@@ -396,7 +398,7 @@ class MegatronBackend:
     def _part(self, microbatch: Microbatch) -> Part:
         """This rank's part of a microbatch. Raises ConfigError for attachments."""
         refuse_attachments(microbatch, self._config)
-        return self._parts.of(microbatch)
+        return self._parts.for_microbatch(microbatch)
 
     def _outputs(self, output: ModelOutput) -> Outputs:
         weights = self._stage.weights

@@ -91,7 +91,7 @@ class WatchedReduction:
         for group in self._groups:
             self._watch(group, group.start_grad_sync, group.finish_grad_sync)
 
-    def take(self) -> ReducedGradient:
+    def pop_reduced(self) -> ReducedGradient:
         """Returns the sums of the reduction that has ended, and forgets them."""
         buckets = [bucket for group in self._groups for bucket in group.buckets]
         none = torch.full((), torch.nan, dtype=self._summed_in, device=buckets[0].grad_data.device)

@@ -131,20 +131,20 @@ class Job:
         )
         scoring = Scoring(temperature, 2)
         self.teacher = EngineTeacher("large", chosen, scoring, Witnesses(str(run_dir)), inputs)
-        self.teacher.fleet._make_engine = lambda url: engines[url]  # type: ignore[assignment, return-value]
+        self.teacher.membership._make_engine = lambda url: engines[url]  # type: ignore[assignment, return-value]
         self.prompt = prompt
 
     async def __aenter__(self) -> EngineTeacher:
-        await self.teacher.fleet.__aenter__()
+        await self.teacher.membership.__aenter__()
         try:
             await self.teacher.ready()
         except BaseException:
-            await self.teacher.fleet.__aexit__()
+            await self.teacher.membership.__aexit__()
             raise
         return self.teacher
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self.teacher.fleet.__aexit__()
+        await self.teacher.membership.__aexit__()
 
     async def score(self, tokens: list[int]) -> Scores:
         sample = sample_of(tokens)
