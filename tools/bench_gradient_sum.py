@@ -124,7 +124,7 @@ def watch(checks: Checks, backend: str) -> None:
         from pa_npu.backends.megatron.backend import MegatronBackend
         from pa_npu.backends.megatron.optimizer import WatchedReduction
 
-        checks.within(WatchedReduction, "_note_own", "_note_reduced", "take")
+        checks.within(WatchedReduction, "_note_own", "_note_reduced", "pop_reduced")
         checks.within(MegatronBackend, "gradient_size", instead=nothing)
         checks.within(MegatronBackend, "stepped", "copied", instead=())
     else:

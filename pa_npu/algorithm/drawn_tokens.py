@@ -1,4 +1,4 @@
-"""Whether tokens were drawn from the distribution that their log-probs are of (invariant I5).
+"""Tests whether tokens were drawn from the distribution that their log-probs describe (invariant I5).
 
 An engine may report right log-probs and draw from something else: greedily, at another temperature,
 from the most likely tokens alone. Its log-probs then agree with the trainers', and the policy

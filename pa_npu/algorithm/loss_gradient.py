@@ -68,8 +68,8 @@ class HeadGradient:
 
 
 class GivenChoices:
-    """What the loss of a microbatch was given of a teacher's most likely tokens, on the device, and
-    the gradient that came back to the policy's log-probs of them.
+    """A teacher's most likely tokens as a microbatch's loss got them, on the device, and the
+    gradient that came back to the policy's log-probs of them.
 
     rows: int64 [M], a sample of the targets. choices: theirs, detached. weights: [M], 0 of targets
     that are not the leading component's. gradient: [M, k + 1]; None until the backward.
@@ -99,8 +99,8 @@ class GivenChoices:
 
 @dataclass(eq=False)
 class GivenLoss:
-    """What the loss of a microbatch was given, on the device, and the gradient that came back to
-    its log-probs.
+    """The inputs of a microbatch's loss, on the device, and the gradient that came back to its
+    log-probs.
 
     batch: with the denominators that the algorithm names and the advantages of the group's rewards,
     where these are known; its log-probs are detached. sources, lengths: as Targets'. gradient: [N],
@@ -137,7 +137,7 @@ class ExpectedGradient:
 
 @dataclass(frozen=True)
 class Slope:
-    """By what factor one series is another, and the error of that as the tokens' spread gives it."""
+    """The factor between two series, and its error, estimated from the spread of the tokens."""
 
     value: float
     error: float

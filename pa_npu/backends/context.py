@@ -32,7 +32,7 @@ from pa_npu.samples.replica_feed import ReplicaLinks
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one rank computes of a microbatch.
+    """The part of a microbatch that one rank computes.
 
     tokens: int64 [T], this rank's; its padding has token 0.
     layout: of these tokens.

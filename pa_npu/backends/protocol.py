@@ -150,7 +150,9 @@ class MicrobatchSource(Protocol):
     def by_rule(self) -> Sequence[Notice]: ...
 
     def settle(self) -> int:
-        """How many groups the update has; waits until that is known. Raises DeadlineExceeded."""
+        """Waits until the number of the update's groups is known, and returns it. Raises
+        DeadlineExceeded.
+        """
 
     def __iter__(self) -> Iterator[Microbatch]: ...
 

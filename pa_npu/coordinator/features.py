@@ -181,7 +181,7 @@ class IdleTailMeter(Feature):
         seen.capacity = max(seen.capacity, self._pool.in_flight(engine))
 
     def nothing_left(self) -> None:
-        """From here on, until the next dispatch, engines have nothing more to take."""
+        """Notes that engines have nothing to take until the next dispatch."""
         self._advance()
         self._waits = True
 

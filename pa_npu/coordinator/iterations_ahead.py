@@ -251,7 +251,7 @@ class IterationsAhead:
             PRODUCED_AHEAD.put(self.channel, message, iteration=iteration)
 
     def _put_position(self, iteration: int) -> None:
-        """Which prompts were taken before an iteration, for checkpoints."""
+        """Tells checkpoints which prompts were taken before an iteration."""
         DATA_POSITION.put(self.channel, DataPosition(self.train.state()), iteration=iteration)
 
 

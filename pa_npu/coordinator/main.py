@@ -174,7 +174,7 @@ async def open_engines(stack: AsyncExitStack, config: Config, inputs: RunInputs)
 
 @dataclass(frozen=True)
 class Shared:
-    """What several parts of a run use.
+    """The objects that several parts of a run use.
 
     store_thread: where groups are put into the store.
     """
@@ -200,7 +200,7 @@ async def open_shared(stack: AsyncExitStack, config: Config, inputs: RunInputs) 
 
 @dataclass(frozen=True)
 class ProductionParts:
-    """Who produces the groups of iterations.
+    """The parts that produce the groups of iterations.
 
     service: what other programs see of the run; None if it serves none.
     """

@@ -57,7 +57,7 @@ class _Iteration:
     demonstrations: Sequence[ScoredGroup]
 
     async def begin(self) -> None:
-        """What is trained before any of the iteration is generated."""
+        """Delivers the groups that are trained before any of the iteration is generated."""
         for number, group in enumerate(self.demonstrations):
             await self.delivery.accept(number, group)
         for number, group in self.choice.begin():
@@ -65,7 +65,7 @@ class _Iteration:
 
     @property
     def size(self) -> int:
-        """How many groups are trained, once all are scored."""
+        """Returns how many groups are trained; known once all are scored."""
         return len(self.demonstrations) + self.choice.size
 
     async def _accept(self, number: int, group: ScoredGroup) -> None:

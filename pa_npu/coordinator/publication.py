@@ -50,7 +50,7 @@ class EngineGuest(Protocol):
 
     @property
     def is_running(self) -> bool:
-        """Whether it may have requests in flight."""
+        """Returns whether it may have requests in flight."""
 
     async def make_way(self, version: int) -> None:
         """Ends its requests, because `version` is about to come."""
@@ -83,8 +83,9 @@ class Publication(ABC):
         """
 
     def swaps_in_turn(self, version: int) -> bool:
-        """Whether the border of `version` begins before the groups of all earlier versions are
-        written."""
+        """Returns whether the border of `version` begins before the groups of all earlier versions
+        are written.
+        """
         return False
 
     @abstractmethod
@@ -142,7 +143,7 @@ class BlockingPublication(Publication):
         """Nothing is under way between two borders."""
 
     def is_probed(self, version: int) -> bool:
-        """Whether engines answer a probe after they have loaded `version`."""
+        """Returns whether engines answer a probe after they have loaded `version`."""
         ends = (self.first, self.milestones.last)
         return version in ends or not self.probes.rides
 
@@ -166,7 +167,7 @@ class BlockingPublication(Publication):
         return await ended(self._note_held(version, held), on_crossed)
 
     def _within_s(self, version: int) -> float:
-        """How long the trainers may take until they send `version`."""
+        """Returns the seconds that the trainers may take until they send `version`."""
         return self.startup_timeout_s if version == self.first else self.wait_timeout_s
 
     def _note_held(self, version: int, held: EnginesHold) -> BorderOutcome:
@@ -218,7 +219,7 @@ class DelayedPublication(BlockingPublication):
     _swapping: asyncio.Task[EnginesHold] | None = field(default=None, init=False)
 
     def is_delayed(self, version: int) -> bool:
-        """Whether `version` is sent while engines generate."""
+        """Returns whether `version` is sent while engines generate."""
         return 0 < version < self.milestones.last
 
     def is_probed(self, version: int) -> bool:

@@ -166,7 +166,7 @@ class RunRecords:
 
 
 def _held_out_metrics(numbers: Mapping[str, Any]) -> str:
-    """What a held-out set has beside its loss."""
+    """Returns the metrics of a held-out set beside its loss."""
     return ", ".join(
         f"{name.replace('_', ' ')} {metric['value']:.3f}"
         for name, metric in numbers["metrics"].items()

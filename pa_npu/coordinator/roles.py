@@ -174,12 +174,14 @@ class Roles(Feature):
 
     @property
     def all_written(self) -> bool:
-        """Whether nothing is in flight any more, so that whoever still decodes is about to train."""
+        """Returns whether nothing is in flight any more, so that whoever still decodes is about to
+        train.
+        """
         return self._dispatched and not self._flights
 
     @property
     def all_scored(self) -> bool:
-        """Whether no group is to come any more."""
+        """Returns whether no group is to come any more."""
         return self._dispatched and not self._unscored
 
     # deciding
@@ -262,7 +264,7 @@ class Roles(Feature):
         self._change_s = 0.5 * (self._change_s + time.perf_counter() - begin_s)
 
     def _trains(self, unit: RoleUnit) -> bool:
-        """Whether no engine of the unit decodes."""
+        """Returns whether no engine of the unit decodes."""
         return self.pool.devices.trains(unit.engines)
 
     def _train(self, unit: RoleUnit) -> None:

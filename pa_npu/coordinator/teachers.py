@@ -58,7 +58,7 @@ class Teachers:
         return self.by_number.get(number)
 
     def is_session_needed(self, prompt: Prompt) -> bool:
-        """Whether the engine that writes the group scores it."""
+        """Returns whether the engine that writes the group scores it."""
         return isinstance(self.teacher_of(prompt), PolicyTeacher)
 
     async def score(

@@ -105,7 +105,7 @@ def write_prompt_format(directory: Path, data: DataConfig, template: str | None)
 
 
 def read_prompt_format(directory: Path) -> PromptFormat:
-    """What an export says of itself; of a directory that says nothing the defaults.
+    """Returns the prompt format that an export states; the defaults if the directory states none.
 
     Raises DataError.
     """

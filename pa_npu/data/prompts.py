@@ -77,7 +77,7 @@ class PromptSet:
 
     @property
     def items(self) -> tuple[Prompt, ...]:
-        """What a stream gives of the set."""
+        """Returns the items that a stream gives."""
         return self.prompts
 
     @property
@@ -451,7 +451,9 @@ def _render(record: Record, tokenizer: Any, config: DataConfig, template: Any) -
 
 
 def knows_reasoning(template: Any) -> bool:
-    """Whether the template may read an assistant's reasoning, which plain text does not need to."""
+    """Returns whether the template may read an assistant's reasoning, which plain text does not
+    need to.
+    """
     return not isinstance(template, str) or _REASONING in template
 
 

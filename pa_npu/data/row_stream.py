@@ -74,7 +74,7 @@ class RowGroupStream:
         return {"epoch": self._rows.epochs}
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, JSON."""
+        """Returns the state for a checkpoint, JSON."""
         return self._rows.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -103,7 +103,7 @@ def _num_tokens(group: RowGroup) -> tuple[int, int]:
 
 
 def num_common(arrays: Sequence[npt.NDArray[np.int32]]) -> int:
-    """How many tokens all of them begin with."""
+    """Returns the number of tokens with which all arrays begin alike."""
     shortest = min(len(array) for array in arrays)
     heads = np.stack([array[:shortest] for array in arrays])
     differs = np.flatnonzero((heads != heads[0]).any(axis=0))

@@ -46,7 +46,7 @@ Given = TypeVar("Given", bound=StreamItem, covariant=True)
 
 
 class ItemSet(Protocol[Given]):
-    """What a dataset gives to a stream, in its order."""
+    """The items that a dataset gives to a stream, in its order."""
 
     @property
     def items(self) -> Sequence[Given]: ...
@@ -102,7 +102,7 @@ class PromptStream(Generic[Item]):
 
     @property
     def epochs(self) -> float:
-        """How often the dataset has been gone through."""
+        """Returns how often the dataset has been gone through."""
         return self._position / len(self._prompts)
 
     def state(self) -> dict[str, Any]:
@@ -170,7 +170,7 @@ class TrainingStream(Generic[Item]):
 
     @property
     def epochs(self) -> float:
-        """How often the data has been gone through, of the dataset that is furthest."""
+        """Returns how often the dataset that is furthest has been gone through."""
         return max(stream.epochs for stream in self._streams)
 
     def observe(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -247,7 +247,7 @@ class EngineMembership:
 
     @property
     def has_lent_devices(self) -> bool:
-        """Whether a trainer has a device alone, on which an engine sleeps or would sleep."""
+        """Returns whether a trainer has a device alone, on which an engine sleeps or would sleep."""
         return self._pool.devices.any_lent
 
     def reclaim_devices(self) -> None:

@@ -167,7 +167,7 @@ class EnginePool:
 
         Args:
             on_lost: called for an engine that is gone, with the reason.
-            on_sleep: called with the engine_indices of engines that are to sleep.
+            on_sleep: called with the indices of engines that are to sleep.
         """
         self._on_lost = on_lost
         self._on_sleep = on_sleep
@@ -429,7 +429,7 @@ class EnginePool:
     async def sleep(self, engine_indices: Collection[int] | None = None) -> None:
         """Lets engines that can sleep give their memory back until a publish.
 
-        `engine_indices`: their indices; None: of all on trainers' devices. They have nothing in
+        `engine_indices`: None: of all on trainers' devices. They have nothing in
         flight.
         """
         if self._on_sleep is None:

@@ -213,7 +213,7 @@ def run_engines(config: Config) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """How to start coordinator and trainers, as often as it takes."""
+    """Starts coordinator and trainers, as often as it takes."""
 
     config: Config
     platform: Platform
@@ -240,7 +240,7 @@ class Plan:
         return Attempt(commands, [Awaited("trainers", announced, limit_s, "trainer-0")])
 
     def attempt_again(self, number: int) -> Attempt:
-        """From the newest checkpoint of the run, or where it began if it has none.
+        """Starts again from the run's newest checkpoint, or from where it began if it has none.
 
         Raises Failure where a node is missing.
         """
@@ -260,8 +260,8 @@ class Plan:
         return directories.newest(checkpoints_directory(self.config), self.damaged)[0]
 
     def is_damaged(self, number: int) -> bool:
-        """Whether attempt `number` went on with a chosen checkpoint whose content is damaged; no
-        later attempt takes that one.
+        """Returns whether attempt `number` went on with a chosen checkpoint whose content is
+        damaged; no later attempt takes that one.
         """
         chosen = (
             self.newest_checkpoint() if number or self.config.checkpoint.resume == "auto" else None

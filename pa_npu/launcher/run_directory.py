@@ -216,8 +216,8 @@ def done_line(config: Config) -> str | None:
 
 
 def _is_exported_behind(exported: Path, checkpoint: Path) -> bool:
-    """Whether there are final weights, written later than the checkpoint: those of an earlier end
-    are another version's.
+    """Returns whether there are final weights, written later than the checkpoint: those of an
+    earlier end are another version's.
     """
     files = [
         file
@@ -269,7 +269,7 @@ def own_run_directory(config: Config, print_line: Callable[[str], None] = print)
     """Create the directory, keep other runs out of it, and write config.yaml.
 
     Files of an earlier run of the same configuration move to earlier/<n>; where this run continues
-    one of its checkpoints, only those that are newer. `say` hears what was tidied up. Raises
+    one of its checkpoints, only those that are newer. `print_line` gets a line about all that was tidied up. Raises
     UserError when another run is at work in it.
     """
     directory = Path(config.run.dir)
@@ -359,7 +359,7 @@ def _move_to_earlier(directory: Path, paths: Sequence[Path]) -> Path | None:
 
 
 def _writable(directory: Path) -> bool:
-    """By trying: permissions bits say nothing for root, read-only mounts and full disks."""
+    """Tries to write: permission bits say nothing for root, read-only mounts and full disks."""
     probe = directory / ".pa_npu_write_probe"
     try:
         probe.write_bytes(b"x")

@@ -1,4 +1,4 @@
-"""Whether a run fits into its devices' memory, and if not, which keys would make it fit.
+"""Checks whether a run fits into its devices' memory, and names the keys that would make it fit.
 
 A tenth of a device is kept free for what the figures of `memory` leave out (allocator, workspaces,
 communication buffers, the device's own context).

@@ -136,7 +136,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
 
     @property
     def is_last(self) -> bool:
-        """Whether the last microbatch (of an update's share) has been handed out."""
+        """Returns whether the last microbatch (of an update's share) has been handed out."""
         return not self._ready and not self._pending and len(self._indices) == self._end
 
     @property

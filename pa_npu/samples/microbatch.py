@@ -82,7 +82,9 @@ class Microbatch(Targets):
 
     @property
     def is_filler(self) -> bool:
-        """Whether it belongs to no response, and is computed only so that other ranks may go on."""
+        """Returns whether it belongs to no response, and is computed only so that other ranks may
+        go on.
+        """
         return not self.response_lengths
 
     def to(self, device: torch.device | str) -> Microbatch:
@@ -243,7 +245,7 @@ def _of_targets(
 
 @dataclass(frozen=True, eq=False)
 class _RunRows:
-    """Where runs of the same content are packed. run: any of them. spans: the rows of each."""
+    """The rows of runs with the same content. run: any of them. spans: the rows of each."""
 
     run: Placeholders
     spans: list[torch.Tensor] = field(default_factory=list)

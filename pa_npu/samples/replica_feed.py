@@ -42,7 +42,7 @@ from pa_npu.samples.rollout_buffer import RolloutBuffer
 
 @dataclass(frozen=True)
 class Traffic:
-    """How groups came to one replica.
+    """The traffic by which groups came to one replica.
 
     reads, buffer_bytes: reads from the buffer, and the bytes that came from it.
     head_bytes: bytes from the store on the head, which are the groups or only their sizes.

@@ -175,7 +175,7 @@ class JsonLines:
             return self._records
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Those since the last look.
+        """Returns the records since the last call.
 
         A file that is shorter than it was, as after a resume, is read again from its beginning.
         """
@@ -260,7 +260,7 @@ def _cut_after(path: Path, kept: Sequence[str]) -> None:
 
 
 def _has_index(record: Any, key: str) -> bool:
-    """Whether this is a record with the number by which its file is ordered."""
+    """Returns whether this is a record with the number by which its file is ordered."""
     value = record.get(key) if isinstance(record, dict) else None
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_INDEX
 

@@ -217,7 +217,7 @@ class _Feed:
             self._lose(f"no answer within {ANSWER_TIMEOUT_S:g} s")
 
     def end(self) -> None:
-        """No more messages come."""
+        """Notes that no more messages come."""
         self._ending.set()
 
     def join(self, deadline_s: float) -> None:

@@ -103,7 +103,7 @@ class LossGradient:
         )
 
     def _compare_choices(self, samples: Sequence[GivenChoices]) -> None:
-        """Of a teacher's most likely tokens, in a sample of the targets."""
+        """Compares the gradients of a teacher's most likely tokens, in a sample of the targets."""
         if not samples:
             return
         arrived = np.concatenate([arrived_at(choices) for choices in samples])

@@ -299,7 +299,7 @@ class _Program:
         return None
 
     def _is_of(self, value: ast.expr, name: str) -> bool:
-        """Whether a value is the named one after some methods: dataset = dataset.map(...)."""
+        """Returns whether a value is the named one after some methods: dataset = dataset.map(...)."""
         while isinstance(value, (ast.Call, ast.Attribute, ast.Subscript)):
             value = value.func if isinstance(value, ast.Call) else value.value
         return isinstance(value, ast.Name) and value.id == name

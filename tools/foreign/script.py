@@ -134,7 +134,7 @@ def read_script(text: str, origin: Origin, where: str) -> Arguments:
 
 
 def _starts_training(words: list[str], begin: int) -> bool:
-    """Whether a program without arguments is started by a launcher of training."""
+    """Returns whether a program without arguments is started by a launcher of training."""
     return any(
         word.rpartition("/")[2] in ("accelerate", "torchrun", "deepspeed") for word in words[:begin]
     )

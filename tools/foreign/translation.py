@@ -195,14 +195,14 @@ class Translation:
 
 
 def _is_reference(name: str, value: Any) -> bool:
-    """Whether it is OmegaConf's own: the class of a section, another key's value, a value that is
-    to be given.
+    """Returns whether it is OmegaConf's own: the class of a section, another key's value, a value
+    that is to be given.
     """
     return name.endswith("_target_") or (isinstance(value, str) and value.startswith(("${", "???")))
 
 
 def _is_allowed(ours: str, value: Any) -> bool:
-    """Whether a key takes the value, whatever the others say."""
+    """Returns whether a key takes the value, whatever the others say."""
     section, _, key = ours.partition(".")
     tree: dict[str, Any] = {name: dict(keys) for name, keys in _REQUIRED.items()}
     tree.setdefault(section, {})[key] = value

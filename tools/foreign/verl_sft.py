@@ -28,7 +28,7 @@ _DECAYS = {**DECAYS, "wsd": None}
 
 
 def is_sft(work: Translation) -> bool:
-    """Whether the file is of the supervised stage, which has no actor and no rollouts."""
+    """Returns whether the file is of the supervised stage, which has no actor and no rollouts."""
     names = work.given_names
     if any(name.startswith("actor_rollout_ref") for name in names):
         return False

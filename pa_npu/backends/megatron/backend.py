@@ -450,7 +450,7 @@ class MegatronBackend:
 def _inputs(
     part: Part,
 ) -> tuple[torch.Tensor, PrefixLayout | RankRows, torch.Tensor, torch.Tensor]:
-    """What a model is given of a part."""
+    """Returns the inputs of a model for a part."""
     return part.tokens[None], part.layout, part.rows, part.targets
 
 

@@ -275,8 +275,8 @@ class _SteppedPart:
 
 
 def _memory_of(part: Any) -> dict[torch.Tensor, _Memory]:
-    """By parameter, of one of Megatron's optimizers: its distributed one, or one of whole
-    parameters in bf16 or fp32.
+    """Returns the memory of each parameter in one of Megatron's optimizers: the distributed one, or
+    one of whole parameters in bf16 or fp32.
     """
     settings = {
         id(weights): group for group in part.optimizer.param_groups for weights in group["params"]

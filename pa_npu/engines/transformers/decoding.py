@@ -74,7 +74,7 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """What a model says of a sequence, from its second token on.
+    """A model's log-probs of a sequence, from its second token on.
 
     logprobs: of the tokens. likely, likely_logprobs: the most likely tokens of each place, the
     likeliest first.

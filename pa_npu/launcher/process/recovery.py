@@ -239,8 +239,8 @@ class Recovery:
         )
 
     def _others_serve(self, engine: _Engine) -> bool:
-        """Whether another engine of the same kind of work runs: one of the launcher's, or one that has
-        joined.
+        """Returns whether another engine of the same kind of work runs: one of the launcher's, or
+        one that has joined.
         """
         peers = [peer for peer in self._engines if peer.roster is engine.roster]
         local_indices = {peer.index for peer in peers}

@@ -223,8 +223,8 @@ class Supervisor:
                 awaited = attempt.awaited
 
     def _is_over(self) -> bool:
-        """Whether coordinator and trainers have ended; of a run that ends early the trainers alone,
-        which leave the model.
+        """Returns whether coordinator and trainers have ended; of a run that ends early the
+        trainers alone, which leave the model.
         """
         workers = self._workers()
         if self._early_end is not None and self._early_end.is_made:

@@ -65,9 +65,7 @@ def learns(bench: Bench) -> list[Finding]:
 
 
 def _finite_difference_errors(bench: Bench, name: str) -> list[float]:
-    """How far each is from what the gradient said, as a share of it, of those that rounding does
-    not hide.
-    """
+    """Returns the relative errors of the finite differences that rounding does not hide."""
     lines = (bench.folder / "runs" / name / "finite_differences.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return [
@@ -299,7 +297,7 @@ def _mean(records: Sequence[dict[str, Any]], key: str) -> float:
 
 
 def _changed(bench: Bench, first_run: str, second_run: str) -> int:
-    """How many tensors of two runs' exports are not equal to the bit."""
+    """Returns how many tensors of two runs' exports are not equal to the bit."""
     first, second = (
         {
             name: tensor

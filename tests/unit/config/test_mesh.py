@@ -183,8 +183,8 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _reckons(node: ast.AST) -> bool:
-    """Whether an expression divides ranks, divides among ranks or replicas, or multiplies sizes of
-    axes.
+    """Returns whether an expression divides ranks, divides among ranks or replicas, or multiplies
+    sizes of axes.
     """
     if isinstance(node, ast.Call):
         called = (

@@ -105,7 +105,7 @@ class Job:
             served.engine.calls.clear()
 
     def probes_due(self) -> list[bool]:
-        """Whether each engine would be probed once its time has come."""
+        """Returns whether each engine would be probed once its time has come."""
         members = [member for _, member in sorted(self.membership._members.items())]
         for member in members:
             member.probed_s = -1e9

@@ -36,7 +36,7 @@ from pa_npu.telemetry.timeline import Timeline
 @pytest.fixture(autouse=True)
 def fresh_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "_lost", 0)
-    monkeypatch.setattr(records, "_said", set())
+    monkeypatch.setattr(records, "_reported", set())
 
 
 @contextlib.contextmanager
