@@ -187,9 +187,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model or make_random_model(Path(scratch) / "model", args.family)
         result = compare_trees(model, args) if args.trees else compare(model, args)
-    print(
-        json.dumps(result) if args.json else render_trees(result) if args.trees else render(result)
-    )
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print(render_trees(result) if args.trees else render(result))
     return 0
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -187,10 +187,9 @@ def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
     columns: dict[str, Any] = {
         name: column(name) for name in (*names, "advantages", "weights", "ages")
     }
-    declared = {
-        name: torch.cat([_column(batch, name) for batch in batches])
-        for name in dict.fromkeys(name for batch in batches for name in batch.columns)
-    }
+    declared = {}
+    for name in dict.fromkeys(chain.from_iterable(batch.columns for batch in batches)):
+        declared[name] = torch.cat([_column(batch, name) for batch in batches])
     return replace(
         first,
         **columns,

@@ -570,13 +570,9 @@ class _Script:
         if sign and value is not None and sign.startswith(":") and "".join(value) == "":
             value = None
         if sign is None or (sign[-1] == "?" or (sign[-1] in "-=" and value is not None)):
-            return (
-                self._special(name, line)
-                if name.isdigit()
-                else value
-                if value is not None
-                else self._variable(name, line)
-            )
+            if name.isdigit():
+                return self._special(name, line)
+            return self._variable(name, line) if value is None else value
         if sign[-1] == "+" and value is None:
             return []
         inside = _Script(

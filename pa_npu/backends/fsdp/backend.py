@@ -217,20 +217,20 @@ class FsdpBackend:
         return Step(grad_norm if math.isfinite(grad_norm) else math.nan, learning_rate)
 
     def evaluate(
-        self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]
+        self, microbatches: list[Microbatch], on_outputs: Callable[[Microbatch, Outputs], None]
     ) -> None:
         with torch.no_grad():
             for microbatch in self._in_step(iter(microbatches)):
                 on_device = microbatch.to(self.device)
                 outputs = self._pass(on_device, False)
                 if not microbatch.is_filler:
-                    take(on_device, outputs)
+                    on_outputs(on_device, outputs)
 
     @torch.no_grad()
     def rounding(
         self,
         microbatches: list[Microbatch],
-        take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
+        on_logprobs: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
     ) -> bool:
         narrow_dtype = DTYPES[self._config.model.dtype]
         wide = self._platform.widest_dtype if narrow_dtype == torch.float32 else torch.float32
@@ -241,7 +241,7 @@ class FsdpBackend:
         with plain_experts(self._module.causal), widened(self._module, wide):
             widest = self._logprobs("policy", on_device)
         for microbatch, less, more in zip(on_device, narrow, widest, strict=True):
-            take(microbatch, less, more)
+            on_logprobs(microbatch, less, more)
         return True
 
     def digest(self, name: str = "policy") -> str:

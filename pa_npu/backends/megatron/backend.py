@@ -242,10 +242,10 @@ class MegatronBackend:
         return Step(norm, learning_rate, routing)
 
     def evaluate(
-        self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]
+        self, microbatches: list[Microbatch], on_outputs: Callable[[Microbatch, Outputs], None]
     ) -> None:
         def loss(microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
-            take(microbatch, self._outputs(output))
+            on_outputs(microbatch, self._outputs(output))
             return torch.zeros((), device=self.device)
 
         on_device = [microbatch.to(self.device) for microbatch in microbatches]
@@ -256,7 +256,7 @@ class MegatronBackend:
     def rounding(
         self,
         microbatches: list[Microbatch],
-        take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
+        on_logprobs: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
     ) -> bool:
         narrow_dtype = self._stage.config.params_dtype
         wide = self._platform.widest_dtype if narrow_dtype == torch.float32 else torch.float32
@@ -270,7 +270,7 @@ class MegatronBackend:
             return scores.logprobs.new_zeros(())
 
         def compare(microbatch: Microbatch, scores: RowScores) -> torch.Tensor:
-            take(microbatch, narrow.pop(0), scores.logprobs)
+            on_logprobs(microbatch, narrow.pop(0), scores.logprobs)
             return scores.logprobs.new_zeros(())
 
         self._pass_alone(
