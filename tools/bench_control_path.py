@@ -12,18 +12,15 @@ than any row needs), the store's host, and a consumer that takes the groups out 
 A row GxR has groups of G responses of R tokens each. Columns:
 
     responses/s, tokens/s   response tokens, by wall clock, with everything running
-    core                    share of its core that the coordinator used; below 100% something else
-    was the limit tokens/s of core        response tokens per second of the coordinator's CPU time:
-    what a core of its own sustains decode ... other        CPU microseconds of the coordinator per
-    group, each part timed alone on the same group: the answer to
-                            checked arrays, advantages and Group, its bytes, the put; `other` is the
-                            rest of the total: HTTP (receiving and joining the body), the event
-                            loop, admission, bookkeeping
-    rewards                 what handing the group to the real reward workers and back would add
-    (not in the total) expert_choices, bytes   what the expert choices of a mixture add to decoding,
-    building and encoding (not in the total), in microseconds
-                            per group and in bytes of the group per response token; Qwen3-30B-A3B:
-                            48 layers, 8 experts
+    core                    share of its core that the coordinator used; below 100% something else was the limit
+    tokens/s of core        response tokens per second of the coordinator's CPU time: what a core of its own sustains
+    decode ... other        CPU microseconds of the coordinator per group, each part timed alone on the same group: the answer to
+                            checked arrays, advantages and Group, its bytes, the put; `other` is the rest of the total: HTTP
+                            (receiving and joining the body), the event loop, admission, bookkeeping
+    rewards                 what handing the group to the real reward workers and back would add (not in the total)
+    expert_choices, bytes   what a mixture's expert choices add to decoding, building and encoding (not in the total), in
+                            microseconds per group and in bytes of the group per response token; Qwen3-30B-A3B: 48
+                            layers, 8 experts
 """
 
 from __future__ import annotations

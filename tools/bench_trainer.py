@@ -94,7 +94,7 @@ class FixedMicrobatches:
     waited_s = 0.0
     traffic = Traffic()
     by_rule: Sequence[Notice] = ()
-    advantages: Mapping[int, Sequence[float]] = MappingProxyType({})
+    advantages: Mapping[int, Sequence[np.ndarray]] = MappingProxyType({})
 
     def __init__(self, microbatches: list[Microbatch]) -> None:
         self._left = microbatches[::-1]
@@ -204,9 +204,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model or make_random_model(Path(scratch) / "model", args.family)
         result = compare_trees(model, args) if args.trees else compare(model, args)
-    print(
-        json.dumps(result) if args.json else render_trees(result) if args.trees else render(result)
-    )
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print(render_trees(result) if args.trees else render(result))
     return 0
 
 

@@ -321,7 +321,9 @@ PRODUCED_AHEAD = Topic(
 
 @dataclass(frozen=True)
 class UpdateSize:
-    """How many groups each replica trains in an iteration, with schedule.tokens_per_update."""
+    """The number of groups that each replica trains in an iteration, with
+    schedule.tokens_per_update.
+    """
 
     groups: int
 

@@ -252,7 +252,7 @@ class Evaluations:
 
     @property
     def is_running(self) -> bool:
-        """Whether an evaluation in the background may have requests in flight."""
+        """Returns whether an evaluation in the background may have requests in flight."""
         return False
 
     async def make_way(self, version: int) -> None:
@@ -281,7 +281,7 @@ class ForegroundEvaluations(Evaluations):
             return self._record(await self.evaluator.evaluate(version))
 
     def is_due(self, version: int) -> bool:
-        """Whether the version is evaluated: the first and the last of a run always are."""
+        """Returns whether the version is evaluated: the first and the last of a run always are."""
         return self.milestones.is_measured(version)
 
     def _record(self, evaluation: Evaluation) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run with engines reads before it meets engines and trainers."""
+"""Reads model, tokenizer, data and settings of a run with engines, before it meets engines and trainers."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class PromptSet:
 
     @property
     def items(self) -> tuple[Prompt, ...]:
-        """What a stream gives of the set."""
+        """Returns the items that a stream gives."""
         return self.prompts
 
     @property
@@ -235,7 +235,7 @@ def _with_hint(
     """Returns the prompts with their tokens behind which a hint's teacher scores their responses."""
     shown = [hint.shown_with(record) for record in records if hint.is_for(record)]
     with_hint = _encoded(shown, tokenizer, config, images)
-    found = []
+    with_hints = []
     for prompt, record in zip(prompts, records, strict=True):
         if hint.is_for(record):
             encoded = next(with_hint)
@@ -247,8 +247,8 @@ def _with_hint(
                 )
             tokens = np.asarray(encoded.tokens, np.int32)
             prompt = replace(prompt, hinted={**prompt.hinted, hint.teacher: tokens})
-        found.append(prompt)
-    return found
+        with_hints.append(prompt)
+    return with_hints
 
 
 def load_training(
@@ -463,7 +463,9 @@ def _render(record: Record, tokenizer: Any, config: DataConfig, template: Any) -
 
 
 def knows_reasoning(template: Any) -> bool:
-    """Whether the template may read an assistant's reasoning, which plain text does not need to."""
+    """Returns whether the template may read an assistant's reasoning, which plain text does not
+    need to.
+    """
     return not isinstance(template, str) or _REASONING in template
 
 

@@ -114,7 +114,7 @@ class Record:
 
     @property
     def continues(self) -> bool:
-        """Whether the response goes on from the last message."""
+        """Returns whether the response goes on from the last message."""
         return self.messages[-1]["role"] == "assistant"
 
 

@@ -250,7 +250,7 @@ def _csv_rows(file: Path, separator: str) -> Rows:
 
 
 def _refuse_repeated(location: str, names: Sequence[str]) -> None:
-    """Of two columns of one name only one could be read."""
+    """Raises if two columns have one name, since only one of them could be read."""
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(
             f"{location}: two columns are called {as_json(repeated[0])}; rename or remove one of "
@@ -305,8 +305,8 @@ def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_text(row: Any) -> bool:
-    """Whether a JSON value can be written as UTF-8: escapes can name code points that are no
-    characters.
+    """Returns whether a JSON value can be written as UTF-8: escapes can name code points that are
+    no characters.
     """
     try:
         json.dumps(row, ensure_ascii=False).encode()

@@ -44,12 +44,12 @@ class Member:
 
     @property
     def sleeps(self) -> bool:
-        """Whether it can sleep."""
+        """Returns whether it can sleep."""
         return self.capabilities is not None and self.capabilities.sleeps
 
     @property
     def is_falling_asleep(self) -> bool:
-        """Whether it is being put to sleep, or has to start before it can be."""
+        """Returns whether it is being put to sleep, or has to start before it can be."""
         if self.state == "starting":
             return True
         return self.sleep is not None and not self.sleep.done()

@@ -111,7 +111,7 @@ class Scoring:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What a model says of the T tokens of a sequence, each behind those before it. Read only.
+    """A model's log-probs of the T tokens of a sequence, each behind those before it. Read only.
 
     The first token follows from nothing: it has log-prob 0 and no likely tokens.
 

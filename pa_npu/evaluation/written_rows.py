@@ -110,8 +110,8 @@ def check_written_rows(path: str, key: str) -> dict[str, Any] | None:
     if not about.exists():
         return None
     try:
-        said: dict[str, Any] = json.loads(about.read_text(encoding="utf-8"))
-        digest = said["digest"]
+        description: dict[str, Any] = json.loads(about.read_text(encoding="utf-8"))
+        digest = description["digest"]
         content = Path(path).read_bytes()
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(
@@ -119,10 +119,10 @@ def check_written_rows(path: str, key: str) -> dict[str, Any] | None:
         ) from None
     if digest != _digest(content):
         raise DataError(
-            f"{key}: {path} is not what {said.get('model')} wrote, by the digest in {about}; "
+            f"{key}: {path} is not what {description.get('model')} wrote, by the digest in {about}; "
             "restore it, or remove that file if you have changed the rows on purpose"
         )
-    return said
+    return description
 
 
 def _records(config: Config, name: str) -> list[Record]:

@@ -95,7 +95,9 @@ class RewardResult:
 
     @cached_property
     def is_informative(self) -> bool:
-        """Whether rewards for content (not for form, such as length) differ within the group."""
+        """Returns whether rewards for content (not for form, such as length) differ within the
+        group.
+        """
         return len(set(self.judged.tolist())) > 1
 
 

@@ -234,8 +234,8 @@ def trained_columns(config: Config) -> RunColumns:
 
 
 def _columns_of_models(config: Config) -> Sequence[Column]:
-    """What models read: the expert choices that routers replay, which teacher is asked, and what it
-    says.
+    """Returns the columns that models read: expert choices that routers replay, the number of the
+    group's teacher, and its scores.
     """
     return (*getattr(ExpertChoices.from_config(config), "columns", ()), *teacher_columns(config))
 

@@ -132,7 +132,7 @@ def images_of(microbatch: Microbatch) -> list[tuple[int, int, int]]:
 
 
 def made_up_in_order(microbatch: Microbatch) -> bool:
-    """Whether each target has the values that its token tells."""
+    """Returns whether each target has the values that its token tells."""
     wanted = microbatch.targets[:, None, None].numpy() + np.arange(6).reshape(3, 2)
     return bool((microbatch.columns["made_up"].numpy() == wanted).all())
 

@@ -258,5 +258,5 @@ def count_reductions(
                 continue
             counted.append(CountedReduceScatter(copies, summed_in))
             module.set_custom_reduce_scatter(counted[-1])  # type: ignore[arg-type]  # its interface, of an unnamed module
-            module.set_all_reduce_hook(counted[-1].take_reduced)
+            module.set_all_reduce_hook(counted[-1].on_reduced)
     return counted

@@ -149,7 +149,7 @@ class Router(MegatronModule):
             weights = _WithLoss.apply(weights, context.balance * loss)
         return weights, chosen
 
-    def take_noted(self) -> torch.Tensor:
+    def pop_noted(self) -> torch.Tensor:
         """Returns the sums of the trained passes since the last call, and forgets them.
 
         fp32 [experts + 6]: this rank's tokens of each expert, their entropy, their number; replayed
@@ -210,7 +210,7 @@ class _WithLoss(torch.autograd.Function):
 
 class RoutingWatch:
     """Collects the figures of the routers of a stage's policy, which note what they do in forward
-    passes that are trained (Router.take_noted).
+    passes that are trained (Router.pop_noted).
     """
 
     def __init__(self, policy: torch.nn.Module, place: Place, experts: Experts) -> None:
@@ -228,9 +228,9 @@ class RoutingWatch:
     def forget(self) -> None:
         """Begins another update and forgets what was noted of passes that no step followed."""
         for router in self._routers.values():
-            router.take_noted()
+            router.pop_noted()
 
-    def take(self, reductions: Reductions, device: torch.device) -> Routing:
+    def pop_routing(self, reductions: Reductions, device: torch.device) -> Routing:
         """Returns the figures of the update that has ended, over all layers and tokens, and forgets
         them. Collective.
 
@@ -239,7 +239,7 @@ class RoutingWatch:
         figures = torch.zeros(len(self._experts.layers) + 6, device=device)
         if self._routers:
             noted = reductions.gradients(
-                torch.stack([router.take_noted() for router in self._routers.values()])
+                torch.stack([router.pop_noted() for router in self._routers.values()])
             )
             counts, entropy, tokens = noted[:, :-6], noted[:, -6], noted[:, -5].clamp_min(1)
             self._seen = self._seen + counts

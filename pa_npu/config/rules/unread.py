@@ -29,7 +29,7 @@ class Condition:
 
 
 def never_read(c: ConfigTree) -> bool:
-    """For a condition that holds of whoever names it."""
+    """Returns False, as the condition of a key that nothing reads."""
     return False
 
 

@@ -172,7 +172,7 @@ class RolloutConfig(Section):
 
     @property
     def has_engines(self) -> bool:
-        """Whether anything writes tokens for the run.
+        """Returns whether anything writes tokens for the run.
 
         Without engines none is started, planned, published to or waited for, and samples are rows
         of data.
@@ -392,7 +392,7 @@ class RewardConfig(Section):
 
     @property
     def reads_answers(self) -> bool:
-        """Whether a reward may compare responses with a reference answer."""
+        """Returns whether a reward may compare responses with a reference answer."""
         judge_reads_answer = "{answer}" in self.judge.template
         return any(
             function.name == "math"

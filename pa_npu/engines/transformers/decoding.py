@@ -74,7 +74,7 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """What a model says of a sequence, from its second token on.
+    """A model's log-probs of a sequence, from its second token on.
 
     logprobs: of the tokens. likely, likely_logprobs: the most likely tokens of each place, the
     likeliest first.
@@ -184,17 +184,17 @@ class Decoder:
         """
         logits = self._all_logits(tokens, images)[:-1]
         self._recorder.pop_expert_choices()
-        own, likely, of_likely = [], [], []
+        of_tokens, likely, of_likely = [], [], []
         targets = torch.tensor(list(tokens[1:]), dtype=torch.int64, device=self._device)[:, None]
         for start in range(0, len(logits), _SCORED_ROWS):
             rows = slice(start, start + _SCORED_ROWS)
             logprobs = torch.log_softmax(logits[rows].float() / temperature, dim=-1)
-            own.append(logprobs.gather(-1, targets[rows])[:, 0])
+            of_tokens.append(logprobs.gather(-1, targets[rows])[:, 0])
             top = logprobs.topk(count, dim=-1)
             likely.append(top.indices)
             of_likely.append(top.values)
         return ScoredTokens(
-            torch.cat(own).tolist(), torch.cat(likely).tolist(), torch.cat(of_likely).tolist()
+            torch.cat(of_tokens).tolist(), torch.cat(likely).tolist(), torch.cat(of_likely).tolist()
         )
 
     def _all_logits(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a transformers engine can be asked: the fields of its requests, with their bounds."""
+"""The requests that a transformers engine takes: their fields, with bounds."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def scored_choices(self) -> int | None:
-        """How many of the most likely tokens of the prompt's places are wanted; None: no scores."""
+        """Returns how many most likely tokens are wanted for each position of the prompt; None: no
+        scores.
+        """
         if self.prompt_logprobs is not None:
             return self.prompt_logprobs
         return self.logprobs if self.echo else None

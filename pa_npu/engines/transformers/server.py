@@ -286,12 +286,14 @@ class Server:
         """Returns the scores as vLLM's prompt_logprobs."""
         places: list[dict[str, dict[str, Any]] | None] = [None]
         for place, token in enumerate(prompt[1:]):
-            said = {token: scored.logprobs[place]}
-            said |= zip(scored.likely[place], scored.likely_logprobs[place], strict=True)
+            logprob_by_token = {token: scored.logprobs[place]}
+            logprob_by_token |= zip(
+                scored.likely[place], scored.likely_logprobs[place], strict=True
+            )
             places.append(
                 {
                     str(number): {"logprob": logprob, "decoded_token": self._text([number])}
-                    for number, logprob in said.items()
+                    for number, logprob in logprob_by_token.items()
                 }
             )
         return places
