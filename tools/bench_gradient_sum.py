@@ -125,14 +125,14 @@ def watch(checks: Checks, backend: str) -> None:
         from pa_npu.backends.megatron.backend import MegatronBackend
         from pa_npu.backends.megatron.optimizer import WatchedReduction
 
-        checks.within(WatchedReduction, "_note_own", "_note_reduced", "take")
+        checks.within(WatchedReduction, "_note_own", "_note_reduced", "pop_reduced")
         checks.within(MegatronBackend, "gradient_size", instead=nothing)
         checks.within(MegatronBackend, "stepped", "copied", instead=())
     else:
         from pa_npu.backends.fsdp import backend as fsdp
         from pa_npu.backends.fsdp.optimizer import CountedReduceScatter
 
-        checks.within(CountedReduceScatter, "take_reduced", instead=_forget_input)
+        checks.within(CountedReduceScatter, "on_reduced", instead=_forget_input)
         checks.within(fsdp, "counted")
         checks.within(fsdp.FsdpBackend, "gradient_size", instead=nothing)
         checks.within(fsdp.FsdpBackend, "stepped", "copied", instead=())

@@ -86,7 +86,7 @@ class SleepingTeacher(ScoringTeacher):
     """Scores one sequence after another. busy_s: in which it computed."""
 
     def __init__(self, config: Config, token_s: float) -> None:
-        super().__init__("teacher.large", config, Scoring())
+        super().__init__("large", config, Scoring())
         self._token_s = token_s
         self._device = asyncio.Lock()
         self.busy_s = 0.0

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -77,8 +77,8 @@ class HeadGradient:
 
 
 class GivenChoices:
-    """What the loss of a microbatch was given of a teacher's most likely tokens, on the device, and
-    the gradient that came back to the policy's log-probs of them.
+    """A teacher's most likely tokens as a microbatch's loss got them, on the device, and the
+    gradient that came back to the policy's log-probs of them.
 
     rows: int64 [M], a sample of the targets. choices: theirs, detached. weights: [M], 0 of targets
     that are not the leading component's. gradient: [M, k + 1]; None until the backward.
@@ -108,8 +108,8 @@ class GivenChoices:
 
 @dataclass(eq=False, slots=True)
 class GivenLoss:
-    """What the loss of a microbatch was given, on the device, and the gradient that came back to
-    its log-probs.
+    """The inputs of a microbatch's loss, on the device, and the gradient that came back to its
+    log-probs.
 
     batch: with the denominators that the algorithm names and the advantages of the group's rewards,
     where these are known; its log-probs are detached. sources, lengths: as Targets'. head: None
@@ -194,7 +194,7 @@ class ExpectedGradient:
 
 @dataclass(frozen=True)
 class Slope:
-    """By what factor one series is another, and the error of that as the tokens' spread gives it."""
+    """The factor between two series, and its error, estimated from the spread of the tokens."""
 
     value: float
     error: float
@@ -246,10 +246,9 @@ def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
     columns: dict[str, Any] = {
         name: column(name) for name in (*names, "advantages", "weights", "ages")
     }
-    declared = {
-        name: torch.cat([_column(batch, name) for batch in batches])
-        for name in dict.fromkeys(name for batch in batches for name in batch.columns)
-    }
+    declared = {}
+    for name in dict.fromkeys(chain.from_iterable(batch.columns for batch in batches)):
+        declared[name] = torch.cat([_column(batch, name) for batch in batches])
     return replace(
         first,
         **columns,

@@ -126,7 +126,7 @@ class Objective:
 
     @property
     def entropy_gradient(self) -> bool:
-        """Whether gradients flow through the entropy."""
+        """Returns whether gradients flow through the entropy."""
         return self._config.algorithm.entropy_coef > 0
 
     def begin(self) -> None:
@@ -444,7 +444,9 @@ def measure(
 
 
 def _is_unmoved(outputs: Outputs) -> bool:
-    """Whether the policy, whose entropy is known, is the old one, whose log-probs are compared."""
+    """Returns whether the policy, whose entropy is known, is the old one, whose log-probs are
+    compared.
+    """
     weights = outputs.policy.weights
     return "old" not in outputs.frozen or (
         isinstance(weights, PolicyState) and weights.updates == 0

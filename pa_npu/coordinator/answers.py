@@ -1,4 +1,4 @@
-"""What engines answered for a group, compared with the samples that leave the coordinator (I2).
+"""Compares the answers of engines for a group with the samples that leave the coordinator (I2).
 
     engine ──answer──> noted: seed, length, version, digests ──> environment ──> samples ──> group
                          └───────────────── compared ──────────────────────────────────┘
@@ -191,7 +191,7 @@ class Answers:
 
 
 def answers_of(environment: Environment) -> Answers:
-    """Those of a group that this environment makes samples for."""
+    """Returns the answers of a group for which this environment makes samples."""
     kind = type(environment)
     whole = getattr(kind, "trains_whole_answers", True)
     # a subclass may leave some out

@@ -89,7 +89,7 @@ class ScoredGroup:
 
     @property
     def is_informative(self) -> bool:
-        """Whether its rewards differ, or it has none."""
+        """Returns whether its rewards differ, or it has none."""
         return self.result is None or self.result.is_informative
 
     @property

@@ -66,7 +66,7 @@ _FEWER = 4
 
 @dataclass(frozen=True)
 class FiniteDifference:
-    """By how much moved weights changed the objective.
+    """The change of the objective when weights are moved.
 
     predicted: by their gradient. measured: by two passes.
     limit: of the difference between the two; None if rounding or a bend hides too much to judge.
@@ -185,7 +185,7 @@ class _Scores:
 
 @dataclass(frozen=True, eq=False)
 class _Moving:
-    """Those elements of a tensor that move, at equal distances, as far as this rank has them.
+    """The elements of a tensor that move, at equal distances, as far as this rank has them.
 
     memory: a view of the elements that the model computes with. original: a copy of them.
     step: fp32, by how much each moves. gradient: fp32.

@@ -109,7 +109,7 @@ class Learner:
         self._name_reference()
         for name, directory in self._models.directories.items():
             backend.name_policy(FixedWeights(directory), name)
-        platform.take_memory_peak()  # the memory that loading took belongs to no iteration
+        platform.pop_memory_peak()  # the memory that loading took belongs to no iteration
 
     def accumulate(
         self,
@@ -280,7 +280,7 @@ class Learner:
         """Gives late engines the offered version too, now that engines have swapped to it. Call it
         before the next step, which changes the weights.
         """
-        self.gate.take_offer()
+        self.gate.accept_offer()
 
     def skip_publish(self, version: int) -> None:
         """Names the policy `version`, while engines, late ones too, keep the version that they
@@ -469,7 +469,7 @@ class Learner:
         reductions, device = self.backend.reductions, self.backend.device
         statistics = self._objective.sums.over_ranks(reductions)
         self._check(statistics)
-        peak = self._platform.take_memory_peak()
+        peak = self._platform.pop_memory_peak()
         own_seconds = torch.tensor(
             [self._wait_s, self._train_s + step_s, step_s], dtype=torch.float32, device=device
         )

@@ -102,12 +102,12 @@ class LossGradient:
             "update differ"
         )
 
-    def _compare_choices(self, given: Sequence[GivenChoices]) -> None:
-        """Of a teacher's most likely tokens, in a sample of the targets."""
-        if not given:
+    def _compare_choices(self, samples: Sequence[GivenChoices]) -> None:
+        """Compares the gradients of a teacher's most likely tokens, in a sample of the targets."""
+        if not samples:
             return
-        arrived = np.concatenate([arrived_at(choices) for choices in given])
-        expected = expected_choice_gradient(self._algorithm, given)
+        arrived = np.concatenate([arrived_at(choices) for choices in samples])
+        expected = expected_choice_gradient(self._algorithm, samples)
         wrong = expected.is_sure & ~(np.abs(arrived - expected.values) <= expected.limit)
         if not wrong.any():
             return
@@ -216,21 +216,21 @@ def batch_with_credit(
     return with_advantages(batch, sources, lengths_array, advantages), sources, lengths_array
 
 
-def arrived_at(given: GivenChoices) -> Values:
+def arrived_at(choices: GivenChoices) -> Values:
     """Returns the gradient that came to the policy's log-probs of the choices, fp64 [M, k + 1]."""
-    if given.gradient is None:
-        return np.zeros(tuple(given.choices.policy.shape))
-    gradient: Values = given.gradient.cpu().double().numpy()
+    if choices.gradient is None:
+        return np.zeros(tuple(choices.choices.policy.shape))
+    gradient: Values = choices.gradient.cpu().double().numpy()
     return gradient
 
 
 def expected_choice_gradient(
-    algorithm: Algorithm, given: Sequence[GivenChoices]
+    algorithm: Algorithm, samples: Sequence[GivenChoices]
 ) -> ExpectedGradient:
     """Returns the same as the algorithm's formula makes it."""
-    policy = torch.cat([one.choices.policy for one in given]).cpu().double()
-    teacher = torch.cat([one.choices.teacher for one in given]).cpu().double()
-    weights = torch.cat([one.weights for one in given]).cpu().double()
+    policy = torch.cat([sample.choices.policy for sample in samples]).cpu().double()
+    teacher = torch.cat([sample.choices.teacher for sample in samples]).cpu().double()
+    weights = torch.cat([sample.weights for sample in samples]).cpu().double()
     return algorithm.expected_choice_gradient(Choices(policy, teacher), weights)
 
 

@@ -62,7 +62,7 @@ class StepReplay:
 
     @property
     def updates(self) -> int:
-        """How many steps were taken, those before a resume too."""
+        """Returns how many steps were taken, those before a resume too."""
         return self._updates
 
     @property
@@ -352,7 +352,7 @@ class StepReplay:
 
 @dataclass(frozen=True, eq=False)
 class BeforeStep:
-    """What StepReplay.before has read.
+    """The values that StepReplay.before has read.
 
     where: which update, for messages. chosen: the n elements that the step is judged by.
     state: their weights and moments. gradient: fp64 [n], divided but not yet clipped.

@@ -23,6 +23,8 @@ from pa_npu.platform.typical import typical_speed
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path for path in (ROOT / "configs").glob("grpo_*.yaml") if "tiny" not in path.name)
+STAGES = [ROOT / "configs" / f"{name}.yaml" for name in ("sft_qwen2.5_7b", "distill_qwen3_8b")]
+"""Of other stages than reinforcement, which have no overlays."""
 MARK = "# What --dry-run prints:"
 # Recipes and overlays, the last of which has the sizes, with nodes and devices of each.
 SIZED: dict[tuple[str, ...], tuple[int, int]] = {
@@ -36,12 +38,14 @@ SIZED: dict[tuple[str, ...], tuple[int, int]] = {
     ("grpo_qwen3_8b.yaml",): (1, 8),
     ("grpo_deepseek_r1_distill_qwen_7b.yaml",): (1, 8),
     ("grpo_qwen3_30b_a3b.yaml",): (1, 16),
+    ("distill_qwen3_8b.yaml",): (1, 16),
 }
 QUOTED = (
     "devices ",
     "trainer memory ",
     "engine memory ",
     "KV cache ",
+    "teacher ",
     "predicted ",
     "gain over turns ",
 )
@@ -154,5 +158,5 @@ if __name__ == "__main__":
                 f"{predicted_s(shipped(files)):.3g} s",
                 flush=True,
             )
-    for path in RECIPES:
+    for path in (*RECIPES, *STAGES):
         write(path)

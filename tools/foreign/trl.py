@@ -67,9 +67,9 @@ def from_trl(work: Translation) -> None:
                 name, value, "several turns are an agent's; set agent.command (docs/agents.md)"
             )
     if (
-        most := work.take_count("max_tool_calling_iterations")
+        max_calls := work.take_count("max_tool_calling_iterations")
     ) is not None and "environment.name" in work.values:
-        work.set("environment.max_turns", most + 1)
+        work.set("environment.max_turns", max_calls + 1)
     work.copy_same()
     _devices(work, trainer)
     _iterations(work)
@@ -186,7 +186,7 @@ def _optimizer(work: Translation) -> None:
         pairs = zip(betas, (0.9, 0.999), strict=True)
         work.set(
             "optimizer.betas",
-            [usual if given is None else given for given, usual in pairs],
+            [usual if beta is None else beta for beta, usual in pairs],
             "adam_beta1",
         )
 
