@@ -287,7 +287,7 @@ class FsdpBackend:
         source = (
             self._whole(self._policy, BUCKET_BYTES, self._shard_group) if self.place.sends else None
         )
-        write_hf(source, self._spec, directory, self.place, self.device, prompts=self._config.data)
+        write_hf(source, self._spec, directory, self.place, self.device, config=self._config)
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -301,7 +301,7 @@ class MegatronBackend:
     def export(self, directory: Path) -> None:
         shards = self._shard_group
         export_hf(
-            self._stage.policy, self._spec, directory, self.place, shards, prompts=self._config.data
+            self._stage.policy, self._spec, directory, self.place, shards, config=self._config
         )
 
     def close(self) -> None:
