@@ -471,6 +471,15 @@ def test_trls_program_is_read_without_being_run(
     )
 
 
+def test_a_class_whose_methods_are_tools_stays_that_class(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = PROGRAM.replace("reward_funcs=[correct],", "environment_factory=Wordle,")
+    config, lost = imported_file(tmp_path / "train.py", "trl", program, capsys)
+    assert config.environment.name == "tool_class"
+    assert "environment.options.factory=MODULE:Wordle" in lost["environment_factory"]
+
+
 def test_options_of_trls_command_line_are_read_from_a_script(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
