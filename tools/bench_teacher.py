@@ -237,7 +237,7 @@ async def iteration(
 
 def demonstrations_like(config: Config, lengths: dict[int, list[int]]) -> Demonstrations:
     """Rows of the lengths of an iteration's responses, in their order."""
-    rows = []
+    rows: list[Row] = []
     for of_group in lengths.values():
         for length in of_group:
             tokens = np.full(_PROMPT_TOKENS + length, len(rows), np.int32)
