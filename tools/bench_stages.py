@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/stages"), help="of the runs")
     parser.add_argument("--markdown", type=Path, help="also write the table there")
     parser.add_argument("overrides", nargs="*", help="further keys of all runs, as key=value")
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
     seeds = [int(text) for text in args.seeds.split(",")]
     cases = cases_of(args.subject, args.iterations, args.supervised, args.model)
     curves: dict[str, list[Curve]] = {case.name: [] for case in cases}
