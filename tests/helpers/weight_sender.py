@@ -121,7 +121,7 @@ def manifest_of(tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -> Mani
     buckets: list[list[Segment]] = [[]]
     for segment in segments:
         if (
-            sum(other.size for other in buckets[-1]) + segment.size > _BUCKET_ELEMENTS
+            sum(bucket.size for bucket in buckets[-1]) + segment.size > _BUCKET_ELEMENTS
             and buckets[-1]
         ):
             buckets.append([])

@@ -169,15 +169,15 @@ def _names(node: ast.AST) -> set[str]:
     """
     if isinstance(node, ast.Attribute) and node.attr == "data" and _names(node.value) == {"mesh"}:
         return {"replicas"}
-    found: set[str] = (
+    actual: set[str] = (
         {node.id}
         if isinstance(node, ast.Name)
         else {node.attr}
         if isinstance(node, ast.Attribute)
         else set()
     )
-    if found:
-        return found
+    if actual:
+        return actual
     children = [node.value] if isinstance(node, ast.Subscript) else list(ast.iter_child_nodes(node))
     return set().union(*map(_names, children))
 

@@ -250,8 +250,8 @@ def another_value(key: str) -> str:
 
 @pytest.mark.parametrize("key", CONDITIONAL)
 def test_a_key_that_nothing_reads_under_this_configuration_is_refused(key: str) -> None:
-    given = [*BARE, *BESIDE.get(key, []), f"{key}={another_value(key)}"]
-    text = message([], *given)
+    arguments = [*BARE, *BESIDE.get(key, []), f"{key}={another_value(key)}"]
+    text = message([], *arguments)
     assert f"{key}: " in text and (
         "would be read by nothing" in text or "schedule.max_staleness" in text
     ), text
@@ -296,7 +296,7 @@ LONG = "a" * 5000
 )
 def test_names_and_counts_that_no_run_can_have_are_refused(override: str, expected: str) -> None:
     assert expected in message(
-        [], *(given for given in BARE if not override.startswith(given[:9])), override
+        [], *(inputs for inputs in BARE if not override.startswith(inputs[:9])), override
     )
 
 

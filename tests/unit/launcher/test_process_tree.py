@@ -49,10 +49,10 @@ def tree(tmp_path: Path) -> Iterator[ProcessTree]:
     assert tree.kill_strays() == [], "a process survived the tree"
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], description: str, timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {description}"
         time.sleep(0.01)
 
 
@@ -246,11 +246,13 @@ def test_a_killed_keeper_leaves_nothing(tree: ProcessTree, tmp_path: Path) -> No
 
 
 def test_other_children_of_this_process_are_left_alone(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as other:
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE
+    ) as another:
         with ProcessTree(tmp_path, grace_s=0.1) as tree:
             start(tree, "sleeper", python("import time; time.sleep(60)"))
-        assert other.poll() is None
-        other.kill()
+        assert another.poll() is None
+        another.kill()
 
 
 @pytest.mark.parametrize(

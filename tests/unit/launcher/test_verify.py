@@ -191,8 +191,8 @@ def test_diff_names_the_token_that_differs_first(
 ) -> None:
     steps = [step(i) for i in range(4)]
     steps[2].tokens[1, 0, 4] += 7
-    other = make_chained_run(tmp_path / "other", steps, tmp_path / "model")
-    assert main(["diff", str(run), str(other)]) == 1
+    another = make_chained_run(tmp_path / "other", steps, tmp_path / "model")
+    assert main(["diff", str(run), str(another)]) == 1
     printed = capsys.readouterr().out
     token = step(2).tokens[1, 0, 4]
     assert (
@@ -208,8 +208,8 @@ def test_diff_says_where_it_cannot_name_the_token(
 ) -> None:
     steps = [step(i) for i in range(4)]
     steps[2].tokens[3, 0, 4] += 7  # of a group that is not kept
-    other = make_chained_run(tmp_path / "other", steps, tmp_path / "model")
-    assert main(["diff", str(run), str(other)]) == 1
+    another = make_chained_run(tmp_path / "other", steps, tmp_path / "model")
+    assert main(["diff", str(run), str(another)]) == 1
     assert "not both runs kept this response (telemetry.samples)" in capsys.readouterr().out
 
 

@@ -42,10 +42,10 @@ def test_no_publish_group_has_two_ranks_on_a_device_where_the_backend_forbids_it
     groups = EngineGroups(config.rollout, connection, config.publish.timeout_s)
     joined = groups.of_members(members, 0)
     receivers = groups.receivers(members, 0)
-    found = {member.name: one for member, one in zip(members, joined, strict=True)}
+    actual = {member.name: one for member, one in zip(members, joined, strict=True)}
     shape = {
         name: (g.backend, g.stages[0]["name"], g.first_rank, g.world_size)
-        for name, g in found.items()
+        for name, g in actual.items()
     }
     if has_host_groups:
         assert shape == {
