@@ -58,7 +58,7 @@ class Planner:
         # work of what trainers have had, and as if it were prompts and what was written
         self._computed = self._written = 1.0
 
-    def pace(self, iteration: int, prompts: Sequence[Prompt]) -> AdmissionPace:
+    def admission_pace(self, iteration: int, prompts: Sequence[Prompt]) -> AdmissionPace:
         """The schedule of an iteration that begins now."""
         schedule = self.controller.begin_iteration(self.outlook(iteration, prompts), iteration)
         return AdmissionPace(schedule, len(self.pool.engines))
@@ -119,9 +119,9 @@ class Admission:
     pool: EnginePool
     iteration: int
     choice: EveryGroup
-    pace: AdmissionPace
+    admission_pace: AdmissionPace
     version: int | None
-    points: HookPoints
+    hook_points: HookPoints
     # of all that was generated, by index
     _lengths: dict[int, tuple[Prompt, list[int]]] = field(default_factory=dict, init=False)
 
@@ -130,31 +130,31 @@ class Admission:
         are needed.
         """
         if self.choice.must_wait:
-            for tell in self.points.nothing_left:
-                tell()
+            for notify in self.hook_points.nothing_left:
+                notify()
         if (number := await self.choice.next_index()) is None:
             return None
         # replacements come as they are needed, after the prompts that the iteration began with
-        index = self.pace.index(number)
+        index = self.admission_pace.index(number)
         prompt = self.choice.prompt(index)
         tokens = self.planner.tokens(prompt)
-        for wait in self.points.before_admit:
+        for wait in self.hook_points.before_admit:
             await wait()
         # every group in flight ends by its own deadline, and an engine that is gone is replaced by
         # its own
         lease = await self.pool.admit(
             self.planner.num_samples,
             tokens,
-            self.pace.window,
+            self.admission_pace.window,
             self.planner.engine_wait_s,
             version=self.version,
         )
-        if (taken := self.pace.taken_by(lease.engine.name)) is not None:
+        if (taken := self.admission_pace.taken_by(lease.engine.name)) is not None:
             index = taken
             prompt = self.choice.prompt(taken)
             lease.expect(self.planner.tokens(prompt))
-        for tell_admitted in self.points.admitted:
-            tell_admitted(lease)
+        for notify_admitted in self.hook_points.admitted:
+            notify_admitted(lease)
         return Admitted(index, prompt, lease)
 
     def delivered(self, index: int, group: ScoredGroup, lease: Lease, times: DeliveryTimes) -> None:

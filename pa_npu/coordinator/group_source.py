@@ -49,7 +49,7 @@ class IterationGroups(Protocol):
     @property
     def numbers(self) -> dict[str, Any]: ...
 
-    async def bring(self, points: HookPoints, deliver: Deliver) -> None:
+    async def bring(self, hook_points: HookPoints, deliver: Deliver) -> None:
         """Delivers every group that the iteration's choice asks for, and returns when all are
         delivered. The first failure cancels the rest and is raised.
         """

@@ -51,7 +51,7 @@ class _Iteration:
 
     choice: EveryGroup
     groups: IterationGroups
-    points: HookPoints
+    hook_points: HookPoints
     production: Production
     delivery: Delivery
     demonstrations: Sequence[ScoredGroup]
@@ -73,8 +73,8 @@ class _Iteration:
 
     async def deliver(self, index: int, group: ScoredGroup) -> DeliveryTimes:
         """A scored group, and whatever it releases, on the way to the buffer."""
-        for tell in self.points.scored:
-            tell(index, group)
+        for notify in self.hook_points.scored:
+            notify(index, group)
         scored_s = time.perf_counter()
         released = self.choice.scored(index, group)
         start_s = time.perf_counter()
@@ -136,7 +136,7 @@ class Producer:
         this = self._plan(iteration, prompts, choice, version, features)
         try:
             await this.begin()
-            await this.groups.bring(this.points, this.deliver)
+            await this.groups.bring(this.hook_points, this.deliver)
             imbalance = await this.delivery.finish(this.size)
         finally:
             await this.delivery.close()
@@ -172,7 +172,7 @@ class Producer:
         num_kept = kept_groups(config.telemetry.samples)
         run_dir = Path(config.run.dir)
         production = Production(iteration, num_kept, len(demonstrations), run_dir)
-        points = HookPoints([*self.features, *groups.features, production, *features])
+        hook_points = HookPoints([*self.features, *groups.features, production, *features])
         make_delivery = self.streamed if config.schedule.streams(iteration) else HeldDelivery
         delivery = make_delivery(
             config=config,
@@ -182,6 +182,6 @@ class Producer:
             work=self.work,
             buffer=self.buffer,
             store_thread=self.store_thread,
-            on_delivered=points.delivered,
+            on_delivered=hook_points.delivered,
         )
-        return _Iteration(choice, groups, points, production, delivery, demonstrations)
+        return _Iteration(choice, groups, hook_points, production, delivery, demonstrations)

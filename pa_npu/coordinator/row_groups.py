@@ -63,11 +63,11 @@ class IterationOfRows:
         """Returns the number of rows that the iteration trains."""
         return {"rows": sum(len(group.samples) for group in self.groups)}
 
-    async def bring(self, points: HookPoints, deliver: Deliver) -> None:
+    async def bring(self, hook_points: HookPoints, deliver: Deliver) -> None:
         while not self.choice.must_wait and (index := await self.choice.next_index()) is not None:
             await deliver(index, self.groups[index])
-        for tell in points.all_dispatched:
-            tell()
+        for notify in hook_points.all_dispatched:
+            notify()
 
 
 def group_of(prompt: Prompt, algorithm: Algorithm) -> ScoredGroup:
