@@ -33,7 +33,7 @@ _NO_CHANCE = -40.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class EngineAnswer:
     """One answer of an engine. sample, turn: what it was asked for. digest: of its tokens and
     log-probs. logprob: its sum.
     """
@@ -60,12 +60,14 @@ class Answers:
         self._num_trained: int | None = None
         self._whole = whole
         self._all_trained = all_trained
-        self._answers: list[Answer] = []
+        self._answers: list[EngineAnswer] = []
 
     def note(self, sample: int, turn: int, seed: int, generation: Generation) -> None:
         digest = _digest(generation.tokens, generation.logprobs)
         logprob = float(np.sum(generation.logprobs, dtype=np.float64))
-        self._answers.append(Answer(sample, turn, seed, len(generation.tokens), digest, logprob))
+        self._answers.append(
+            EngineAnswer(sample, turn, seed, len(generation.tokens), digest, logprob)
+        )
 
     def expect(self, num_trained: int | None) -> None:
         """num_trained: as the environment says it (Generate.num_trained)."""
@@ -84,7 +86,7 @@ class Answers:
                     f"seed {answer.seed} instead of {expected}; the policy would answer as it does "
                     "for another place"
                 )
-        first: dict[bytes, Answer] = {}
+        first: dict[bytes, EngineAnswer] = {}
         for answer in self._answers:
             earlier = first.setdefault(answer.digest, answer)
             if earlier.seed != answer.seed and answer.logprob < _NO_CHANCE:

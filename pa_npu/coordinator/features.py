@@ -138,7 +138,7 @@ class AdmissionPace(Feature):
 
 
 @dataclass
-class _Engine:
+class _EngineLoad:
     capacity: int = 0
     idle_s: float = 0.0
     idle_sequence_s: float = 0.0
@@ -169,7 +169,7 @@ class IdleTailMeter(Feature):
         self._pool = pool
         self._waits = False
         self._last = pool.use()
-        self._engines: defaultdict[str, _Engine] = defaultdict(_Engine)  # seen so far
+        self._engines: defaultdict[str, _EngineLoad] = defaultdict(_EngineLoad)  # seen so far
 
     def admitted(self, lease: Lease) -> None:
         """A group has been given to an engine."""

@@ -124,7 +124,7 @@ def load_prompts(
     limit = config.max_prompt_tokens
     prompts: list[Prompt] = []
     used: list[Record] = []
-    too_long: list[_Encoded] = []
+    too_long: list[_EncodedPrompt] = []
     shortest = sys.maxsize
     for number, encoded in enumerate(_encoded(records, tokenizer, config, images)):
         record = encoded.record
@@ -200,7 +200,7 @@ def _read(
     return records
 
 
-def _too_long(prompts: Sequence[_Encoded], limit: int) -> DataError:
+def _too_long(prompts: Sequence[_EncodedPrompt], limit: int) -> DataError:
     """Returns the refusal of prompts that are longer than `limit` tokens."""
     first = prompts[0]
     longest = max(prompts, key=lambda encoded: encoded.num_tokens)
@@ -301,7 +301,7 @@ def first_prompt_lines(prompt: Prompt, tokenizer: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Encoded:
+class _EncodedPrompt:
     """A rendered record and its tokens; of a text far too long the last ones, and how many it has
     at least.
 
@@ -330,7 +330,7 @@ def _encoded(
     tokenizer: Any,
     config: DataConfig,
     images: ImageInput | str,
-) -> Iterator[_Encoded]:
+) -> Iterator[_EncodedPrompt]:
     """Every record with its text and tokens. images: as load_prompts.
 
     What a template makes of all rows together need not fit in memory.
@@ -377,7 +377,7 @@ def _encoded(
             shown: tuple[ShownImage, ...] = ()
             if isinstance(images, ImageInput) and not least:
                 tokens, shown = images.shown(encoded_record, tokens)
-            yield _Encoded(encoded_record, whole, tokens, least, shown)
+            yield _EncodedPrompt(encoded_record, whole, tokens, least, shown)
         batch = []
         num_characters = 0
 

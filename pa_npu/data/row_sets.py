@@ -228,7 +228,7 @@ def _stretches(trained: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class _Encoded:
+class _EncodedRow:
     location: str
     text: str
     tokens: list[int]
@@ -237,7 +237,7 @@ class _Encoded:
     why_nothing: str
 
 
-def _texts(read: Iterator[Any], renderer: Renderer) -> Iterator[_Encoded]:
+def _texts(read: Iterator[Any], renderer: Renderer) -> Iterator[_EncodedRow]:
     """Every row with its tokens, some rows at a time."""
     while batch := list(islice(read, _ENCODED_TOGETHER)):
         texts = [renderer.text_of(conversation) for conversation in batch]
@@ -249,13 +249,13 @@ def encoded_rows(texts: Sequence[TrainedText], renderer: Renderer, source: str) 
     return [_row(text, number, source) for number, text in enumerate(_encoded(texts, renderer))]
 
 
-def _encoded(texts: Sequence[TrainedText], renderer: Renderer) -> Iterator[_Encoded]:
+def _encoded(texts: Sequence[TrainedText], renderer: Renderer) -> Iterator[_EncodedRow]:
     encodings = renderer.encode(texts)
     for text, (tokens, offsets) in zip(texts, encodings, strict=True):
-        yield _Encoded(text.location, text.text, tokens, offsets, text.written, text.why_nothing)
+        yield _EncodedRow(text.location, text.text, tokens, offsets, text.written, text.why_nothing)
 
 
-def _row(text: _Encoded, row_id: int, source: str) -> Row:
+def _row(text: _EncodedRow, row_id: int, source: str) -> Row:
     """A token is trained where a character of it was written by whoever is trained; the first one
     follows from nothing.
     """

@@ -44,7 +44,7 @@ from pa_npu.launcher.engine_key import checked_key, read_key
 from pa_npu.launcher.placement import Placement, available_cores, free_ports, port_problem
 from pa_npu.launcher.process.commands import engine_command, engine_url
 from pa_npu.launcher.process.console import Console
-from pa_npu.launcher.process.process_tree import Process, ProcessTree
+from pa_npu.launcher.process.process_tree import ProcessTree, TreeProcess
 from pa_npu.launcher.process.processes import engine_answers
 from pa_npu.launcher.process.supervisor import StopSignals, stop_signals
 from pa_npu.platform.base import Platform
@@ -323,7 +323,7 @@ class JoinedEngine:
 
     config: Config
     roster: Roster
-    process: Process
+    process: TreeProcess
     url: str
     run_name: str
     console: Console

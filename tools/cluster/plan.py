@@ -14,7 +14,7 @@ from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
 from pa_npu.planning.memory import Memory, engine_memory, trainer_memory
 from pa_npu.planning.prediction.divisions import (
-    Choices,
+    DivisionChoices,
     best_divisions,
     device_bytes,
     mean_response,
@@ -110,7 +110,7 @@ def plan_cluster(basis: KnownBasis, devices: int) -> ClusterPlan:
     tried = best_divisions(
         basis,
         devices,
-        Choices(),
+        DivisionChoices(),
         _PREDICTED,
         lambda config, prediction: limited_s(prediction.iteration_s, around(config, prediction)),
     )

@@ -29,7 +29,7 @@ from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.plan_text import derived_lines
 from pa_npu.planning.prediction.virtual_run import assumed_basis
 from pa_npu.platform.typical import typical_speed
-from pa_npu.publish.engines import Connection, EngineGroups
+from pa_npu.publish.engines import Connection, EngineProcessGroups
 from pa_npu.publish.messages import StageManifest
 from pa_npu.telemetry.report import named_devices
 from tests.helpers.reports import trainers_run_on
@@ -115,7 +115,7 @@ def test_engines_on_other_devices_get_weights_through_host_memory_and_workers_ar
     connection = Connection(
         ("127.0.0.1", 1), "hccl", [StageManifest("s", {})], [StageManifest("late", {})], "npu"
     )
-    groups = EngineGroups(chosen.rollout, connection, chosen.publish.timeout_s)
+    groups = EngineProcessGroups(chosen.rollout, connection, chosen.publish.timeout_s)
     shape = [
         (g.backend, g.stages[0]["name"], g.first_rank, g.world_size)
         for g in groups.of_members(members, 7)

@@ -25,7 +25,7 @@ from pa_npu.engines.vllm.versions import (
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.placement import place
 from pa_npu.launcher.process import commands
-from pa_npu.publish.engines import Connection, EngineGroups
+from pa_npu.publish.engines import Connection, EngineProcessGroups
 from pa_npu.publish.messages import StageManifest
 from tests.unit.engines.test_vllm_command import CPU, ROWS, SPEC, Device, config, option
 
@@ -269,7 +269,7 @@ async def test_engines_of_two_devices_get_their_devices_and_their_workers_follow
         ("127.0.0.1", 1), "hccl", [StageManifest("stage", {})], [StageManifest("late", {})]
     )
     members = [Member(number, 0, True, engine) for number, engine in enumerate(engines)]  # type: ignore[arg-type]
-    planned = EngineGroups(chosen.rollout, connection, chosen.publish.timeout_s)
+    planned = EngineProcessGroups(chosen.rollout, connection, chosen.publish.timeout_s)
     joined = planned.of_members(members, 0)
     # rank 0 is the trainers' leader; each of the two engines has two workers
     assert [(groups.first_rank, groups.world_size) for groups in joined] == [(1, 5), (3, 5)]

@@ -9,8 +9,8 @@ import pytest
 
 from pa_npu.errors import DataError
 from pa_npu.evaluation.results import (
+    EvaluationProgress,
     Judged,
-    Progress,
     compare,
     kept_versions,
     read_results,
@@ -102,12 +102,12 @@ def test_a_run_says_what_each_version_gained_since_the_first_and_since_the_one_b
 ) -> None:
     """Also where an earlier attempt made the first evaluations."""
     actual = {0: four_samples([0, 2, 4]), 5: four_samples([2, 2, 4]), 10: four_samples([2, 3, 4])}
-    progress = Progress(tmp_path)
+    progress = EvaluationProgress(tmp_path)
     assert progress.differences(0, actual[0]) == {}
     output = [progress.differences(version, actual[version]) for version in (5, 10)]
     for earlier in (0, 5):
         write_results(results_file(tmp_path, earlier), actual[earlier])
-    assert Progress(tmp_path).differences(10, actual[10]) == output[1]
+    assert EvaluationProgress(tmp_path).differences(10, actual[10]) == output[1]
     last = output[1]
     assert (last["first"]["version"], last["before"]["version"]) == (0, 5)
     for name, old in (("first", 0), ("before", 5)):

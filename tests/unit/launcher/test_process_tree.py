@@ -17,7 +17,7 @@ import pytest
 
 from pa_npu.control import keeper
 from pa_npu.launcher.process.commands import Command
-from pa_npu.launcher.process.process_tree import MarkedLines, Process, ProcessTree
+from pa_npu.launcher.process.process_tree import MarkedLines, ProcessTree, TreeProcess
 from tests.helpers.processes import running
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -62,11 +62,13 @@ def start(
     argv: Sequence[str],
     env: Mapping[str, str] | None = None,
     **options: Any,
-) -> Process:
+) -> TreeProcess:
     return tree.launch(Command(name, tuple(argv), {**os.environ, **(env or {})}, **options))
 
 
-def start_family(tree: ProcessTree, directory: Path, *arguments: str) -> tuple[Process, list[int]]:
+def start_family(
+    tree: ProcessTree, directory: Path, *arguments: str
+) -> tuple[TreeProcess, list[int]]:
     directory.mkdir()
     process = start(
         tree, "family", [sys.executable, "-S", "-c", FAMILY, str(directory), *arguments]
@@ -123,7 +125,7 @@ def test_output_goes_to_the_log_and_marked_lines_are_found(tree: ProcessTree) ->
     assert marked.new() == ["four!", "five"]
 
 
-def logged_and_ended(tree: ProcessTree, code: str, stdout: str = "&1") -> Process:
+def logged_and_ended(tree: ProcessTree, code: str, stdout: str = "&1") -> TreeProcess:
     """A process that sets up its log, runs `code` and has ended."""
     code = (
         "import logging, os; from pa_npu.telemetry.logs import setup_logging; "

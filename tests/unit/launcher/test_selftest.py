@@ -16,7 +16,7 @@ import yaml
 from pa_npu.errors import FAILED
 from pa_npu.launcher.cli import main
 from pa_npu.launcher.selftest import command, parts
-from pa_npu.launcher.selftest.parts import Bench, Finding, Part
+from pa_npu.launcher.selftest.parts import Bench, Finding, SelftestPart
 
 KEY = "sk-abcdefghijklmnop1234"
 
@@ -47,7 +47,7 @@ def test_each_way_to_fail_is_named_and_the_other_parts_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tuple(
-        Part(
+        SelftestPart(
             function.__name__,
             f"{__name__}:{function.__name__}",
             "a promise",
