@@ -59,16 +59,18 @@ class Planner:
         self._computed = self._written = 1.0
 
     def admission_pace(self, iteration: int, prompts: Sequence[Prompt]) -> AdmissionPace:
-        """The schedule of an iteration that begins now."""
+        """Returns the schedule of an iteration that begins."""
         schedule = self.controller.begin_iteration(self.outlook(iteration, prompts), iteration)
         return AdmissionPace(schedule, len(self.pool.engines))
 
     def tokens(self, prompt: Prompt) -> int:
-        """Expected tokens of a group, prompts and responses."""
+        """Returns the expected tokens of a group, prompt and responses."""
         return self.num_samples * (len(prompt.tokens) + round(self.lengths.mean(prompt)))
 
     def expected_work(self, prompts: Sequence[Prompt]) -> float | None:
-        """Expected work of training all groups of an iteration; None before any length was seen."""
+        """Returns the expected work of training all groups of an iteration; None before any length
+        was seen.
+        """
         if not self.lengths.num_observed:
             return None
         expected = sum(
@@ -126,8 +128,8 @@ class Admission:
     _lengths: dict[int, tuple[Prompt, list[int]]] = field(default_factory=dict, init=False)
 
     async def next(self) -> Admitted | None:
-        """The next group, when an engine has room for it; None when all have been dispatched that
-        are needed.
+        """Waits until an engine has room for the next group, and returns it. Returns None when all
+        groups that are needed have been dispatched.
         """
         if self.choice.must_wait:
             for notify in self.hook_points.nothing_left:
@@ -158,7 +160,9 @@ class Admission:
         return Admitted(index, prompt, lease)
 
     def delivered(self, index: int, group: ScoredGroup, lease: Lease, times: DeliveryTimes) -> None:
-        """A group has been scored, and what it released delivered. lease: closed."""
+        """Learns from a group that is scored, and whose released groups are delivered. lease:
+        closed.
+        """
         lengths = group.lengths
         self._lengths[index] = group.prompt, lengths
         end_s = lease.start_s + lease.duration_s
@@ -178,7 +182,7 @@ class Admission:
         self.planner.observe(timing, self.iteration)
 
     def end(self) -> None:
-        """All groups have been delivered."""
+        """Ends the iteration: all groups have been delivered."""
         self.planner.lengths.observe([self._lengths[index] for index in sorted(self._lengths)])
 
 
@@ -219,19 +223,19 @@ class ResponseLengths:
 
     @property
     def num_observed(self) -> int:
-        """Groups seen so far."""
+        """Returns the number of groups seen so far."""
         return self._count
 
     def mean(self, prompt: Prompt) -> float:
-        """Expected tokens of a response."""
+        """Returns the expected tokens of a response."""
         return self._expect(prompt)[0]
 
     def longest(self, prompt: Prompt) -> float:
-        """Expected tokens of the longest response of a group."""
+        """Returns the expected tokens of the longest response of a group."""
         return self._expect(prompt)[1]
 
     def observe(self, groups: Sequence[tuple[Prompt, Sequence[int]]]) -> None:
-        """Response lengths of an iteration's groups.
+        """Learns from the response lengths of an iteration's groups.
 
         All at once: those that finish first are short, and a baseline of them alone would make all
         others look long.

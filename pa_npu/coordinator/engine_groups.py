@@ -111,7 +111,7 @@ class IterationOnEngines:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The admission window that the iteration ended with, and IdleTailMeter's."""
+        """Returns the admission window at the iteration's end, and IdleTailMeter's number."""
         return {
             "window": self.admission_pace.schedule.largest_window,
             "tail_waste": self.idle_tail_meter.tail_waste,
@@ -144,7 +144,7 @@ class IterationOnEngines:
     async def _complete(
         self, admitted: Admitted, admission: Admission, hook_points: HookPoints, deliver: Deliver
     ) -> None:
-        """A group, from its engine to the buffer."""
+        """Generates a group and delivers it to the buffer."""
         group, lease = await self._generate(admitted, hook_points)
         times = await deliver(admitted.index, group)
         admission.delivered(admitted.index, group, lease, times)
@@ -152,7 +152,7 @@ class IterationOnEngines:
     async def _generate(
         self, admitted: Admitted, hook_points: HookPoints
     ) -> tuple[ScoredGroup, Lease]:
-        """The group with its rewards, and the lease under which it ended, closed."""
+        """Returns the group with its rewards, and the lease under which it ended, closed."""
         source = self.source
         config = self.source.config
         index = admitted.index

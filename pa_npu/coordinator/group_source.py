@@ -66,7 +66,7 @@ class GroupSource(Protocol):
     def begin(
         self, iteration: int, prompts: Sequence[Prompt], choice: EveryGroup, version: int | None
     ) -> IterationGroups:
-        """The groups of an iteration, which begins now.
+        """Begins an iteration and returns its groups.
 
         choice: says which prompts are asked for. version: of the weights that must write them;
         None: any.

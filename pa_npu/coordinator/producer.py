@@ -7,14 +7,14 @@ Where groups come from is the source's business (group_source.py): engines write
 (engine_groups.py), or they are rows of data (row_groups.py). They finish, and are delivered, in any
 order. Nothing here waits for trainers, so the producer cannot stall them.
 
-What a feature does it does at these points (features.py), for each iteration in this order:
+A feature acts at these points (features.py), for each iteration in this order:
 
     point            when                                                    who is there
     before_admit     before a group asks for an engine                       the schedule's turns
-    admitted         a group has room on an engine                           tail, pace
-    nothing_left     until another group is scored                           tail
+    admitted         a group has room on an engine                           idle tail meter, admission pace
+    nothing_left     until another group is scored                           idle tail meter
     all_dispatched   engines have had all groups that it began with          the next border (publish.mode=rolling)
-    generated        all samples of a group are there                        tail, pace
+    generated        all samples of a group are there                        idle tail meter, admission pace
     scored           it has its rewards                                      the iteration's numbers; changes of roles (roles.py)
     delivered        a group is in the buffer                                copies for other programs (served_run.py)
 
@@ -72,7 +72,7 @@ class _Iteration:
         await self.delivery.accept(len(self.demonstrations) + number, group)
 
     async def deliver(self, index: int, group: ScoredGroup) -> DeliveryTimes:
-        """A scored group, and whatever it releases, on the way to the buffer."""
+        """Sends a scored group, and whatever groups it releases, on the way to the buffer."""
         for notify in self.hook_points.scored:
             notify(index, group)
         scored_s = time.perf_counter()
@@ -112,8 +112,8 @@ class Producer:
         self._algorithm = build_algorithm(self.config)
 
     async def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
-        """Choose what the source chooses for an iteration ahead of `produce`; none may begin or be
-        learned from meanwhile.
+        """Lets the source choose for an iteration ahead of `produce`. No iteration may begin, and
+        none be learned from, meanwhile.
         """
         await self.source.prepare(iteration, prompts)
 
@@ -126,8 +126,8 @@ class Producer:
         version: int | None = None,
         features: Sequence[Feature] = (),
     ) -> Produced:
-        """Put all groups of an iteration into the buffer. The first failure cancels the rest and is
-        raised.
+        """Puts all groups of an iteration into the buffer. The first failure cancels the rest and
+        is raised.
 
         choice: which groups are asked for and trained; None: one per prompt. version: of the
         weights that must write them; None: any.

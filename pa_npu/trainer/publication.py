@@ -76,10 +76,10 @@ class NoTrainerPublication(TrainerPublication):
         return Published(None, 0.0, 0.0, policy=self._digest())
 
     def probed(self, version: int, probe: Sequence[Microbatch]) -> None:
-        """Nobody samples a probe."""
+        """Does nothing: nobody samples a probe."""
 
     def before_step(self) -> None:
-        """Nobody else uses the weights."""
+        """Does nothing: nobody else uses the weights."""
 
 
 class BlockingTrainerPublication(TrainerPublication):
@@ -94,8 +94,8 @@ class BlockingTrainerPublication(TrainerPublication):
         timeline: Timeline,
         timeout_s: float,
     ) -> None:
-        """publisher: of the weights that this rank sends; None on a rank of another replica than
-        the first, whose weights are copies. timeout_s: of every wait for the coordinator.
+        """Makes the policy. publisher: sends this rank's weights; None on ranks of replicas other
+        than the first, whose weights are copies. timeout_s: of every wait for the coordinator.
         """
         self._learner = learner
         self._publisher = publisher
@@ -115,10 +115,10 @@ class BlockingTrainerPublication(TrainerPublication):
         return self._protocol.publish(version)
 
     def probed(self, version: int, probe: Sequence[Microbatch]) -> None:
-        """Every version is published, whatever the probe says."""
+        """Does nothing: every version is published, whatever the probe says."""
 
     def before_step(self) -> None:
-        """Engines hold the version already."""
+        """Does nothing: engines hold the version already."""
 
     def _send(self, version: int, members: PublishMembers) -> PublishStats | None:
         """Sends `version` to its members; see TrainerPublish."""
