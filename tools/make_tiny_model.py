@@ -551,7 +551,7 @@ def lessons(
         return edits, [edited(task, tiny_edits.wrong_sign(task)) for task in tasks]
 
     def calls(order: random.Random) -> list[Lesson]:
-        """A call in some answers, a guess in the others."""
+        """Returns a call in some answers, a guess in the others."""
         batch = []
         for x, y in order.choices(pairs, k=arguments.batch):
             guess = f"#### {order.randint(SMALLEST**2, LARGEST**2)}{END_OF_TURN}"
@@ -596,7 +596,9 @@ def supervise_calls(
 def call_batch(
     tokenizer: PreTrainedTokenizerFast, batch: list[Lesson]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels [rows, width]; each piece is tokenised by itself, as the environments do."""
+    """Returns tokens and labels [rows, width]; each piece is tokenised by itself, as the
+    environments do.
+    """
     rows = []
     for asked, turns in batch:
         tokens = tokenizer(USER + asked + ASSISTANT).input_ids

@@ -237,7 +237,7 @@ class StandInEngine:
     def _response(
         self, fragment: bytes, begin: int, end: int, is_cut: bool
     ) -> compact_answer.CompactResponse:
-        """A choice's tokens from `begin` to `end`, if it is cut, else to its own end."""
+        """Returns a choice's tokens from `begin` to `end`, if it is cut, else to its own end."""
         whole = self._responses.get(fragment)
         if whole is None:
             whole = _read_choice(fragment)
@@ -420,7 +420,7 @@ def _read_choice(fragment: bytes) -> compact_answer.CompactResponse:
 
 
 def _part(fragment: bytes, begin: int, end: int, is_cut: bool) -> bytes:
-    """A choice's tokens from `begin` to `end`."""
+    """Returns a choice's tokens from `begin` to `end`."""
     choice = json.loads(b"{%s}" % fragment)
     choice["token_ids"] = choice["token_ids"][begin:end]
     choice["text"] = "".join(f" t{token}" for token in choice["token_ids"])
@@ -454,8 +454,8 @@ async def serving(
 
 
 def write_interpreter(file: Path, *options: str) -> Path:
-    """An executable to name as the engines' interpreter; it starts a stand-in with `options`,
-    whatever model is asked for.
+    """Returns an executable to name as the engines' interpreter; it starts a stand-in with
+    `options`, whatever model is asked for.
     """
     file.write_text(
         _INTERPRETER.format(

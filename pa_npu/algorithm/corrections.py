@@ -43,8 +43,8 @@ KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 def kl_reward_advantages(
     batch: TokenBatch, estimator: str, coefficient: float, kind: str
 ) -> torch.Tensor:
-    """The advantages, [tokens], of -coefficient * KL(old policy || reference) as a part of each
-    response's reward.
+    """Returns the advantages, [tokens], of -coefficient * KL(old policy || reference) as a part of
+    each response's reward.
 
     KL is estimated by the sum over the response's tokens: with k1 the reward of RLOO, arXiv
     2402.14740. `kind` is one of LINEAR_ADVANTAGES, which are the sum of the rewards' and the KL's,

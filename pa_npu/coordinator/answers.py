@@ -161,7 +161,7 @@ def _split(
     left: Counter[tuple[int, bytes]],
     lengths: Sequence[int],
 ) -> list[tuple[int, bytes]] | None:
-    """The answers that these tokens are, one after another; None where they are none."""
+    """Returns the answers that these tokens are, one after another; None where they are none."""
     if not len(tokens):
         return []
     for length in lengths:
@@ -186,8 +186,9 @@ def _digest(tokens: npt.NDArray[Any], logprobs: npt.NDArray[Any]) -> bytes:
 
 
 def _seed_of(run_seed: int, iteration: int, index: int, sample: int, turn: int) -> int:
-    """The seed of a sample's turn, written out from its definition: a hash of the place, and for
-    first turns of samples the next numbers."""
+    """Returns the seed of a sample's turn, written out from its definition: a hash of the place,
+    and for first turns of samples the next numbers.
+    """
     group = _hash(b"pa_npu.rollout", run_seed, iteration, index)
     return group + sample if turn == 0 else _hash(b"pa_npu.turn", group, sample, turn)
 

@@ -181,8 +181,8 @@ def _held_out_metrics(numbers: Mapping[str, Any]) -> str:
 
 
 def tracked_config(config: Config) -> dict[str, Any]:
-    """The resolved configuration for trackers, by key, without secrets; of the engines' environment
-    the names alone.
+    """Returns the resolved configuration for trackers, by key, without secrets; of the engines'
+    environment the names alone.
     """
     tree = config.model_dump(mode="json")
     tree["rollout"]["env"] = sorted(tree["rollout"]["env"])

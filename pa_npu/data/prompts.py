@@ -246,7 +246,7 @@ def load_training(
     hints: Sequence[Hint] = (),
     images: ImageInput | str = "no model was given",
 ) -> list[PromptSet]:
-    """The training datasets, in the configuration's order, with prompt_ids of their own.
+    """Returns the training datasets, in the configuration's order, with prompt_ids of their own.
 
     Raises DataError.
     """
@@ -331,7 +331,7 @@ def _encoded(
     config: DataConfig,
     images: ImageInput | str,
 ) -> Iterator[_EncodedPrompt]:
-    """Every record with its text and tokens. images: as load_prompts.
+    """Yields every record with its text and tokens. images: as load_prompts.
 
     What a template makes of all rows together need not fit in memory.
     """
@@ -406,7 +406,9 @@ def _tokens(texts: list[str], tokenizer: Any, with_template: bool) -> list[list[
 
 
 def _render(record: Record, tokenizer: Any, config: DataConfig, template: Any) -> str:
-    """The prompt's text up to the place where the response begins, with all that the row says."""
+    """Returns the prompt's text up to the place where the response begins, with all that the row
+    says.
+    """
     messages = compose_messages(record, config)
     if record.images and template is None:
         raise DataError(
@@ -458,7 +460,9 @@ def knows_reasoning(template: Any) -> bool:
 
 
 def with_reasoning(message: Message) -> Message:
-    """The message with its reasoning in the content, for a template that does not know the field."""
+    """Returns the message with its reasoning in the content, for a template that does not know the
+    field.
+    """
     reasoning = message.get(_REASONING)
     if not isinstance(reasoning, str) or not reasoning:
         return message
@@ -467,8 +471,9 @@ def with_reasoning(message: Message) -> Message:
 
 
 def compose_messages(record: Record, config: DataConfig) -> list[Message]:
-    """The row's messages with the configured system prompt before (a row's own takes precedence)
-    and the instruction appended to the last of the user's messages."""
+    """Returns the row's messages with the configured system prompt before (a row's own takes
+    precedence) and the instruction appended to the last of the user's messages.
+    """
     messages = [dict(message) for message in record.messages]
     if config.instruction:
         asked = [message for message in messages if message["role"] == "user"]

@@ -238,14 +238,14 @@ class _EncodedRow:
 
 
 def _texts(read: Iterator[Any], renderer: Renderer) -> Iterator[_EncodedRow]:
-    """Every row with its tokens, some rows at a time."""
+    """Yields every row with its tokens, some rows at a time."""
     while batch := list(islice(read, _ENCODED_TOGETHER)):
         texts = [renderer.text_of(conversation) for conversation in batch]
         yield from _encoded(texts, renderer)
 
 
 def encoded_rows(texts: Sequence[TrainedText], renderer: Renderer, source: str) -> list[Row]:
-    """The texts as rows, numbered from 0."""
+    """Returns the texts as rows, numbered from 0."""
     return [_row(text, number, source) for number, text in enumerate(_encoded(texts, renderer))]
 
 
@@ -256,8 +256,8 @@ def _encoded(texts: Sequence[TrainedText], renderer: Renderer) -> Iterator[_Enco
 
 
 def _row(text: _EncodedRow, row_id: int, source: str) -> Row:
-    """A token is trained where a character of it was written by whoever is trained; the first one
-    follows from nothing.
+    """Returns a text as a row. A token is trained if a character of it is to be trained; the first
+    one follows from nothing.
     """
     tokens = np.array(text.tokens, np.int32)
     offsets = np.array(text.offsets, np.int64).reshape(-1, 2)
@@ -272,7 +272,7 @@ def _row(text: _EncodedRow, row_id: int, source: str) -> Row:
 
 
 def cut_row(row: Row, max_tokens: int) -> Row:
-    """The first tokens of a row."""
+    """Returns the first tokens of a row."""
     return Row(
         row.row_id,
         row.tokens[:max_tokens],

@@ -116,7 +116,7 @@ def _checkpoint(run_dir: Path, version: int, loaded: str | None) -> Path | None:
 
 
 def _settings(config: Config, checkpoint: Path | None, scratch: Path, end: int) -> list[str]:
-    """The keys in which the repetition differs from the run; none changes what is computed."""
+    """Returns the keys in which the repetition differs from the run; none changes what is computed."""
     settings = [
         f"run.dir={scratch}",
         f"checkpoint.load={'null' if checkpoint is None else checkpoint}",

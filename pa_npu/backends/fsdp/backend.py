@@ -292,7 +292,7 @@ class FsdpBackend:
         group: dist.ProcessGroup | None,
         on_host: bool = False,
     ) -> ShardedWeights:
-        """A model's weights, adapters merged into them."""
+        """Returns a model's weights, adapters merged into them."""
         source, dtype = (
             Merged(model) if isinstance(model, Adapted) else model,
             DTYPES[self._config.model.dtype],
@@ -318,7 +318,7 @@ class FsdpBackend:
         )
 
     def _in_step(self, microbatches: Iterator[Microbatch]) -> Generator[Microbatch, None, None]:
-        """The microbatches, and fillers while only other ranks have any."""
+        """Yields the microbatches, and fillers while only other ranks have any."""
         if self._shard_group is None:
             yield from microbatches
         else:
@@ -330,8 +330,8 @@ class FsdpBackend:
         entropy_gradient: bool,
         is_watched: bool = False,
     ) -> Outputs:
-        """All models over a microbatch, the frozen ones first. is_watched: whether to watch the
-        gradient that meets the LM head.
+        """Returns all models over a microbatch, the frozen ones first. is_watched: whether to watch
+        the gradient that meets the LM head.
         """
         part = self._parts.for_microbatch(microbatch)
         images = self._images(microbatch)

@@ -144,7 +144,7 @@ def node_problem(report: NodeReport, launcher: NodeReport) -> str | None:
 
 
 def differing_versions(there: Mapping[str, str], here: Mapping[str, str]) -> str | None:
-    """The first package that a node has in another version than the launcher's machine."""
+    """Returns the first package that a node has in another version than the launcher's machine."""
     for name in sorted(there.keys() | here.keys()):
         there_version = there.get(name, "not installed")
         here_version = here.get(name, "not installed")

@@ -232,7 +232,7 @@ class ProcessTree:
 
 
 def last_lines(log: Path, count: int, written: Sequence[str] = ()) -> list[str]:
-    """The last `count` lines that are not blank; empty when there is no log.
+    """Returns the last `count` lines that are not blank; empty when there is no log.
 
     written: lines that the process has written too, and that are the last ones where the log does
     not have them.
