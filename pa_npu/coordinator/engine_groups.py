@@ -121,13 +121,13 @@ class IterationOnEngines:
         source = self.source
         choice = self.choice
         admission = Admission(
-            source.planner,
-            source.pool,
-            self.number,
-            choice,
-            self.admission_pace,
-            self.version,
-            hook_points,
+            planner=source.planner,
+            pool=source.pool,
+            iteration=self.number,
+            choice=choice,
+            admission_pace=self.admission_pace,
+            version=self.version,
+            hook_points=hook_points,
         )
         async with TaskScope() as scope:
             while (admitted := await admission.next()) is not None:

@@ -72,7 +72,9 @@ class WeightSender:
         self, name: str, version: int, manifest: Manifest, tensors: dict[str, torch.Tensor]
     ) -> None:
         group = transport.join_group(
-            *("127.0.0.1", self._store.port, name),
+            "127.0.0.1",
+            self._store.port,
+            name,
             rank=0,
             size=2,
             backend="gloo",

@@ -125,7 +125,9 @@ class Watched:
             produces = min(version + self._ahead, ITERATIONS - 1)
             produced = DISPATCHED.exists(self._channel, iteration=produces)
             published = self._published(version)
-            state = "publish" if not published else "training" if produced else "generation"
+            state = "training" if produced else "generation"
+            if not published:
+                state = "publish"
             actual[:] = [version]
             return state == moment and at_least <= version < ITERATIONS
 

@@ -171,9 +171,10 @@ def test_a_mistake_on_the_command_line_says_so(base: str, override: str, expecte
 @pytest.mark.parametrize("key", REMOVED)
 def test_a_removed_key_names_what_took_its_place(base: str, key: str) -> None:
     section, of_entry, entry = key.partition("[].")
-    text = message(
-        [base], f"{section}=[{{{entry}: 1}}]" if of_entry else key if "=" in key else f"{key}=1"
-    )
+    override = key if "=" in key else f"{key}=1"
+    if of_entry:
+        override = f"{section}=[{{{entry}: 1}}]"
+    text = message([base], override)
     assert text.startswith(
         f"command line: {key.replace('[]', '.0')}: removed in an earlier release; {REMOVED[key]}"
     )
