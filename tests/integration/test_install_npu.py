@@ -160,6 +160,7 @@ def call(script: Path, *argv: str, **env: str) -> subprocess.CompletedProcess[st
 @pytest.mark.skipif(
     sys.version_info < (3, 11), reason="vllm-ascend 0.23 is installed with Python 3.11 or 3.12"
 )
+@pytest.mark.nightly  # what it refuses is below
 def test_one_command_makes_the_environment_and_a_second_one_finds_it_made(
     shelf: Path, ascend: Path, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
         item.close()
 
 
+@pytest.mark.nightly  # engines that join a run and leave it: test_elastic_engines.py
 def test_engines_serve_two_runs_and_leave_on_ctrl_c(
     launch: Callable[..., Launched], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,9 +178,8 @@ def test_a_tiny_mixture_learns_the_quick_starts_sums(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "engine", ["transformers", pytest.param("vllm", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly  # choices that are replayed: test_mixture_trainer.py; those of vLLM: above
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
 @pytest.mark.timeout(1800)
 def test_a_run_with_router_replay_loses_no_route_and_changes_no_choice(
     engine: str, tiny_mixture: Path, shared_engine: Callable[[Path], str], tmp_path: Path

@@ -149,7 +149,8 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("length", ["short", pytest.param("whole", marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # its parts: unit/launcher/test_selftest.py
+@pytest.mark.parametrize("length", ["short", "whole"])
 def test_the_self_test_runs_from_the_wheel(length: str, elsewhere: Path, tmp_path: Path) -> None:
     command = [
         elsewhere / "bin" / "python",
