@@ -565,6 +565,7 @@ def lessons(
         return edits, [edited(task, tiny_edits.wrong_sign(task)) for task in tasks]
 
     def calls(order: random.Random) -> list[Lesson]:
+        """Returns a call in some answers, a guess in the others."""
         return answered_products(arguments, order.choices(pairs, k=arguments.batch), order)
 
     return calls, called(arguments, validation)
@@ -661,7 +662,9 @@ def supervise_calls(
 def call_batch(
     tokenizer: PreTrainedTokenizerFast, batch: list[Lesson]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels [rows, width]; each piece is tokenised by itself, as the environments do."""
+    """Returns tokens and labels [rows, width]; each piece is tokenised by itself, as the
+    environments do.
+    """
     rows = []
     for asked, turns in batch:
         tokens = tokenizer(USER + asked + ASSISTANT).input_ids

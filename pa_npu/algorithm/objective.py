@@ -11,7 +11,7 @@ gradient does (invariant I7), so that a backward that is left out or run twice s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -53,6 +53,11 @@ from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
 from pa_npu.errors import InvariantViolation
 
+NUM_STRETCHES = 8
+"""Parts of the length of long responses that are compared with the engines' each for itself."""
+# Tokens of a stretch: shorter responses do not reach positions that are far from others.
+_MIN_STRETCH = 128
+
 
 @dataclass(frozen=True)
 class TrainedResponse:
@@ -64,6 +69,9 @@ class TrainedResponse:
     number: int
     tokens: int
 
+
+JudgeFirst = Callable[[DifferenceSums, str], None]
+"""Takes the differences of a first microbatch, and which of its tokens they are of: "" for all."""
 
 Keep = Callable[[int, Sequence[tuple[int, int]], Sequence[int], torch.Tensor], None]
 """Takes the denominators of the ratios: iteration, sources, response lengths, log-probs."""
@@ -83,7 +91,7 @@ class Objective:
         self,
         config: Config,
         device: torch.device,
-        judge_first: Callable[[DifferenceSums], None] | None = None,
+        judge_first: JudgeFirst | None = None,
         keep: Keep | None = None,
         *,
         first_sampled: int = 0,
@@ -93,7 +101,8 @@ class Objective:
         watch_all: bool = False,
     ) -> None:
         """judge_first: called with the differences of the first microbatch that the policy wrote
-        any of, before its backward; it may raise.
+        any of, before its backward, and of long responses with those of each stretch of their
+        length, as where it lies; it may raise.
 
         reference: the weights that the reference must be of; None: nobody knows. before_first:
         called
@@ -138,8 +147,8 @@ class Objective:
             before()
 
     def balance(self, microbatch: Targets) -> float:
-        """The factor of the routers' auxiliary loss: with the microbatch's part of the normaliser,
-        its weight in their mean.
+        """Returns the factor of the routers' auxiliary loss: with the microbatch's part of the
+        normaliser, its weight in their mean.
         """
         lengths = microbatch.leading
         counts = Counts(tokens=sum(lengths), responses=sum(length > 0 for length in lengths))
@@ -153,7 +162,8 @@ class Objective:
         return hidden
 
     def loss(self, microbatch: Targets, outputs: Outputs) -> torch.Tensor:
-        """The sum over the microbatch's tokens, whose gradient the backend computes, undivided.
+        """Returns the sum over the microbatch's tokens, whose gradient the backend computes,
+        undivided.
 
         Raises InvariantViolation.
         """
@@ -192,7 +202,19 @@ class Objective:
         self.sums.add(sums.metrics, differences, microbatch.ages.max(), is_written=is_written)
         if self._judge_first is not None and is_written:
             judge, self._judge_first = self._judge_first, None
-            judge(DifferenceSums(*differences.tolist()))  # waits for the device
+            judge(DifferenceSums(*differences.tolist()), "")  # waits for the device
+            for where, chosen in _stretches(microbatch):
+                of_stretch = measure(
+                    microbatch,
+                    generated.values,
+                    outputs.entropy,
+                    self._config,
+                    is_drawn=_is_unmoved(outputs),
+                    chosen=chosen,
+                )
+                stretch_sums = DifferenceSums(*of_stretch.tolist())
+                if stretch_sums.n:
+                    judge(stretch_sums, where)
         if reference is not None:
             self._references.append((reference.values, given.batch.logprobs))
         self._enter(microbatch, sums.loss, given)
@@ -223,7 +245,7 @@ class Objective:
         return sums
 
     def normaliser(self, totals: Totals, reductions: Reductions) -> float:
-        """The divisor of the update's sum. totals: of all replicas.
+        """Returns the divisor of the update's sum. totals: of all replicas.
 
         Collective if only the last stage knows it.
         """
@@ -236,8 +258,8 @@ class Objective:
         return self._algorithm.normaliser(counts)
 
     def _with_teachers(self, microbatch: Targets, outputs: Outputs) -> dict[str, torch.Tensor]:
-        """The microbatch's columns, and the log-probs of each teacher: of those that trainers hold
-        from the frozen pass, of others as they came with the samples.
+        """Returns the microbatch's columns, and the log-probs of each teacher: of those that
+        trainers hold from the frozen pass, of others as they came with the samples.
 
         Raises InvariantViolation where these are of other weights (I7).
         """
@@ -259,7 +281,9 @@ class Objective:
         return columns
 
     def _choices(self, microbatch: Targets, outputs: Outputs) -> Choices | None:
-        """The policy's and the teachers' distributions over the teachers' most likely tokens."""
+        """Returns the policy's and the teachers' distributions over the teachers' most likely
+        tokens.
+        """
         policy = outputs.policy.choices
         by_model = {
             name: logprobs.choices
@@ -414,15 +438,21 @@ def measure(
     peers: torch.Tensor | None = None,
     *,
     is_drawn: bool = True,
+    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns how far the trainers' log-probs are from `peers`, where None from the engines' (I5):
     see difference_sums.
+
+    chosen: bool [N], the targets that count; None for all.
     """
     peers = microbatch.engine_logprobs if peers is None else peers
     index, ages = microbatch.response_index, microbatch.ages
-    if (written := microbatch.columns.get("written")) is not None:
-        logprobs, peers, entropy = logprobs[written], peers[written], entropy[written]
-        index, ages = index[written], ages[written]
+    counted = microbatch.columns.get("written")
+    if chosen is not None:
+        counted = chosen if counted is None else counted & chosen
+    if counted is not None:
+        logprobs, peers, entropy = logprobs[counted], peers[counted], entropy[counted]
+        index, ages = index[counted], ages[counted]
         if not len(index):
             return torch.zeros(NUM_SUMS + NUM_MAXIMA, device=index.device)
     responses_here = len(microbatch.response_lengths) / max(1, len(microbatch.group_indices))
@@ -441,6 +471,28 @@ def measure(
         copies=copies,
         is_drawn=is_drawn,
     )
+
+
+def _stretches(microbatch: Targets) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields each eighth of the length of the longest response: which tokens lie in it, in words
+    and as bool [N]. None of responses that are short.
+
+    An end that turns far positions otherwise than the other agrees with it at near ones, which
+    outweigh the others in a sum over all.
+    """
+    length = max(microbatch.response_lengths, default=0) // NUM_STRETCHES
+    if length < _MIN_STRETCH:
+        return
+    index = microbatch.response_index
+    lengths = torch.tensor(microbatch.response_lengths, device=index.device)
+    firsts = lengths.cumsum(0) - lengths
+    places = torch.arange(len(index), device=index.device) - firsts[index]
+    for number in range(NUM_STRETCHES):
+        start = number * length
+        is_in = places >= start
+        if number < NUM_STRETCHES - 1:
+            is_in &= places < start + length
+        yield f"tokens of responses from {start:,} on", is_in
 
 
 def _is_unmoved(outputs: Outputs) -> bool:

@@ -1,5 +1,6 @@
-"""Which samples of a group a microbatch takes: consecutive ones, up to a number of samples and of packed tokens; and
-whether what all of them begin with is computed once.
+"""Which samples of a group a microbatch takes, and whether what they begin with is computed once for several.
+
+A microbatch takes consecutive samples, up to a number of samples and of packed tokens.
 """
 
 from __future__ import annotations

@@ -47,16 +47,21 @@ class GroupWork:
         """Returns the operations of forward and backward for a group with these lengths, in
         tokens.
         """
+        pieces = self.pieces(prompt_length, response_lengths)
+        if self.keeps_prompt(prompt_length, len(pieces)):
+            return self._flops.group(prompt_length, response_lengths, shared=True)
         total: float = 0
         start = 0
-        pieces = self.pieces(prompt_length, response_lengths)
-        if self._may_keep_prompt and saved_rows(len(pieces), prompt_length - 1) >= MIN_SAVED_ROWS:
-            return self._flops.group(prompt_length, response_lengths, shared=True)
         for count in pieces:
             lengths = response_lengths[start : start + count]
             total += self._flops.group(prompt_length, lengths, shared=self._shared_prompt)
             start += count
         return total
+
+    def keeps_prompt(self, prompt_length: int, num_pieces: int) -> bool:
+        """Returns whether the prompt is computed once for so many microbatches (samples.stems)."""
+        saved = saved_rows(num_pieces, prompt_length - 1)
+        return self._may_keep_prompt and saved >= MIN_SAVED_ROWS
 
     def pieces(self, prompt_length: int, response_lengths: Sequence[int]) -> list[int]:
         """Returns the responses of each microbatch."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from pa_npu.algorithm.agreement_sums import (
     DifferenceSums,
 )
 from pa_npu.algorithm.model_outputs import FixedWeights, Outputs, PolicyState, Targets
-from pa_npu.algorithm.objective import Objective, TrainedResponse, measure
+from pa_npu.algorithm.objective import JudgeFirst, Objective, TrainedResponse, measure
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, MetricSums, Statistics, Totals
@@ -85,8 +85,8 @@ class Learner:
         *,
         kept_logprobs: TrainerLogprobs | None = None,
     ) -> None:
-        """kept_logprobs: records the log-probs of what is trained; needed only on the last stage's
-        tensor leader, which computes them.
+        """Makes a learner. kept_logprobs: records the log-probs of trained tokens; needed only on
+        the last stage's tensor leader, which computes them.
         """
         self._config = config
         self._algorithm = build_algorithm(config)
@@ -114,13 +114,13 @@ class Learner:
     def accumulate(
         self,
         microbatches: MicrobatchSource,
-        judge_first: Callable[[DifferenceSums], None] | None = None,
+        judge_first: JudgeFirst | None = None,
     ) -> list[TrainedResponse]:
         """Runs forward and backward over one update's microbatches as they arrive; gradients stay
         unnormalised sums.
 
         judge_first: called on the last pipeline stage with the differences of this replica's first
-        microbatch, before its backward; it may raise.
+        microbatch, before its backward, and of its stretches (Objective); it may raise.
 
         Returns the responses that this replica has trained, counted where gradients pass (I2).
         Raises InvariantViolation if these are not the responses that it was given (I7).

@@ -287,7 +287,7 @@ class FsdpBackend:
         source = (
             self._whole(self._policy, BUCKET_BYTES, self._shard_group) if self.place.sends else None
         )
-        write_hf(source, self._spec, directory, self.place, self.device, prompts=self._config.data)
+        write_hf(source, self._spec, directory, self.place, self.device, config=self._config)
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -300,7 +300,7 @@ class FsdpBackend:
         group: dist.ProcessGroup | None,
         on_host: bool = False,
     ) -> ShardedWeights:
-        """A model's weights, adapters merged into them."""
+        """Returns a model's weights, adapters merged into them."""
         source, dtype = (
             Merged(model) if isinstance(model, Adapted) else model,
             DTYPES[self._config.model.dtype],
@@ -327,7 +327,7 @@ class FsdpBackend:
         )
 
     def _turns(self, microbatches: Iterator[Microbatch]) -> Generator[Turn, None, None]:
-        """This rank's turns, in step with all others."""
+        """Yields this rank's turns, in step with all others."""
         group = None if self._shard_group is None else dist.group.WORLD
         yield from Turns(microbatches, group, lambda: self._nothing, None)
 
@@ -337,8 +337,8 @@ class FsdpBackend:
         entropy_gradient: bool,
         is_watched: bool = False,
     ) -> Outputs:
-        """All models over a microbatch, the frozen ones first. is_watched: whether to watch the
-        gradient that meets the LM head.
+        """Returns all models over a microbatch, the frozen ones first. is_watched: whether to watch
+        the gradient that meets the LM head.
         """
         part = self._parts.for_microbatch(microbatch)
         images = self._images(microbatch)

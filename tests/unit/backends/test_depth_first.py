@@ -155,13 +155,13 @@ def test_a_stem_without_its_backward_is_an_error_of_the_gradient() -> None:
 
 def test_a_trial_says_which_models_of_transformers_take_stems(tmp_path: Path, model: Path) -> None:
     packing = Packing("shared", "auto")
-    assert stems_obstacle(ModelSpec.read(str(model)), packing, 64, recompute=True) is None
-    by_length = make_other(
-        tmp_path / "dynamic",
-        "mistral",
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-    )
+
+    def spec_of(path: Path) -> ModelSpec:
+        return ModelSpec.from_config(model_config(path, trainer={"backend": "fsdp"}))
+
     plain = make_other(tmp_path / "plain", "phi")
-    assert stems_obstacle(ModelSpec.read(str(plain)), packing, 64) is None
-    spec = ModelSpec.read(str(by_length))
-    assert "dynamic" in str(stems_obstacle(spec, packing, 64))
+    assert stems_obstacle(spec_of(plain), packing, 64) is None
+    assert stems_obstacle(spec_of(plain), packing, 64, recompute=True) is None
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    by_length = make_other(tmp_path / "dynamic", "mistral", rope_parameters=rope)
+    assert "dynamic" in str(stems_obstacle(spec_of(by_length), packing, 64))
