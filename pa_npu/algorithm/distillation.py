@@ -242,7 +242,13 @@ class Distillation(PolicyGradient):
 
 
 def _broken_teacher(config: Config, key: str, teacher: TeacherConfig) -> Iterator[str]:
-    """Yields what is wrong with the keys of one teacher."""
+    """Yields what is wrong with the name and the keys of one teacher."""
+    name = key.removeprefix("teacher.")
+    if not name.strip() or not name.isprintable():
+        yield (
+            f"teacher: {name!r:.80} is no name of a teacher; name it with printable characters on one "
+            "line, as rows and records do"
+        )
     sources = {
         "model": teacher.model,
         "url": teacher.url,

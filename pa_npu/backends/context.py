@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.context import ContextGroup, RankRows
+from pa_npu.attention.stems import PathRows
 from pa_npu.backends.logprob import RowScores
 from pa_npu.config.mesh import Axis, Place
 from pa_npu.platform.base import Platform
@@ -43,7 +44,7 @@ class Part:
     """
 
     tokens: torch.Tensor
-    layout: PrefixLayout | RankRows
+    layout: PrefixLayout | RankRows | PathRows
     rows: torch.Tensor
     targets: torch.Tensor
     own: torch.Tensor | None
@@ -135,7 +136,7 @@ class Parts:
                 num_targets=num_targets,
                 group=None,
             )
-        layout = self._group.rows_of(microbatch.layout)
+        layout = self._group.rows_of(microbatch.whole_layout)
         device = microbatch.tokens.device
         row_numbers = layout.row_numbers(device)
         tokens = microbatch.tokens.index_select(

@@ -197,6 +197,7 @@ _ARRANGEMENT = (
     "microbatch.responses",
     "microbatch.max_tokens",
     "microbatch.tokens",
+    "microbatch.depth_first",
     "attention.shared_prompt",
     "attention.implementation",
     "schedule.order",

@@ -101,6 +101,11 @@ class Devices:
         return self.trainer.devices + num_engine_devices + self.num_teacher_devices
 
     @property
+    def num_policy_devices(self) -> int:
+        """The number of devices that decode or train, teachers' engines left out."""
+        return self.num_devices - self.num_teacher_devices
+
+    @property
     def num_teacher_devices(self) -> int:
         """The number of devices of teachers' engines."""
         return sum(self.teacher_sizes)

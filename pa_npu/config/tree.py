@@ -149,6 +149,27 @@ class ConfigTree(Section):
         return self.rollout.responses_per_prompt // self.microbatch_responses
 
     @property
+    def depth_first_obstacle(self) -> str:
+        """Why the pieces of a group compute the prompt that they share each for itself, in words;
+        empty if it may be computed once (samples.stems).
+        """
+        trainer = self.trainer
+        attention = self.attention
+        obstacles = {
+            "microbatch.depth_first=false": not self.microbatch.depth_first,
+            "attention.shared_prompt=false": not attention.shared_prompt,
+            f"attention.implementation={attention.implementation}": attention.implementation
+            in ("sdpa", "eager"),
+            f"trainer.pipeline_parallel={trainer.pipeline_parallel}": trainer.pipeline_parallel > 1,
+            f"trainer.context_parallel={trainer.context_parallel}": trainer.context_parallel > 1,
+            # the balance of a prompt's tokens would be weighted by no response
+            "algorithm.router_aux_coef": self.algorithm.router_aux_coef > 0,
+            # a microbatch asks for the teachers of its own targets
+            "several teachers": len(self.teacher) > 1,
+        }
+        return next((name for name, is_there in obstacles.items() if is_there), "")
+
+    @property
     def devices(self) -> Devices:
         """Returns the roles of devices: which decode, which train, which do both."""
         return Devices(

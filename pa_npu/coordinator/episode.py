@@ -360,6 +360,7 @@ class GroupGenerate(Generate):
             self.sampling, max_tokens=min(max_tokens or limit, limit), stop=tuple(stop)
         )
         shown = [*self._images_of(tokens), *images]
+        context = self.answers.context_of(tokens)
         self._under_way += 1
         try:
             # seeds of the first turn follow one another, so that one request gives all samples
@@ -376,7 +377,7 @@ class GroupGenerate(Generate):
             for number, (seed, generation) in enumerate(
                 zip(seeds, answered, strict=True), start=sample
             ):
-                self.answers.note(number, turn, seed, generation)
+                self.answers.note(number, turn, seed, generation, context)
             return answered
         finally:
             self._under_way -= 1

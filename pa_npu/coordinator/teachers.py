@@ -24,8 +24,9 @@ from pa_npu.coordinator.scoring_teachers import (
     PolicyTeacher,
     ScoringTeacher,
     ServerTeacher,
-    Witnesses,
+    TaughtRun,
 )
+from pa_npu.coordinator.teacher_witness import Witnesses
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.teachers import teacher_number
 from pa_npu.engines.group_session import GroupSession
@@ -114,18 +115,18 @@ async def open_teachers(
     if not config.scored_teachers:
         return None, []
     scoring = Scoring(config.rollout.temperature, config.scored_choices)
-    witnesses = Witnesses(config.run.dir)
+    run = TaughtRun(config, inputs, scoring, Witnesses(config.run.dir))
     by_number: dict[int, ScoringTeacher] = {}
     need_to_be_ready: list[EngineTeacher | ServerTeacher] = []
     for number, (name, teacher) in enumerate(config.teacher.items(), start=1):
         if teacher.place == "engines":
-            need_to_be_ready.append(EngineTeacher(name, config, scoring, witnesses, inputs))
+            need_to_be_ready.append(EngineTeacher(name, run))
             by_number[number] = need_to_be_ready[-1]
         elif teacher.place == "server":
-            need_to_be_ready.append(ServerTeacher(name, config, scoring, witnesses, inputs))
+            need_to_be_ready.append(ServerTeacher(name, run))
             by_number[number] = need_to_be_ready[-1]
         elif teacher.place == "policy":
-            by_number[number] = PolicyTeacher(name, config, scoring)
+            by_number[number] = PolicyTeacher(name, run)
     for teacher_with_server in need_to_be_ready:
         await teacher_with_server.open(stack)
     return Teachers(config, by_number, score_columns(config)), need_to_be_ready

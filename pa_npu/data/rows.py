@@ -5,8 +5,9 @@
     DIR/state.json, DIR/*.arrow            datasets.Dataset.save_to_disk
     DIR/**/*.parquet (or .jsonl, .csv, ...) a hub's repository: files and directories named by
     split, train-00000-of-00002.parquet
+    datasets:NAME                          what the library itself loads (library_rows.py)
 
-pyarrow reads all of these; the library itself is not needed.
+pyarrow reads the files; only the last needs the library.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from pa_npu.config.plain_file import open_plain, reason
 from pa_npu.config.words import as_json
+from pa_npu.data.library_rows import are_of_library, library_batches
 from pa_npu.errors import DataError
 
 PARQUET_MAGIC = b"PAR1"
@@ -58,6 +60,9 @@ def read_rows(
     key: the configuration key that names it, for messages. split: of a directory; None takes the
     first of `usual` that is there, or the only one. Raises DataError.
     """
+    if are_of_library(path):
+        yield from _library_rows(path, key, split, usual)
+        return
     file = Path(path)
     if not file.exists():
         raise DataError(
@@ -332,6 +337,14 @@ def _table_rows(file: Path, form: str) -> Rows:
         raise DataError(
             f"{file}: unreadable {form} after row {number} ({reason(error)}); write the file again"
         ) from None
+
+
+def _library_rows(path: str, key: str, split: str | None, usual: Sequence[str]) -> Rows:
+    number = 0
+    for rows in library_batches(path, key, split, usual):
+        for row in rows:
+            number += 1
+            yield f"{path}: row {number}", TableRow(_plain_numbers(row))
 
 
 def _plain_numbers(value: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 from pa_npu.config.plain_file import reason
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
-from pa_npu.data.prompts import dataset_options
+from pa_npu.data.prompts import dataset_options, made_of
 from pa_npu.data.records import Columns, Record, read_records
 from pa_npu.errors import DataError
 from pa_npu.evaluation.results import Judged
@@ -136,7 +136,8 @@ def _records(config: Config, name: str) -> list[Record]:
         needs_answer=False,
     )
     key = config.evaluate.key_of(name)
-    return list(read_records(dataset.path, key, columns, dataset.split, _USUAL_SPLITS))
+    made = made_of(dataset)
+    return list(read_records(dataset.path, key, columns, dataset.split, _USUAL_SPLITS, made))
 
 
 def _row(record: Record, text: str) -> dict[str, Any]:

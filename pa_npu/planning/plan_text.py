@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from pa_npu.config.pieces import MIN_SAVED_ROWS, saved_rows
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.rollout import EngineSettings
 from pa_npu.config.words import counted, three_digits
@@ -20,6 +21,7 @@ from pa_npu.planning.memory import (
     wanted_sequences,
     wanted_tokens,
 )
+from pa_npu.planning.prediction.teachers import teacher_seconds
 from pa_npu.planning.prediction.virtual_run import planned_basis
 from pa_npu.platform.typical import typical_speed
 from pa_npu.samples.expert_choices import ExpertChoices
@@ -204,10 +206,12 @@ def _teacher_lines(config: Config, device_bytes: int | None) -> list[str]:
             "policy": "the run's engines, behind a prompt with its hint",
         }[teacher.place]
         memory = f"; {memories[name].line()}" if name in memories else ""
-        lines.append(
-            f"teacher {name:<13} scored by {who}, beside the rewards{memory}; its time is not in "
-            "the prediction"
-        )
+        if teacher.place == "engines":
+            seconds = three_digits(teacher_seconds(config, name))
+            time = f"an iteration's scores take {seconds} s, beside what is predicted"
+        else:
+            time = "its time is not in the prediction"
+        lines.append(f"teacher {name:<13} scored by {who}, beside the rewards{memory}; {time}")
     return lines
 
 
@@ -239,7 +243,7 @@ def predicted_line(config: Config, spec: ModelSpec) -> str:
     periodic = basis.predict(config)
     iteration_s = periodic.iteration_s - periodic.border_s
     idle = f"engines idle {periodic.engines_idle:.0%}, trainers {periodic.trainers_idle:.0%}"
-    if config.trainer.devices == config.devices.num_devices:  # each device does both
+    if config.trainer.devices == config.devices.num_policy_devices:  # each device does both
         idle = f"devices idle {periodic.engines_idle:.0%}"
     return (
         f"predicted             waves {periodic.waves:.1f}, "
@@ -261,14 +265,30 @@ def _microbatches(config: Config, amount: Work) -> str:
     number = amount.microbatches_per_replica
     responses = counted(config.microbatch_responses, "response")
     tokens = amount.microbatch_tokens
+    shared = _shared_prompts(config, amount)
     if config.microbatch.tokens is not None:
-        return f"at most {number} per replica, as many responses as fit into {tokens} tokens each"
+        return (
+            f"at most {number} per replica, as many responses as fit into {tokens} tokens "
+            f"each{shared}"
+        )
     if config.microbatch.max_tokens is None:
-        return f"{number} per replica, {responses} and at most {tokens} tokens each"
+        return f"{number} per replica, {responses} and at most {tokens} tokens each{shared}"
     return (
         f"at most {number} per replica, {responses} or several times so many in at most {tokens} "
-        "tokens each"
+        f"tokens each{shared}"
     )
+
+
+def _shared_prompts(config: Config, amount: Work) -> str:
+    """Returns how the microbatches of a group come by the prompt that they share, in words."""
+    pieces = amount.microbatches_per_replica // config.groups_per_replica
+    prompt = config.data.max_prompt_tokens
+    if not config.attention.shared_prompt or saved_rows(pieces, prompt) < MIN_SAVED_ROWS:
+        return ""
+    if amount.stem_tokens:
+        return f"; a prompt is computed once for its {pieces}, depth first"
+    why = f" ({config.depth_first_obstacle})" if config.depth_first_obstacle else ""
+    return f"; a prompt is computed {pieces} times{why}"
 
 
 def _device_line(

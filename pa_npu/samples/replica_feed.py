@@ -38,6 +38,7 @@ from pa_npu.errors import DeadlineExceeded, PaNpuError
 from pa_npu.samples.group import Group
 from pa_npu.samples.notice import Notice
 from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.samples.stems import Branch, Stem
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Parsed:
     """
 
     group: Group | Notice
-    pieces: Sequence[Group | None]
+    pieces: Sequence[Group | Stem | Branch | None]
     advantages: list[np.ndarray] | None = None
     content: str = ""
 

@@ -303,6 +303,7 @@ def rollout_source(
             timeout_s=config.deadlines.wait_timeout_s,
             max_tokens=config.microbatch.budget,
             piece_tokens=config.microbatch.tokens,
+            depth_first=not config.depth_first_obstacle,
             device=backend.device,
             links=backend.replica_links,
             timeline=timeline,

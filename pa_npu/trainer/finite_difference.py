@@ -331,6 +331,7 @@ def finite_difference(
     objective = Objective(config, backend.device, algorithm=algorithm, watch_all=True)
     with torch.enable_grad():
         backend.accumulate(_ListedMicrobatches(microbatches, 1), objective)
+    objective.finish()
     tokens = _Tokens.from_objective(objective, algorithm, advantages)
     counts = float(place.is_last_stage and place.speaks_for_stage)
     (squares,) = over_ranks(backend, [counts * tokens.size_squared])

@@ -193,8 +193,8 @@ def arrived_gradients(losses: Sequence[GivenLoss]) -> Values:
     """Returns fp64 [N]: the gradient that came back to each token's log-prob; 0 if none came."""
     gradients = []
     for loss in losses:
-        zeros = torch.zeros_like(loss.batch.logprobs)
-        gradients.append(zeros if loss.gradient is None else loss.gradient)
+        gradient = loss.gradient
+        gradients.append(torch.zeros_like(loss.batch.logprobs) if gradient is None else gradient)
     return torch.cat(gradients).cpu().double().numpy()
 
 

@@ -23,6 +23,8 @@ from pa_npu.platform.typical import typical_speed
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path for path in (ROOT / "configs").glob("grpo_*.yaml") if "tiny" not in path.name)
+STAGES = [ROOT / "configs" / f"{name}.yaml" for name in ("sft_qwen2.5_7b", "distill_qwen3_8b")]
+"""Of other stages than reinforcement, which have no overlays."""
 MARK = "# What --dry-run prints:"
 # Recipes and overlays, the last of which has the sizes, with nodes and devices of each.
 SIZED: dict[tuple[str, ...], tuple[int, int]] = {
@@ -34,14 +36,19 @@ SIZED: dict[tuple[str, ...], tuple[int, int]] = {
     ("grpo_qwen2.5_32b.yaml", "clusters/32b_2_nodes_of_16.yaml"): (2, 16),
     ("grpo_qwen2.5_32b.yaml", "clusters/32b_8_nodes.yaml"): (8, 8),
     ("grpo_qwen3_8b.yaml",): (1, 8),
+    ("grpo_qwen3_8b.yaml", "lengths/8b_32k_16_devices.yaml"): (1, 16),
+    ("grpo_qwen3_8b.yaml", "lengths/8b_128k_4_nodes.yaml"): (4, 8),
     ("grpo_deepseek_r1_distill_qwen_7b.yaml",): (1, 8),
+    ("grpo_deepseek_r1_distill_qwen_7b.yaml", "lengths/deepscaler_16k.yaml"): (1, 8),
     ("grpo_qwen3_30b_a3b.yaml",): (1, 16),
+    ("distill_qwen3_8b.yaml",): (1, 16),
 }
 QUOTED = (
     "devices ",
     "trainer memory ",
     "engine memory ",
     "KV cache ",
+    "teacher ",
     "predicted ",
     "gain over turns ",
 )
@@ -154,5 +161,5 @@ if __name__ == "__main__":
                 f"{predicted_s(shipped(files)):.3g} s",
                 flush=True,
             )
-    for path in RECIPES:
+    for path in (*RECIPES, *STAGES):
         write(path)

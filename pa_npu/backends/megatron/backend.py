@@ -25,8 +25,9 @@ from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.context import RankRows
+from pa_npu.attention.stems import PathRows
 from pa_npu.backends.context import Part, Parts, replica_links
-from pa_npu.backends.in_step import InStep, largest, zero_for_fillers
+from pa_npu.backends.in_step import Turn, Turns, largest, zero_for_fillers
 from pa_npu.backends.logprob import MostLikely, RowScores
 from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.checkpoint import CheckpointContents, PlannedShards
@@ -193,6 +194,8 @@ class MegatronBackend:
         def forward(microbatch: Microbatch) -> Any:
             objective.begin()
             balance = None if microbatch.is_filler else objective.balance(microbatch)
+            if microbatch.is_stem:  # routers count its tokens
+                balance = 0.0
             beside = {} if held is None else held.scores(microbatch)
             output = self._forward(microbatch, objective.entropy_gradient, balance, beside)
             is_own = not isinstance(output, ModelOutput) and not microbatch.is_filler
@@ -298,7 +301,7 @@ class MegatronBackend:
     def export(self, directory: Path) -> None:
         shards = self._shard_group
         export_hf(
-            self._stage.policy, self._spec, directory, self.place, shards, prompts=self._config.data
+            self._stage.policy, self._spec, directory, self.place, shards, config=self._config
         )
 
     def close(self) -> None:
@@ -321,24 +324,32 @@ class MegatronBackend:
         group = self._step_group
         # fillers take the places of groups that are trained by rule, too
         loss = zero_for_fillers(loss)
-        if group is not None and self._config.trainer.pipeline_parallel > 1:
+        if self._config.trainer.pipeline_parallel == 1:
+            turns = Turns(microbatches, group, self._filler, is_last)
+            with (
+                closing(with_spans(turns, self._timeline)) as timed_turns,
+                torch.set_grad_enabled(not forward_only),
+            ):
+                run_sequential(self._ddp, timed_turns, forward, loss, forward_only=forward_only)
+            return
+        if group is not None:
             total = largest(num_microbatches, group, self.device)
             fillers = (self._filler() for _ in range(total - num_microbatches))
             microbatches = chain(microbatches, fillers)
             num_microbatches = total
-        elif group is not None:
-            microbatches = in_step = InStep(microbatches, group, self._filler, is_last)
-            is_last = None if forward_only else in_step.is_last
+        every = (Turn("train", microbatch) for microbatch in microbatches)
         with (
-            closing(with_spans(microbatches, self._timeline)) as timed,
+            closing(with_spans(every, self._timeline)) as timed,
             torch.set_grad_enabled(not forward_only),
         ):
-            if self._config.trainer.pipeline_parallel == 1:
-                run_sequential(self._ddp, timed, forward, loss, is_last)
-            else:
-                run_pipelined(
-                    self._ddp, timed, num_microbatches, forward, loss, forward_only=forward_only
-                )
+            run_pipelined(
+                self._ddp,
+                (turn.microbatch for turn in timed),
+                num_microbatches,
+                forward,
+                loss,
+                forward_only=forward_only,
+            )
 
     def _filler(self) -> Microbatch:
         return filler(self._config.trainer.pad_multiple, self.device)
@@ -449,7 +460,7 @@ class MegatronBackend:
 
 def _inputs(
     part: Part,
-) -> tuple[torch.Tensor, PrefixLayout | RankRows, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, PrefixLayout | RankRows | PathRows, torch.Tensor, torch.Tensor]:
     """Returns the inputs of a model for a part."""
     return part.tokens[None], part.layout, part.rows, part.targets
 
@@ -472,24 +483,27 @@ def _replay(microbatch: Microbatch, part: Part) -> Replay | None:
 
 
 def run_sequential(
-    model: Any,
-    microbatches: Iterable[Microbatch],
-    forward: Forward,
-    loss: Loss,
-    is_last: Callable[[], bool] | None,
+    model: Any, turns: Iterable[Turn], forward: Forward, loss: Loss, *, forward_only: bool
 ) -> None:
-    """Forward and backward of one microbatch after another, on a model without pipeline stages.
-
-    is_last: whether the microbatch taken last is the last one, in whose backward gradients begin to
-    be reduced; None: forward only.
+    """One turn after another on a model without pipeline stages. Gradients begin to be reduced in
+    the backward of the last one.
     """
-    if is_last is None:
-        for microbatch in microbatches:
-            loss(microbatch, forward(microbatch))
+    if forward_only:
+        for turn in turns:
+            if turn.kind != "close":
+                loss(turn.microbatch, forward(turn.microbatch))
         return
-    for microbatch in microbatches:
-        with nullcontext() if is_last() else model.config.no_sync_func():
-            loss(microbatch, forward(microbatch)).backward()
+    opened: list[torch.Tensor] = []
+    for turn in turns:
+        with nullcontext() if turn.is_last else model.config.no_sync_func():
+            if turn.kind == "close":
+                opened.pop().backward()
+                continue
+            result = loss(turn.microbatch, forward(turn.microbatch))
+            if turn.kind == "open":
+                opened.append(result)
+            else:
+                result.backward()
     model.config.finalize_model_grads_func([model])
 
 
@@ -534,16 +548,13 @@ def run_pipelined(
     )
 
 
-def with_spans(
-    microbatches: Iterable[Microbatch], timeline: Timeline
-) -> Generator[Microbatch, None, None]:
-    """Yields the same, with a timeline span for each: from the moment it is at hand until the next
-    one is asked for.
+def with_spans(turns: Iterable[Turn], timeline: Timeline) -> Generator[Turn, None, None]:
+    """Yields the same turns, with a timeline span for each: from the moment it is at hand until the next one is
+    asked for.
     """
-    for microbatch in microbatches:
+    for turn in turns:
         start_s = now()
         try:
-            yield microbatch
+            yield turn
         finally:
-            groups = ", ".join(map(str, microbatch.group_indices))
-            timeline.complete(f"group {groups}", start_s, now(), lane="microbatches")
+            timeline.complete(turn.label, start_s, now(), lane="microbatches")

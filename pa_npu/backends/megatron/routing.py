@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from pa_npu.algorithm.update_sums import Reductions
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.context import RankRows
+from pa_npu.attention.stems import PathRows
 from pa_npu.backends.protocol import Routing
 from pa_npu.config.mesh import Place
 from pa_npu.errors import InvariantViolation
@@ -62,7 +63,12 @@ def replay_of(microbatch: Microbatch) -> Replay:
     # devices hardly compute with uint16; ids have 15 bits, so that none becomes negative
     if ids.dtype == torch.uint16:
         ids = ids.view(torch.int16)
-    return Replay(ids, _leads(microbatch.layout, microbatch.rows))
+    layout = microbatch.layout
+    if not isinstance(layout, PathRows):
+        return Replay(ids, _leads(layout, microbatch.rows))
+    if microbatch.is_stem:
+        return Replay(ids, torch.ones(len(ids), dtype=torch.bool, device=ids.device))
+    return Replay(ids, _leads(layout.layout, microbatch.rows + layout.first)[layout.first :])
 
 
 def _leads(layout: PrefixLayout, rows: torch.Tensor) -> torch.Tensor:
@@ -166,7 +172,10 @@ class Router(MegatronModule):
         self._noted = sums if self._noted is None else self._noted + sums
 
     def _imbalance(
-        self, probabilities: torch.Tensor, counts: torch.Tensor, layout: PrefixLayout | RankRows
+        self,
+        probabilities: torch.Tensor,
+        counts: torch.Tensor,
+        layout: PrefixLayout | RankRows | PathRows,
     ) -> torch.Tensor:
         """Returns experts x sum_i f_i P_i, where f_i is the number of the tokens' choices that are
         expert i, and P_i the tokens' mean probability of it.

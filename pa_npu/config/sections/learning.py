@@ -10,7 +10,7 @@ from pydantic import Field
 from pa_npu.config.presets import PresetName
 from pa_npu.config.sections import FilePath, Section, Several
 
-REWARDS = ("math", "format", "overlong", "judge", "code")
+REWARDS = ("math", "format", "overlong", "judge", "code", "reasoning_gym")
 
 
 class LoraConfig(Section):
@@ -437,6 +437,13 @@ class MicrobatchConfig(Section):
         "responses of a group as fit, up to `responses`, and further groups while there is room. A "
         "prompt with one response that is longer goes alone. Needs pipeline_parallel=1. null cuts "
         "groups by `responses` alone.",
+    )
+    depth_first: bool = Field(
+        True,
+        description="Where a group is cut into several microbatches, compute the prompt that they "
+        "share once, if that saves 1,024 tokens or more: its keys are kept while they run one after "
+        "another, and its backward comes last. Without pipeline_parallel and context_parallel, "
+        "router_aux_coef and several teachers. false computes the prompt again in each.",
     )
 
     @property

@@ -71,5 +71,7 @@ class LocalChecks:
             is_absence = not files or any(not Path(file).exists() for file in files if file)
             if not (self.forgive and is_absence):
                 raise
-            self.findings.notes.append(str(error))
+            note = str(error)
+            if note not in self.findings.notes:  # as of engines of several kinds
+                self.findings.notes.append(note)
             return None

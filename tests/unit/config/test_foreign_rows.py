@@ -89,6 +89,24 @@ torchrun --standalone --nnodes=1 --nproc_per_node=$nproc_per_node \\
     trainer.default_local_dir=runs/verl trainer.project_name=gsm8k-sft \\
     trainer.logger=['console','tensorboard'] trainer.total_epochs=3 trainer.total_training_steps=null
 """
+VERL_DISTILLATION = """
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files=a.parquet data.train_batch_size=128 data.max_prompt_length=512 \\
+    data.max_response_length=1024 \\
+    actor_rollout_ref.model.path=models/student actor_rollout_ref.actor.optim.lr=1e-6 \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.actor.use_kl_loss=False \\
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=1 \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \\
+    trainer.n_gpus_per_node=4 trainer.nnodes=1 trainer.total_training_steps=50 \\
+    distillation.enabled=True distillation.n_gpus_per_node=2 distillation.nnodes=1 \\
+    distillation.teacher_models.teacher_model.model_path=models/teacher \\
+    distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size=2 \\
+    distillation.teacher_models.teacher_model.inference.gpu_memory_utilization=0.8 \\
+    distillation.distillation_loss.loss_mode=k1 \\
+    distillation.distillation_loss.use_task_rewards=False \\
+    distillation.distillation_loss.loss_max_clamp=5.0
+"""
 VERL_YAML = """
 data: {train_batch_size: 64, train_files: a.parquet, val_files: b.parquet, max_length: 1000,
        truncation: error, multiturn: {enable: true, messages_key: messages}}
@@ -193,3 +211,47 @@ def test_a_file_of_verls_sft_trainer(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert config.data.max_prompt_tokens + config.rollout.max_response_tokens == 1000
     assert (config.trainer.recompute, config.schedule.epochs) == ("full", 1.0)
     assert "not translated: optim.min_lr_ratio = 0.1" in output
+
+
+def test_a_script_of_verls_distillation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, said = imported("verl", "opd.sh", VERL_DISTILLATION, tmp_path, capsys)
+    keys = config.algorithm
+    assert (keys.name, keys.distill_coef, keys.advantage) == ("distill", 1.0, "no-reward")
+    assert (keys.distill_divergence, keys.distill_clip) == ("sampled", 5.0)
+    (teacher,) = config.teacher.values()
+    assert (teacher.model, teacher.engines, teacher.tensor_parallel) == ("models/teacher", 1, 2)
+    assert config.devices.num_devices == 6, "the teacher's devices beside the hybrid ones"
+    assert (config.rollout.responses_per_prompt, config.schedule.prompts_per_iteration) == (2, 64)
+    assert "distillation" not in said.replace("verl_distillation", "")
+
+
+def test_verls_divergences_several_teachers_and_task_rewards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    further = """ \\
+    distillation.teacher_key=data_source \\
+    distillation.teacher_models.code.key=code/live \\
+    distillation.teacher_models.code.model_path=models/code"""
+    text = VERL_DISTILLATION.rstrip() + further + "\n"
+    text = text.replace(
+        "loss_mode=k1", "loss_mode=forward_kl_topk distillation.distillation_loss.topk=16"
+    )
+    text = text.replace("use_task_rewards=False", "use_policy_gradient=False")
+    config, said = imported("verl", "opd.sh", text, tmp_path, capsys)
+    keys = config.algorithm
+    assert (keys.advantage, keys.distill_coef) == ("group-std", 1.0)
+    assert (keys.distill_divergence, keys.distill_top_k) == ("forward", 16)
+    assert config.data.teacher_column == "data_source" and list(config.teacher) == [
+        "teacher_model",
+        "code",
+    ]
+    assert "rows must say code in data_source where they say code/live" in said
+    assert "not translated: distillation.distillation_loss.loss_max_clamp = 5.0" in said
+    other = VERL_DISTILLATION.replace("loss_mode=k1", "loss_mode=k3")
+    _, said = imported("verl", "opd.sh", other, tmp_path, capsys)
+    assert "not translated: distillation.distillation_loss.loss_mode = 'k3'" in said
+    nodes = VERL_DISTILLATION.replace("trainer.nnodes=1", "trainer.nnodes=2")
+    config, said = imported("verl", "opd.sh", nodes, tmp_path, capsys)
+    assert (
+        not config.teacher_engines and "changed: teacher.teacher_model = trainers hold it" in said
+    )

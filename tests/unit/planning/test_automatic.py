@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pa_npu import platform as platforms
@@ -9,6 +11,7 @@ from pa_npu.config.load import load_config
 from pa_npu.errors import ConfigError
 from pa_npu.launcher.placement import place_nodes
 from pa_npu.planning import automatic
+from pa_npu.planning.comparison import compare
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.prediction.virtual_run import assumed_basis
 from pa_npu.planning.shortages import shortages
@@ -72,6 +75,32 @@ def test_sizes_that_a_recipe_gives_do_not_keep_auto_from_counting_its_devices() 
     ]
     actual = automatic.load([mixture], inputs, lambda line: None)
     assert actual.devices.num_devices <= 16 and actual.trainer.devices == 12
+
+
+def devices_of(sizes: str) -> int:
+    """Devices of a way, as its line has them: engines beside ranks, or on them."""
+    engines, shards, where, ranks = re.match(  # type: ignore[union-attr]
+        r"(\d+) engines? x (\d+) (on|beside) (\d+) rank", sizes
+    ).groups()
+    return int(ranks) + (int(engines) * int(shards) if where == "beside" else 0)
+
+
+def test_teachers_keep_their_devices() -> None:
+    recipe = str(ROOT / "configs" / "distill_qwen3_8b.yaml")
+    auto = ("rollout.engines=auto", "trainer.devices=auto", "placement.devices_per_node=16")
+    said: list[str] = []
+    found = automatic.load([recipe], ["run.device=npu", *auto], said.append)
+    assert found.devices.num_policy_devices <= 12 and found.devices.num_teacher_devices == 4
+    assert "on 12 x Ascend 910B" in said[0]
+    spec = known_spec("Qwen3-8B")
+    assert spec is not None
+    ways = compare(found, spec, typical_speed("npu")).ways
+    assert ways and all(devices_of(way.sizes) <= 12 for way in ways)
+    with pytest.raises(
+        ConfigError, match="no device for engines and trainers: teachers have 4 of 4"
+    ):
+        few = ("rollout.engines=auto", "placement.devices_per_node=4")
+        automatic.load([recipe], ["run.device=npu", *few], said.append)
 
 
 @pytest.mark.parametrize("mode", [(), ("placement.colocate=auto",), ("placement.colocate=true",)])
