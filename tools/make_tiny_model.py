@@ -574,7 +574,7 @@ def lessons(
 def answered_products(
     arguments: argparse.Namespace, pairs: list[tuple[int, int]], order: random.Random
 ) -> list[Lesson]:
-    """A call in some answers, a guess in the others."""
+    """Returns a call in some answers, a guess in the others."""
     answered = []
     for x, y in pairs:
         guess = f"#### {order.randint(SMALLEST**2, LARGEST**2)}{END_OF_TURN}"
@@ -585,7 +585,7 @@ def answered_products(
 
 
 def called(arguments: argparse.Namespace, pairs: list[tuple[int, int]]) -> list[Lesson]:
-    """A call in every answer."""
+    """Returns a call in every answer."""
     return [(product_question(x, y), call_turns(x, y, arguments.task)) for x, y in pairs]
 
 

@@ -222,8 +222,8 @@ class _Row:
 def _split(
     row: _Row, first: int, last: int, left: Counter[_Part], lengths: Sequence[int]
 ) -> list[_Part] | None:
-    """Returns the answers that the tokens from `first` to `last` are, one after another; None where they
-    are none.
+    """Returns the answers that the tokens from `first` to `last` are, one after another; None if
+    they are none.
     """
     if first == last:
         return []
