@@ -383,7 +383,7 @@ async def run_iterations(
             store_thread,
         )
         for iteration in range(case.epochs * case.iterations_per_epoch):
-            prompts = prompt_stream.take(case.groups)
+            prompts = prompt_stream.next_items(case.groups)
             lengths = [
                 case.group_lengths(prompt, iteration, index) for index, prompt in enumerate(prompts)
             ]

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.demonstrations import Demonstrations
 from pa_npu.coordinator.engine_groups import producer_on_engines
-from pa_npu.coordinator.scoring_teachers import ScoringTeacher, TaughtRun
+from pa_npu.coordinator.scoring_teachers import ScoringTeacher
 from pa_npu.coordinator.teachers import Teachers
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.row_sets import Row, RowSet
@@ -88,8 +88,7 @@ class SleepingTeacher(ScoringTeacher):
     """Scores one sequence after another. busy_s: in which it computed."""
 
     def __init__(self, config: Config, token_s: float) -> None:
-        shared: Any = TaughtRun(config, None, Scoring(), None)  # type: ignore[arg-type]
-        super().__init__("large", shared)
+        super().__init__("large", config, Scoring())
         self._token_s = token_s
         self._device = asyncio.Lock()
         self.busy_s = 0.0

@@ -21,6 +21,10 @@ compacted their context:
 
 --prompt is then the system prompt of a group, --response a turn (half as much is shown before
 each), --responses the sessions.
+
+With --long, the steps over one group of long sequences that tools/bench_long.py describes:
+
+    python tools/bench_trainer.py --long --prompt 4096 --response 2048 --responses 8 --repetitions 3
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -89,7 +94,7 @@ class FixedMicrobatches:
     waited_s = 0.0
     traffic = Traffic()
     by_rule: Sequence[Notice] = ()
-    advantages: Mapping[int, Sequence[float]] = MappingProxyType({})
+    advantages: Mapping[int, Sequence[np.ndarray]] = MappingProxyType({})
 
     def __init__(self, microbatches: list[Microbatch]) -> None:
         self._left = microbatches[::-1]
@@ -182,14 +187,27 @@ def main() -> int:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--trees", action="store_true", help="time trees of agents' sessions")
+    parser.add_argument("--long", action="store_true", help="time one group of long sequences")
+    parser.add_argument("--context", type=int, nargs="+", default=[1, 2], help="ranks of --long")
+    parser.add_argument("--hidden", type=int, default=256, help="of the random model of --long")
+    parser.add_argument("--layers", type=int, default=2, help="of the random model of --long")
+    parser.add_argument("--recompute", default="none", help="trainer.recompute of --long")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    if args.long:
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+        from tools.bench_long import compare_long, render_long
+
+        measured = compare_long(args)
+        print(json.dumps(measured) if args.json else render_long(measured))
+        return 0
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model or make_random_model(Path(scratch) / "model", args.family)
         result = compare_trees(model, args) if args.trees else compare(model, args)
-    print(
-        json.dumps(result) if args.json else render_trees(result) if args.trees else render(result)
-    )
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print(render_trees(result) if args.trees else render(result))
     return 0
 
 
@@ -290,7 +308,7 @@ def compare_trees(model: str, args: argparse.Namespace) -> dict[str, Any]:
             for name, shared in (("separate", False), ("trees", True))
         }
         work = {
-            name: sum(step_flops(flops, m.layout, len(m.targets)) for m in way)
+            name: sum(step_flops(flops, m.whole_layout, len(m.targets)) for m in way)
             for name, way in ways.items()
         }
         first = {name: step(learner, way) for name, way in ways.items()}  # the warm-up, too

@@ -330,6 +330,7 @@ class Pass:
 def build_pass(
     name: str, case: Case, config: Config, platform: Any, microbatches: list[Microbatch]
 ) -> Pass:
+    from pa_npu.backends.in_step import Turn
     from pa_npu.backends.megatron.backend import run_pipelined, run_sequential
     from pa_npu.backends.megatron.stage import build_stage, data_parallel
     from pa_npu.backends.megatron.weights.hf_map import load_hf
@@ -388,10 +389,10 @@ def build_pass(
             if case.stages == 1:
                 run_sequential(
                     model,
-                    arrivals.wait(microbatches),
+                    (Turn("train", microbatch) for microbatch in arrivals.wait(microbatches)),
                     forward,
                     loss,
-                    None if forward_only else lambda: False,
+                    forward_only=forward_only,
                 )
             else:
                 paced = arrivals.wait(microbatches)

@@ -175,7 +175,9 @@ def _spec(path: str, where: str) -> ModelSpec:
 
 
 def _kind(name: str) -> str:
-    return "cuda" if name in ("A100", "H100") else "cpu" if name == "a core" else "npu"
+    if name in ("A100", "H100"):
+        return "cuda"
+    return "cpu" if name == "a core" else "npu"
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def started(
 
 
 def serve(process: subprocess.Popen[bytes], urls: Sequence[str], within_s: float) -> bool:
-    """Whether all these answer in time; waits, unless the process ends before."""
+    """Returns whether all these answer in time; waits, unless the process ends before."""
     deadline = time.monotonic() + within_s
     while not all(map(healthy, urls)):
         if process.poll() is not None or time.monotonic() > deadline:

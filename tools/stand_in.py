@@ -352,7 +352,7 @@ class StandInEngine:
                 self.speed.step_s + self.speed.sequence_s * num_sequences
             )
             clock_s += self.speed.prompt_s * sum(
-                one.prompt_tokens for one in self._running if not one.decoded
+                running.prompt_tokens for running in self._running if not running.decoded
             )
             # Relative to an ideal clock, so that late wake-ups do not slow the engine down.
             self._between_steps.clear()
@@ -560,7 +560,9 @@ def _scores(prompt: list[int], body: dict[str, Any]) -> dict[str, Any]:
     """
     places: list[Any] = [None]
     for place, token in enumerate(prompt[1:], start=1):
-        said = {number: -1.0 - number for number in range(body["prompt_logprobs"])}
-        said.setdefault(token, scored_logprob(token, place))
-        places.append({str(number): {"logprob": logprob} for number, logprob in said.items()})
+        logprob_by_token = {number: -1.0 - number for number in range(body["prompt_logprobs"])}
+        logprob_by_token.setdefault(token, scored_logprob(token, place))
+        places.append(
+            {str(number): {"logprob": logprob} for number, logprob in logprob_by_token.items()}
+        )
     return {"index": 0, "text": "", "finish_reason": "length", "prompt_logprobs": places}

@@ -1,4 +1,4 @@
-"""What the Responses and the Messages API have in common: fields of requests, and named events."""
+"""Fields of requests and named events that the Responses and the Messages API have in common."""
 
 from __future__ import annotations
 

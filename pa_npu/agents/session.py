@@ -114,7 +114,7 @@ class Session:
 
     @property
     def is_rewarded(self) -> bool:
-        """Whether the agent has given a reward, to the session or to a turn."""
+        """Returns whether the agent has given a reward, to the session or to a turn."""
         return self.reward is not None or any(node.reward is not None for node in self.tree.nodes)
 
     @property
@@ -128,7 +128,7 @@ class Session:
 
     @property
     def is_done(self) -> bool:
-        """Whether the agent has brought the session to an end."""
+        """Returns whether the agent has brought the session to an end."""
         return self.outcome not in (None, "time", "failed")
 
     async def ended(self) -> None:

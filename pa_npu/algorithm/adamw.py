@@ -41,7 +41,9 @@ class Elements:
 
 @dataclass(frozen=True, eq=False)
 class Stepped:
-    """What a step should have made of elements, and limits of how far rounding takes it from that."""
+    """Values that a step should have given to elements, and limits of how far rounding takes it
+    from them.
+    """
 
     expected: Elements
     limit: Elements

@@ -11,29 +11,29 @@ from pa_npu.algorithm.policy_losses import TokenBatch
 from pa_npu.config.sections.learning import AlgorithmConfig
 
 
-def k1(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """-d with d = other - policy: unbiased for KL(policy || other) on the policy's samples; may be
-    negative.
+def k1(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """-d with d = reference - policy: unbiased for KL(policy || reference) on the policy's samples;
+    may be negative.
 
     In the loss its expected gradient is zero, because that of log pi is; it acts in the reward
     only. Estimators k1, k2, k3 after J. Schulman, "Approximating KL Divergence", 2020. All are per
     token, [tokens].
     """
-    return logprobs - other
+    return logprobs - reference
 
 
-def k2(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """d^2 / 2: biased, low variance; its expected gradient is that of KL(policy || other)."""
-    return 0.5 * (other - logprobs).square()
+def k2(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """d^2 / 2: biased, low variance; its expected gradient is that of KL(policy || reference)."""
+    return 0.5 * (reference - logprobs).square()
 
 
-def k3(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """exp(d) - 1 - d: unbiased and never negative; its expected gradient is that of KL(other ||
+def k3(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """exp(d) - 1 - d: unbiased and never negative; its expected gradient is that of KL(reference ||
     policy), the other direction.
 
     GRPO's choice, arXiv 2402.03300, eq. 4.
     """
-    difference = other - logprobs
+    difference = reference - logprobs
     return difference.exp() - 1.0 - difference
 
 

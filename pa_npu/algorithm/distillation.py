@@ -254,14 +254,15 @@ def _broken_teacher(config: Config, key: str, teacher: TeacherConfig) -> Iterato
         "url": teacher.url,
         "hint_column": teacher.hint_column,
     }
-    given = [f"{name}={value}" for name, value in sources.items() if value is not None]
-    if not given:
+    named_sources = [f"{name}={value}" for name, value in sources.items() if value is not None]
+    if not named_sources:
         yield (
             f"{key}.model: is missing, so that there is no teacher; set it to an HF directory, or "
             "url to a server, or hint_column to a column of the data"
         )
-    elif len(given) > 1:
-        yield f"{key}: {' and '.join(given)} are several teachers in one; keep one of these keys"
+    elif len(named_sources) > 1:
+        names = " and ".join(named_sources)
+        yield f"{key}: {names} are several teachers in one; keep one of these keys"
     if teacher.url is not None and not teacher.url.startswith(("http://", "https://")):
         yield f"{key}.url: {teacher.url!r:.80} is no URL; give http://HOST:PORT"
     if teacher.model is None or not teacher.engines:

@@ -11,7 +11,7 @@ gradient does (invariant I7), so that a backward that is left out or run twice s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -33,7 +33,7 @@ from pa_npu.algorithm.choices import (
     by_target,
 )
 from pa_npu.algorithm.component_sums import all_metric_names, all_sums
-from pa_npu.algorithm.loss_gradient import GivenChoices, GivenLoss
+from pa_npu.algorithm.loss_gradient import GivenChoices, GivenLoss, WatchedHeads
 from pa_npu.algorithm.model_outputs import (
     FixedWeights,
     Logprobs,
@@ -53,6 +53,11 @@ from pa_npu.config.schema import Config
 from pa_npu.control.freshness import Freshness
 from pa_npu.errors import InvariantViolation
 
+NUM_STRETCHES = 8
+"""Parts of the length of long responses that are compared with the engines' each for itself."""
+# Tokens of a stretch: shorter responses do not reach positions that are far from others.
+_MIN_STRETCH = 128
+
 
 @dataclass(frozen=True)
 class TrainedResponse:
@@ -65,6 +70,9 @@ class TrainedResponse:
     tokens: int
 
 
+JudgeFirst = Callable[[DifferenceSums, str], None]
+"""Takes the differences of a first microbatch, and which of its tokens they are of: "" for all."""
+
 Keep = Callable[[int, Sequence[tuple[int, int]], Sequence[int], torch.Tensor], None]
 """Takes the denominators of the ratios: iteration, sources, response lengths, log-probs."""
 
@@ -74,9 +82,8 @@ class Objective:
 
     entered, trained: the responses that were given to `loss` or `sent`, and those whose gradient
     has come back, each as often.
-    advantages: of the responses that were given to `loss`, in that order, the sum of their tokens'
-    advantages, on the device.
-    given: what the loss of each microbatch was given, and what came back.
+    given: what the loss of each microbatch was given, and what came back. Nothing of it is
+    calculated before `finish`, so that a microbatch pays for no more than keeping it.
     first_sampled: the first element of a gradient's sample, which moves from update to update.
     """
 
@@ -84,7 +91,7 @@ class Objective:
         self,
         config: Config,
         device: torch.device,
-        judge_first: Callable[[DifferenceSums], None] | None = None,
+        judge_first: JudgeFirst | None = None,
         keep: Keep | None = None,
         *,
         first_sampled: int = 0,
@@ -94,7 +101,8 @@ class Objective:
         watch_all: bool = False,
     ) -> None:
         """judge_first: called with the differences of the first microbatch that the policy wrote
-        any of, before its backward; it may raise.
+        any of, before its backward, and of long responses with those of each stretch of their
+        length, as where it lies; it may raise.
 
         reference: the weights that the reference must be of; None: nobody knows. before_first:
         called
@@ -121,12 +129,13 @@ class Objective:
         self.sums = MetricSums(device, all_metric_names(self._algorithm))
         self.entered: list[TrainedResponse] = []
         self.trained: list[TrainedResponse] = []
-        self.advantages: list[torch.Tensor] = []
         self.given: list[GivenLoss] = []
+        self._references: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._heads = WatchedHeads(self.first_sampled)
 
     @property
     def entropy_gradient(self) -> bool:
-        """Whether gradients flow through the entropy."""
+        """Returns whether gradients flow through the entropy."""
         return self._config.algorithm.entropy_coef > 0
 
     def begin(self) -> None:
@@ -177,11 +186,7 @@ class Objective:
         )
         if self._freshness.max_staleness:
             batch = replace(batch, ages=microbatch.ages)
-        self.advantages.append(batch.response_sum(batch.advantages))
-        self.sums.moved = torch.maximum(
-            self.sums.moved, (batch.old_logprobs != batch.logprobs.detach()).any().float()
-        )
-        self._watch(microbatch, outputs, batch)
+        given = self._watch(microbatch, outputs, batch)
         sums = all_sums(self._algorithm, batch)
         # of the iteration's weight version, as the trainer computes them
         generated = outputs.frozen.get("old", outputs.policy)
@@ -196,14 +201,47 @@ class Objective:
         self.sums.add(sums.metrics, differences, microbatch.ages.max(), is_written=is_written)
         if self._judge_first is not None and is_written:
             judge, self._judge_first = self._judge_first, None
-            judge(DifferenceSums(*differences.tolist()))  # waits for the device
+            judge(DifferenceSums(*differences.tolist()), "")  # waits for the device
+            for where, chosen in _stretches(microbatch):
+                of_stretch = measure(
+                    microbatch,
+                    generated.values,
+                    outputs.entropy,
+                    self._config,
+                    is_drawn=_is_unmoved(outputs),
+                    chosen=chosen,
+                )
+                stretch_sums = DifferenceSums(*of_stretch.tolist())
+                if stretch_sums.n:
+                    judge(stretch_sums, where)
         if reference is not None:
-            apart = (reference.values != outputs.policy.values.detach()).any().float()
-            self.sums.apart = torch.maximum(self.sums.apart, apart)
-        self._enter(microbatch, sums.loss)
-        if sums.loss.requires_grad:
-            sums.loss.register_hook(self._arrived)
+            self._references.append((reference.values, given.batch.logprobs))
+        self._enter(microbatch, sums.loss, given)
         return sums.loss
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Adds to `sums` what all microbatches together say of ratios, of the reference and of the
+        gradients that came to their losses. Called once, when the last backward has ended.
+        """
+        ratios = [(given.denominators, given.batch.logprobs) for given in self.given]
+        if ratios:
+            self.sums.moved = _any_differs(ratios)
+        if self._references:
+            self.sums.apart = _any_differs(self._references)
+        factors = [given.factor for given in self.given if given.factor is not None]
+        if factors:
+            self.sums.factor_error = (torch.stack(factors).float() - 1.0).abs().max()
+
+    def loss_advantages(self) -> list[float]:
+        """Returns, of the responses that were given to `loss`, in that order, the sum of the
+        advantages with which their tokens were trained. Waits for the device.
+        """
+        lengths = [length for given in self.given for length in given.lengths]
+        values = torch.cat([given.advantages for given in self.given]).float().cpu()
+        index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        sums: list[float] = torch.zeros(len(lengths)).index_add(0, index, values).tolist()
+        return sums
 
     def normaliser(self, totals: Totals, reductions: Reductions) -> float:
         """The divisor of the update's sum. totals: of all replicas.
@@ -267,40 +305,53 @@ class Objective:
             weights = of_all
         return weights if factors is None else weights * factors
 
-    def _watch(self, microbatch: Targets, outputs: Outputs, batch: TokenBatch) -> None:
+    def _watch(self, microbatch: Targets, outputs: Outputs, batch: TokenBatch) -> GivenLoss:
         """Keeps what the gradient of this microbatch must follow from, its denominators as the
         algorithm names them.
         """
         policy = outputs.policy.values
-        old = policy
+        logprobs = policy.detach()
+        old = logprobs
         if self._algorithm.ratio == "sampling":
             old = microbatch.engine_logprobs
         elif "old" in outputs.frozen:
             old = outputs.frozen["old"].values
-        seen = replace(
-            batch,
-            logprobs=policy.detach(),
-            old_logprobs=old.detach(),
-            engine_logprobs=microbatch.engine_logprobs,
+        seen = TokenBatch(
+            logprobs=logprobs,
             entropy=batch.entropy.detach(),
+            old_logprobs=old,
+            reference_logprobs=batch.reference_logprobs,
+            engine_logprobs=microbatch.engine_logprobs,
             advantages=microbatch.advantages,
-            choices=None,
+            weights=batch.weights,
+            response_index=batch.response_index,
+            num_responses=batch.num_responses,
+            group_size=batch.group_size,
+            ages=batch.ages,
+            columns=batch.columns,
         )
         watched = None
         if batch.choices is not None:
             weights = self._algorithm.choice_weights(batch)
             watched = GivenChoices(batch, weights, every_target=self._watch_all)
-        loss = GivenLoss(
+        given = GivenLoss(
             seen,
             tuple(microbatch.sources),
             tuple(microbatch.response_lengths),
             outputs.head,
             choices=watched,
+            denominators=batch.old_logprobs,
+            advantages=batch.advantages,
         )
-        loss.watch(policy)
-        self.given.append(loss)
+        given.watch(policy)
+        self._heads.add(given)
+        self.given.append(given)
+        return given
 
-    def _enter(self, microbatch: Targets, output: torch.Tensor) -> None:
+    def _enter(
+        self, microbatch: Targets, output: torch.Tensor, given: GivenLoss | None = None
+    ) -> None:
+        """given: of a loss, whose gradient is kept there."""
         self.begin()
         responses = [
             TrainedResponse(group, number, tokens)
@@ -313,14 +364,15 @@ class Objective:
             microbatch.response_lengths, microbatch.leading, microbatch.num_computed_tokens
         )
         if output.requires_grad:
-            output.register_hook(partial(self._passed, responses))
+            output.register_hook(partial(self._passed, responses, given))
 
-    def _passed(self, responses: list[TrainedResponse], gradient: torch.Tensor) -> None:
+    def _passed(
+        self, responses: list[TrainedResponse], given: GivenLoss | None, gradient: torch.Tensor
+    ) -> None:
         self.trained += responses
-
-    def _arrived(self, factor: torch.Tensor) -> None:
-        """factor: the gradient that comes to a loss, which nothing but its sum may be made of."""
-        self.sums.factor_error = torch.maximum(self.sums.factor_error, (factor.float() - 1.0).abs())
+        if given is not None:
+            # of two backwards, which the responses show, the last one's
+            given.factor = gradient.detach()
 
     def _denominator(self, microbatch: Targets, outputs: Outputs) -> Logprobs:
         """Log-probs of the policy that ratios are taken against.
@@ -369,6 +421,12 @@ class Objective:
         )
 
 
+def _any_differs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Returns 1 if an element of any first tensor is another one than in the second, else 0; fp32."""
+    first, second = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
+    return (first != second).any().float()
+
+
 def measure(
     microbatch: Targets,
     logprobs: torch.Tensor,
@@ -377,15 +435,21 @@ def measure(
     peers: torch.Tensor | None = None,
     *,
     is_drawn: bool = True,
+    chosen: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns how far the trainers' log-probs are from `peers`, where None from the engines' (I5):
     see difference_sums.
+
+    chosen: bool [N], the targets that count; None for all.
     """
     peers = microbatch.engine_logprobs if peers is None else peers
     index, ages = microbatch.response_index, microbatch.ages
-    if (written := microbatch.columns.get("written")) is not None:
-        logprobs, peers, entropy = logprobs[written], peers[written], entropy[written]
-        index, ages = index[written], ages[written]
+    counted = microbatch.columns.get("written")
+    if chosen is not None:
+        counted = chosen if counted is None else counted & chosen
+    if counted is not None:
+        logprobs, peers, entropy = logprobs[counted], peers[counted], entropy[counted]
+        index, ages = index[counted], ages[counted]
         if not len(index):
             return torch.zeros(NUM_SUMS + NUM_MAXIMA, device=index.device)
     responses_here = len(microbatch.response_lengths) / max(1, len(microbatch.group_indices))
@@ -406,8 +470,32 @@ def measure(
     )
 
 
+def _stretches(microbatch: Targets) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields each eighth of the length of the longest response: which tokens lie in it, in words
+    and as bool [N]. None of responses that are short.
+
+    An end that turns far positions otherwise than the other agrees with it at near ones, which
+    outweigh the others in a sum over all.
+    """
+    length = max(microbatch.response_lengths, default=0) // NUM_STRETCHES
+    if length < _MIN_STRETCH:
+        return
+    index = microbatch.response_index
+    lengths = torch.tensor(microbatch.response_lengths, device=index.device)
+    firsts = lengths.cumsum(0) - lengths
+    places = torch.arange(len(index), device=index.device) - firsts[index]
+    for number in range(NUM_STRETCHES):
+        start = number * length
+        is_in = places >= start
+        if number < NUM_STRETCHES - 1:
+            is_in &= places < start + length
+        yield f"tokens of responses from {start:,} on", is_in
+
+
 def _is_unmoved(outputs: Outputs) -> bool:
-    """Whether the policy, whose entropy is known, is the old one, whose log-probs are compared."""
+    """Returns whether the policy, whose entropy is known, is the old one, whose log-probs are
+    compared.
+    """
     weights = outputs.policy.weights
     return "old" not in outputs.frozen or (
         isinstance(weights, PolicyState) and weights.updates == 0

@@ -153,7 +153,7 @@ def _broken_observations(algorithm: Algorithm) -> Iterator[str]:
         return
     named = f"environment.observations: {', '.join(roles)}"
     environment = config.environment.name
-    if environment in ("single_turn", "agents", "remote"):
+    if environment in ("single_turn", "agents", "remote", "tool_class"):
         yield (
             f"{named} with environment.name = {environment}, which shows no tokens by role; set "
             "environment.name to tools or a class of yours that calls EnvironmentContext.show, or "

@@ -22,6 +22,7 @@ from pa_npu.attention.context import RankRows, attention_of_rows, gathered_keys
 from pa_npu.attention.kernels.base import Partial, VarlenKernel
 from pa_npu.attention.layout import PrefixLayout
 from pa_npu.attention.plans import AttentionPlan, gather_plan, merge_plan
+from pa_npu.attention.stems import PathRows, attention_on_path, whole_keys
 
 IMPLEMENTATIONS = ("auto", "dense", "merge", "gather")
 # Module and class, imported when the kernel is first needed.
@@ -37,10 +38,11 @@ def shared_prompt_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    layout: PrefixLayout | RankRows,
+    layout: PrefixLayout | RankRows | PathRows,
     *,
     scale: float | None = None,
     impl: str = "auto",
+    layer: int | None = None,
 ) -> torch.Tensor:
     """Computes attention in which a token sees its segment's ancestors and, causally, its segment.
 
@@ -50,11 +52,13 @@ def shared_prompt_attention(
         v: the same shape as k.
         layout: of the `total` packed tokens; or RankRows, where q, k and v have those rows of a
             longer sequence whose other rows are on other ranks (pa_npu.attention.context). Then the
-            call is collective, and so is its backward.
+            call is collective, and so is its backward. Or PathRows, where the rows before these
+            were computed earlier and have kept their keys (pa_npu.attention.stems).
         scale: factor of the scores, head_dim ** -0.5 by default.
         impl: dense (the reference, with scores [heads, total, total]), merge, gather, or auto,
             which takes the faster of merge and gather for this layout on this platform. There is no
             fallback from one to another.
+        layer: number of the calling layer, which PathRows need to find its keys.
 
     Returns [total, heads, head_dim] in q's dtype, differentiable in q, k and v. Raises ValueError
     naming what it cannot take.
@@ -63,6 +67,13 @@ def shared_prompt_attention(
         raise ValueError(f"impl: {impl!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     _check(q, k, v, layout)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if isinstance(layout, PathRows):
+        if layer is None:
+            raise ValueError("layer: rows behind kept keys need the number of the calling layer")
+        k, v = layout.keep(k, v, layer)
+        if layout.stems:
+            return _behind_stems(q, k, v, layout, layer, scale, impl)
+        layout = layout.layout
     if impl == "dense":
         if isinstance(layout, RankRows):
             keys = gathered_keys(k, layout)
@@ -81,13 +92,34 @@ def shared_prompt_attention(
     return merge_attention(q, k, v, layout, scale, kernel)
 
 
+def _behind_stems(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: PathRows,
+    layer: int,
+    scale: float,
+    impl: str,
+) -> torch.Tensor:
+    """Computes the form `impl` for rows before which there are others, whose keys are kept."""
+    if impl == "dense":
+        keys, values = whole_keys(k, v, rows, layer)
+        numbers = torch.arange(rows.first, rows.layout.total, device=q.device)
+        return dense_attention(q, keys, values, rows.layout, scale, numbers)
+    kernel = kernel_for(q)
+    gathers = impl == "gather" or (impl == "auto" and kernel.prefers_gather(rows.layout))
+    return attention_on_path(q, k, v, rows, layer, scale, kernel, gathers=gathers)
+
+
 def _check(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout | RankRows
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: PrefixLayout | RankRows | PathRows
 ) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 3 or tensor.shape[0] != layout.total:
             if isinstance(layout, RankRows):
                 counted = f"the rows of rank {layout.rank} of {layout.division.size}"
+            elif isinstance(layout, PathRows):
+                counted = f"the rows behind the first {layout.first}"
             else:
                 counted = f"the sum of the layout's segments 0 to {len(layout.lengths) - 1}"
             raise ValueError(

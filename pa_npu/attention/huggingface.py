@@ -22,6 +22,7 @@ import torch
 from pa_npu.attention.context import RankRows
 from pa_npu.attention.forms import shared_prompt_attention
 from pa_npu.attention.layout import PrefixLayout
+from pa_npu.attention.stems import PathRows
 
 NAME = "pa_npu_shared_prompt"
 
@@ -50,7 +51,7 @@ def _attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    layout: PrefixLayout | RankRows | None = None,
+    layout: PrefixLayout | RankRows | PathRows | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -86,5 +87,8 @@ def _attend(
     q = query[0].transpose(0, 1)
     k = key[0].transpose(0, 1)
     v = value[0].transpose(0, 1)
-    output = shared_prompt_attention(q, k, v, layout, scale=scaling, impl=implementation)
+    layer: int | None = getattr(module, "layer_idx", None)
+    output = shared_prompt_attention(
+        q, k, v, layout, scale=scaling, impl=implementation, layer=layer
+    )
     return output[None], None

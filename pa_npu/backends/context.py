@@ -1,6 +1,6 @@
 """Context parallelism in a backend: a microbatch's part on this rank, and what models give for it joined again.
 
-    part = parts.of(microbatch)                 this rank's rows, and the targets predicted from them
+    part = parts.for_microbatch(microbatch)     this rank's rows, and the targets predicted from them
     scores = model(part.tokens, part.layout, part.rows, part.targets, ...)
     scores = part.joined(scores)                of all targets, on every rank of the context group
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.context import ContextGroup, RankRows
+from pa_npu.attention.stems import PathRows
 from pa_npu.backends.logprob import RowScores
 from pa_npu.config.mesh import Axis, Place
 from pa_npu.platform.base import Platform
@@ -32,7 +33,7 @@ from pa_npu.samples.replica_feed import ReplicaLinks
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one rank computes of a microbatch.
+    """The part of a microbatch that one rank computes.
 
     tokens: int64 [T], this rank's; its padding has token 0.
     layout: of these tokens.
@@ -43,7 +44,7 @@ class Part:
     """
 
     tokens: torch.Tensor
-    layout: PrefixLayout | RankRows
+    layout: PrefixLayout | RankRows | PathRows
     rows: torch.Tensor
     targets: torch.Tensor
     own: torch.Tensor | None
@@ -80,9 +81,9 @@ class Part:
         if not isinstance(self.layout, RankRows):
             return values
         rows = self.layout.row_numbers(values.device)
-        own = values.index_select(0, rows.clamp(max=len(values) - 1))
-        own[self.layout.total - self.layout.padding :] = blank
-        return own
+        of_rank = values.index_select(0, rows.clamp(max=len(values) - 1))
+        of_rank[self.layout.total - self.layout.padding :] = blank
+        return of_rank
 
     def _joined(self, values: torch.Tensor) -> torch.Tensor:
         whole: torch.Tensor = _Joined.apply(values, self)
@@ -115,7 +116,7 @@ class Parts:
         self._group = group
         self._last: tuple[Microbatch, Part] | None = None
 
-    def of(self, microbatch: Microbatch) -> Part:
+    def for_microbatch(self, microbatch: Microbatch) -> Part:
         """Returns this rank's part; several models take the same one."""
         if self._last is not None and self._last[0] is microbatch:
             return self._last[1]
@@ -135,7 +136,7 @@ class Parts:
                 num_targets=num_targets,
                 group=None,
             )
-        layout = self._group.rows_of(microbatch.layout)
+        layout = self._group.rows_of(microbatch.whole_layout)
         device = microbatch.tokens.device
         row_numbers = layout.row_numbers(device)
         tokens = microbatch.tokens.index_select(

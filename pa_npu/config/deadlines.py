@@ -146,8 +146,8 @@ class Deadlines:
 
     @property
     def longest_collective_s(self) -> float:
-        """How long any collective may take before a device ends it by itself; equal on engines and
-        trainers, which share groups.
+        """Returns the seconds that any collective may take before a device ends it by itself. They
+        are equal on engines and trainers, which share groups.
         """
         return max(self.collective_timeout_s, self.publish.timeout_s + COLLECTIVE_MARGIN_S)
 

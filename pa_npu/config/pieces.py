@@ -1,8 +1,21 @@
-"""Which samples of a group a microbatch takes: consecutive ones, up to a number of samples and of packed tokens."""
+"""Which samples of a group a microbatch takes, and whether what they begin with is computed once for several.
+
+A microbatch takes consecutive samples, up to a number of samples and of packed tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+MIN_SAVED_ROWS = 1024
+"""What a group's pieces share is computed once, in a pass of its own, where that saves so many rows.
+A pass reads every weight once more, and under fsdp gathers it, which takes about as long.
+"""
+
+
+def saved_rows(num_pieces: int, shared_rows: int) -> int:
+    """Returns how many rows are saved where what the pieces share is computed once."""
+    return max(0, num_pieces - 1) * shared_rows
 
 
 def samples_of_pieces(

@@ -71,7 +71,7 @@ class Said:
 
 @dataclass(frozen=True)
 class DeviceLent:
-    """Whether the engine's device is lent to a trainer, which then uses it alone."""
+    """The state of an engine's device: whether it is lent to a trainer, which then uses it alone."""
 
     to_trainer: bool
 

@@ -183,7 +183,8 @@ class Admission:
 
 
 class ResponseLengths:
-    """How long the responses to a prompt will be, in tokens, learned from the run's own groups.
+    """Predicts how many tokens the responses to a prompt will have, learned from the run's own
+    groups.
 
     A group holds its room on an engine until its longest response ends, so groups are ordered by
     that. Engines are told the mean

@@ -61,7 +61,7 @@ class Delivery:
     # of those that have been taken, by number
     _by_rule: set[int] = field(default_factory=set, init=False)
 
-    async def take(self, number: int, scored: ScoredGroup) -> None:
+    async def accept(self, number: int, scored: ScoredGroup) -> None:
         """Delivers a group that is trained under this number."""
         check_size(self.config, self.algorithm, scored.prompt, scored.samples)
         check_components(self.algorithm, scored)
@@ -366,7 +366,7 @@ class Production(Feature):
         )
 
     def _reward_numbers(self, groups: int, responses: int) -> dict[str, Any]:
-        """What the iteration's groups were worth, of a source that rewards them."""
+        """Returns the metrics of the iteration's rewards, for a source that rewards its groups."""
         correct, reward, deviation, errors, equal = zip(*self._judged, strict=True)
         return {
             "accuracy_dispatched": self._dispatched_correct / len(self._outcomes),
@@ -386,13 +386,17 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """That of a sample: divided by one less than their number."""
+    """Returns the standard deviation of a sample: with one less than the number of values as
+    divisor.
+    """
     mean = _mean(values)
     return math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))
 
 
 def _sample(group: Group, scored: ScoredGroup) -> dict[str, Any]:
-    """What was dispatched, in short; what a group does not hold is its prompt's."""
+    """Returns a line about each dispatched response, in short. Fields that a group does not hold
+    are its prompt's.
+    """
     prompt = scored.prompt
     result = scored.result
     responses: list[dict[str, Any]] = []
@@ -418,7 +422,9 @@ def _sample(group: Group, scored: ScoredGroup) -> dict[str, Any]:
 
 
 def _kept(group: Group, scored: ScoredGroup) -> list[KeptResponse]:
-    """What was dispatched, token by token; what a group does not hold is its prompt's."""
+    """Returns the dispatched responses token by token. Fields that a group does not hold are its
+    prompt's.
+    """
     prompt = scored.prompt
     result = scored.result
     kept = []

@@ -89,7 +89,7 @@ class ScoredGroup:
 
     @property
     def is_informative(self) -> bool:
-        """Whether its rewards differ, or it has none."""
+        """Returns whether its rewards differ, or it has none."""
         return self.result is None or self.result.is_informative
 
     @property
@@ -358,6 +358,7 @@ class GroupGenerate(Generate):
             self.sampling, max_tokens=min(max_tokens or limit, limit), stop=tuple(stop)
         )
         shown = [*self._images_of(tokens), *images]
+        context = self.answers.context_of(tokens)
         self._under_way += 1
         try:
             # seeds of the first turn follow one another, so that one request gives all samples
@@ -374,7 +375,7 @@ class GroupGenerate(Generate):
             for number, (seed, generation) in enumerate(
                 zip(seeds, answered, strict=True), start=sample
             ):
-                self.answers.note(number, turn, seed, generation)
+                self.answers.note(number, turn, seed, generation, context)
             return answered
         finally:
             self._under_way -= 1

@@ -79,7 +79,7 @@ class AdmissionPace(Feature):
     def __init__(self, schedule: Schedule, num_engines: int) -> None:
         self.schedule = schedule
         self._dispatching = Dispatching(schedule, num_engines)
-        self._left = list(schedule.order) if schedule.reach is not None else []
+        self._left = list(schedule.order) if schedule.slow_engine_limit is not None else []
         self._start_s = time.perf_counter()
         self._completed = asyncio.Event()
 
@@ -114,17 +114,19 @@ class AdmissionPace(Feature):
         """The index that goes to this engine instead of `index`, which is not asked for again;
         None: that one.
         """
-        if self.schedule.reach is None or not self._left:
+        if self.schedule.slow_engine_limit is None or not self._left:
             return None
-        return self._left.pop(self.schedule.reach.place(engine, self._left, self._now_s()))
+        return self._left.pop(
+            self.schedule.slow_engine_limit.place(engine, self._left, self._now_s())
+        )
 
     def admitted(self, lease: Lease) -> None:
         """The next group has been given to an engine."""
-        self._dispatching.dispatched()
+        self._dispatching.note_dispatched()
 
     def generated(self, lease: Lease) -> None:
         """The last response of a group is there, which had this engine at last."""
-        self._dispatching.completed(self._now_s())
+        self._dispatching.note_completed(self._now_s())
         self._completed.set()
 
     def window(self, engine: str) -> int:
@@ -179,7 +181,7 @@ class IdleTailMeter(Feature):
         seen.capacity = max(seen.capacity, self._pool.in_flight(engine))
 
     def nothing_left(self) -> None:
-        """From here on, until the next dispatch, engines have nothing more to take."""
+        """Notes that engines have nothing to take until the next dispatch."""
         self._advance()
         self._waits = True
 

@@ -42,7 +42,7 @@ class HeldOutLosses(Evaluations):
 
     @property
     def _is_cross_entropy(self) -> bool:
-        """Whether a set's loss is the mean surprise of a token, which has a perplexity."""
+        """Returns whether a set's loss is the mean surprise of a token, which has a perplexity."""
         return build_algorithm(self.config).row_is == "sequence"
 
     def send(self) -> None:

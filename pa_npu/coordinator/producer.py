@@ -57,19 +57,19 @@ class _Iteration:
     demonstrations: Sequence[ScoredGroup]
 
     async def begin(self) -> None:
-        """What is trained before any of the iteration is generated."""
+        """Delivers the groups that are trained before any of the iteration is generated."""
         for number, group in enumerate(self.demonstrations):
-            await self.delivery.take(number, group)
+            await self.delivery.accept(number, group)
         for number, group in self.choice.begin():
-            await self._take(number, group)
+            await self._accept(number, group)
 
     @property
     def size(self) -> int:
-        """How many groups are trained, once all are scored."""
+        """Returns how many groups are trained; known once all are scored."""
         return len(self.demonstrations) + self.choice.size
 
-    async def _take(self, number: int, group: ScoredGroup) -> None:
-        await self.delivery.take(len(self.demonstrations) + number, group)
+    async def _accept(self, number: int, group: ScoredGroup) -> None:
+        await self.delivery.accept(len(self.demonstrations) + number, group)
 
     async def deliver(self, index: int, group: ScoredGroup) -> DeliveryTimes:
         """A scored group, and whatever it releases, on the way to the buffer."""
@@ -79,7 +79,7 @@ class _Iteration:
         released = self.choice.scored(index, group)
         start_s = time.perf_counter()
         for number, chosen in released:
-            await self._take(number, chosen)
+            await self._accept(number, chosen)
         first = len(self.demonstrations)
         by_rule = any(
             chosen is group and self.delivery.is_by_rule(first + number)

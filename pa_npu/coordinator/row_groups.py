@@ -60,7 +60,7 @@ class IterationOfRows:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """How many rows the iteration trains."""
+        """Returns the number of rows that the iteration trains."""
         return {"rows": sum(len(group.samples) for group in self.groups)}
 
     async def bring(self, points: HookPoints, deliver: Deliver) -> None:

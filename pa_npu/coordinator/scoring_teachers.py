@@ -27,7 +27,7 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.engines.client import EngineClient
 from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.member import Member
-from pa_npu.engines.membership import Fleet
+from pa_npu.engines.membership import EngineMembership
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import (
     EngineError,
@@ -73,14 +73,15 @@ class ScoringTeacher(ABC):
 
     Args:
         name: the teacher's in the configuration.
-        run: the run that it teaches.
+        config: the run's.
+        scoring: how its engine is asked.
     """
 
-    def __init__(self, name: str, run: TaughtRun) -> None:
+    def __init__(self, name: str, config: Config, scoring: Scoring) -> None:
         self.name = name
         self.key = f"teacher.{name}"
-        self.config = run.config
-        self.scoring = run.scoring
+        self.config = config
+        self.scoring = scoring
 
     @abstractmethod
     async def score(
@@ -100,7 +101,7 @@ class _KnownTeacher(ScoringTeacher):
     """A teacher with weights of its own, which is known by a witness. dtype: of its weights."""
 
     def __init__(self, name: str, run: TaughtRun, dtype: str) -> None:
-        super().__init__(name, run)
+        super().__init__(name, run.config, run.scoring)
         self._witnesses = run.witnesses
         self._witness = run.witnesses.read(self.key)
         self._prompt = run.inputs.train.first.tokens
@@ -178,16 +179,16 @@ class EngineTeacher(_KnownTeacher):
     def __init__(self, name: str, run: TaughtRun) -> None:
         super().__init__(name, run, run.config.model.dtype)
         config = run.config
-        own = teacher_engine_config(config, name)
-        kind = engine_kind(own.rollout.backend)
+        teacher_config = teacher_engine_config(config, name)
+        kind = engine_kind(teacher_config.rollout.backend)
         self._concurrent = config.teacher[name].concurrent
-        self.pool = EnginePool(probe_timeout_s=own.rollout.probe_timeout_s)
+        self.pool = EnginePool(probe_timeout_s=teacher_config.rollout.probe_timeout_s)
 
         def make_engine(url: str) -> RolloutEngine:
             return kind.client(url, self._vocab_size, run.inputs.key)
 
-        self.fleet = Fleet(
-            config=own.rollout,
+        self.membership = EngineMembership(
+            config=teacher_config.rollout,
             pool=self.pool,
             roster=Roster(run.inputs.channel(teacher_prefix(config, name)), run.inputs.key or ""),
             make_engine=make_engine,
@@ -196,15 +197,15 @@ class EngineTeacher(_KnownTeacher):
 
     async def open(self, stack: AsyncExitStack) -> None:
         await stack.enter_async_context(self.pool)
-        await stack.enter_async_context(self.fleet)
+        await stack.enter_async_context(self.membership)
 
     async def ready(self) -> None:
         """Waits until all its engines answer, and lets them serve."""
-        await self.fleet.wait_all_ready()
-        members = await self.fleet.members()
+        await self.membership.wait_all_ready()
+        members = await self.membership.members()
         for member in members:  # one after another: the first makes the witness
             await self._welcome(member)
-        self.fleet.serve(members, _VERSION, self._deliver)
+        self.membership.serve(members, _VERSION, self._deliver)
 
     async def _deliver(self, member: Member, version: int) -> bool:
         await self._welcome(member)
@@ -340,7 +341,7 @@ class PolicyTeacher(ScoringTeacher):
     """
 
     def __init__(self, name: str, run: TaughtRun) -> None:
-        super().__init__(name, run)
+        super().__init__(name, run.config, run.scoring)
         self._is_checked = False
         self._limit = AGREES_WITHIN[run.config.model.dtype]
 

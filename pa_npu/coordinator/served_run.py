@@ -69,7 +69,7 @@ class TakeGroups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     task: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     columns: tuple[str, ...]
     policy: Literal["order", "age"] = "order"
-    most: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 8
+    max_groups: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 8
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=60)] = 0.0
 
 
@@ -416,7 +416,7 @@ class ServedRun(Feature):
             new.sort(key=lambda kept: (kept.group.version_range[0], kept.row))
         copies = [
             {"id": kept.row, **{name: kept.column(name) for name in asked.columns}}
-            for kept in new[: asked.most]
+            for kept in new[: asked.max_groups]
         ]
         task.taken = {kept.row for kept in self._kept if kept.row in task.taken} | {
             copy["id"] for copy in copies

@@ -83,22 +83,22 @@ class EveryGroup:
 
     @property
     def size(self) -> int:
-        """How many groups are trained, once all are scored."""
+        """Returns how many groups are trained; known once all are scored."""
         return self.max_groups
 
     @property
     def num_wanted(self) -> int:
-        """How many groups are to be dispatched, by what is known now."""
+        """Returns how many groups are to be dispatched, as far as is known."""
         return len(self.prompts)
 
     @property
     def must_wait(self) -> bool:
-        """Whether nothing can be dispatched before another group is scored."""
+        """Returns whether nothing can be dispatched before another group is scored."""
         return self.num_dispatched >= self.num_wanted
 
     @property
     def is_dispatched(self) -> bool:
-        """Whether the last group that the iteration began with has just gone."""
+        """Returns whether the last group that the iteration began with has just gone."""
         return self.num_dispatched == len(self.prompts)
 
     def begin(self) -> list[tuple[int, ScoredGroup]]:
@@ -123,7 +123,7 @@ class EveryGroup:
         return self.prompts[index]
 
     def trains(self, group: ScoredGroup) -> bool:
-        """Whether a group with these rewards is trained at all."""
+        """Returns whether a group with these rewards is trained at all."""
         return True
 
     def scored(self, index: int, group: ScoredGroup) -> list[tuple[int, ScoredGroup]]:
@@ -161,7 +161,9 @@ class InformativeGroups(EveryGroup):
         return len(self.prompts) + self._num_discarded
 
     async def next_index(self) -> int | None:
-        """As EveryGroup's. Raises UserError beyond the limit."""
+        """Returns the index of the next group, as EveryGroup does. Raises UserError beyond the
+        limit.
+        """
         index = await super().next_index()
         if index is not None and index >= self._limit:
             raise UserError(

@@ -1,4 +1,4 @@
-"""From a conversation to its text, and which characters of it the assistant wrote.
+"""Renders a conversation as text, and says which characters of it the assistant wrote.
 
 Two ways tell these, and the first that applies is taken for all rows of a dataset:
 

@@ -129,7 +129,8 @@ def left_out(
     messages: Sequence[Message],
     tools: Sequence[dict[str, Any]],
 ) -> str | None:
-    """What `text`, which `render` made of messages and tools, lacks of them; None for nothing.
+    """Returns the part of messages and tools that is missing in `text`, which `render` made of
+    them; None if nothing is.
 
     Looks for what a template that does not know it passes over: messages of an unusual role, by
     their content, and calls and tools. Their functions get other names in a second rendering, since
@@ -232,7 +233,9 @@ def _template_call(call: Any) -> dict[str, Any]:
 
 
 def _parsed(arguments: str) -> Any:
-    """What this is the JSON of; the text itself where it is none, as a model may have written it."""
+    """Returns the value of a JSON text; the text itself if it is no JSON, since a model may have
+    written it.
+    """
     try:
         value = json.loads(arguments)
     except RecursionError:

@@ -65,17 +65,18 @@ class PairSet(TrainedSet[Pair]):
         )
 
     def first_lines(self, tokenizer: Any) -> list[str]:
+        """Returns the lines that show both answers of the first pair."""
         pair = self.items[0]
-        return [
-            line.replace("first row", f"{name} answer of the first pair", 1)
-            for name, row in (("chosen", pair.chosen), ("rejected", pair.rejected))
-            for line in first_row_lines(row, tokenizer)
-        ]
+        lines = []
+        for name, row in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            for line in first_row_lines(row, tokenizer):
+                lines.append(line.replace("first row", f"{name} answer of the first pair", 1))
+        return lines
 
 
 def groups_of_pairs(pairs: Sequence[Pair]) -> list[RowGroup]:
     """A group of each pair, the chosen row first."""
-    return [RowGroup.of(pair.rows) for pair in pairs]
+    return [RowGroup.from_rows(pair.rows) for pair in pairs]
 
 
 def load_pairs(

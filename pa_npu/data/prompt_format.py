@@ -62,7 +62,7 @@ class PromptFormat:
     instruction: str | None = None
 
     @classmethod
-    def of(cls, data: DataConfig) -> PromptFormat:
+    def from_config(cls, data: DataConfig) -> PromptFormat:
         return cls(
             chat_template="never" if data.chat_template == "never" else "auto",
             template_options=data.template_options,
@@ -86,7 +86,7 @@ def write_prompt_format(directory: Path, data: DataConfig, template: str | None)
     """Puts the format into a directory that holds a tokenizer. template: what data.chat_template
     named, where that was a file.
     """
-    prompts = PromptFormat.of(data)
+    prompts = PromptFormat.from_config(data)
     if prompts != PromptFormat():
         text = json.dumps(asdict(prompts), indent=2, ensure_ascii=False)
         (directory / FILE).write_text(text + "\n", encoding="utf-8")
@@ -105,7 +105,7 @@ def write_prompt_format(directory: Path, data: DataConfig, template: str | None)
 
 
 def read_prompt_format(directory: Path) -> PromptFormat:
-    """What an export says of itself; of a directory that says nothing the defaults.
+    """Returns the prompt format that an export states; the defaults if the directory states none.
 
     Raises DataError.
     """

@@ -17,6 +17,7 @@ from pa_npu.config.sections.inputs import DataConfig, Dataset, TrainingDataset
 from pa_npu.config.words import counted
 from pa_npu.data.hints import Hint
 from pa_npu.data.image_rows import ImageInput
+from pa_npu.data.made_rows import DEFAULT_ROWS, MadeRows
 from pa_npu.data.messages import Message, left_out, with_image_parts
 from pa_npu.data.records import Columns, Record, read_records
 from pa_npu.data.template import TemplateFailed, check_options, chosen_template, rendered
@@ -45,7 +46,7 @@ class Prompt:
     other. tokens: int32 [P]. text: the rendered prompt. answer: the final answer, without GSM8K's
     reasoning. row: the dataset row as it was read, with names in place of images. source: what its
     dataset is called. hinted: by teacher, the tokens of the prompt with its hint. images: those
-    that placeholders among the tokens stand for.
+    that placeholders among the tokens stand for. messages: what the template rendered.
     """
 
     prompt_id: int
@@ -56,6 +57,7 @@ class Prompt:
     source: str = ""
     hinted: Mapping[str, npt.NDArray[np.int32]] = field(default_factory=dict)
     images: tuple[ShownImage, ...] = ()
+    messages: tuple[Message, ...] = ()
 
     @property
     def identity(self) -> bytes:
@@ -77,7 +79,7 @@ class PromptSet:
 
     @property
     def items(self) -> tuple[Prompt, ...]:
-        """What a stream gives of the set."""
+        """Returns the items that a stream gives."""
         return self.prompts
 
     @property
@@ -152,6 +154,7 @@ def load_prompts(
             row=record.row,
             source=source,
             images=encoded.images,
+            messages=tuple(compose_messages(record, config)),
         )
         prompts.append(prompt)
         used.append(record)
@@ -166,6 +169,15 @@ def load_prompts(
         prompts = _with_hint(hint, prompts, used, tokenizer, config, images)
     num_skipped = len(records) - len(prompts)
     return PromptSet(path, tuple(prompts), len(records), len(too_long) - num_skipped, num_skipped)
+
+
+def made_of(dataset: Dataset) -> MadeRows:
+    """Returns how the rows of a dataset are made, if tasks make them."""
+    return MadeRows(
+        num_rows=dataset.max_rows or DEFAULT_ROWS,
+        seed=dataset.seed,
+        options=dataset.task_options,
+    )
 
 
 def _read(
@@ -186,7 +198,7 @@ def _read(
         images=config.images_column,
     )
     usual = ("train",) if is_training else ("test", "validation")
-    rows = read_records(dataset.path, key, columns, dataset.split, usual)
+    rows = read_records(dataset.path, key, columns, dataset.split, usual, made_of(dataset))
     records = []
     for record in islice(rows, dataset.max_rows):
         if isinstance(images, ImageInput):
@@ -223,7 +235,7 @@ def _with_hint(
     """Returns the prompts with their tokens behind which a hint's teacher scores their responses."""
     shown = [hint.shown_with(record) for record in records if hint.is_for(record)]
     with_hint = _encoded(shown, tokenizer, config, images)
-    found = []
+    with_hints = []
     for prompt, record in zip(prompts, records, strict=True):
         if hint.is_for(record):
             encoded = next(with_hint)
@@ -235,8 +247,8 @@ def _with_hint(
                 )
             tokens = np.asarray(encoded.tokens, np.int32)
             prompt = replace(prompt, hinted={**prompt.hinted, hint.teacher: tokens})
-        found.append(prompt)
-    return found
+        with_hints.append(prompt)
+    return with_hints
 
 
 def load_training(
@@ -451,7 +463,9 @@ def _render(record: Record, tokenizer: Any, config: DataConfig, template: Any) -
 
 
 def knows_reasoning(template: Any) -> bool:
-    """Whether the template may read an assistant's reasoning, which plain text does not need to."""
+    """Returns whether the template may read an assistant's reasoning, which plain text does not
+    need to.
+    """
     return not isinstance(template, str) or _REASONING in template
 
 

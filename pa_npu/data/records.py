@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pa_npu.config.words import as_json
+from pa_npu.data.made_rows import MadeRows, are_made, made_rows
 from pa_npu.data.messages import (
     IMAGE_MARK,
     BadMessage,
@@ -113,7 +114,7 @@ class Record:
 
     @property
     def continues(self) -> bool:
-        """Whether the response goes on from the last message."""
+        """Returns whether the response goes on from the last message."""
         return self.messages[-1]["role"] == "assistant"
 
 
@@ -123,14 +124,25 @@ def read_records(
     columns: Columns = _BY_LAYOUT,
     split: str | None = None,
     usual: Sequence[str] = ("train",),
+    made: MadeRows | None = None,
 ) -> Iterator[Record]:
-    """Rows of the dataset at `path`, in order. key: the configuration key that names it, for
-    messages.
+    """Yields the rows of the dataset at `path`, in order.
 
-    split, usual: as pa_npu.data.rows.read_rows. Raises DataError at the first row that cannot be
-    used.
+    Args:
+        path: of a file or directory, or the name of tasks that make rows (made_rows.py).
+        key: the configuration key that names it, for messages.
+        columns: names that the user gives.
+        split, usual: as pa_npu.data.rows.read_rows.
+        made: how rows are made, for tasks.
+
+    Raises DataError at the first row that cannot be used.
     """
-    for location, row in read_objects(path, key, split, usual):
+    rows: Iterator[tuple[str, Mapping[str, Any]]]
+    if are_made(path):
+        rows = made_rows(path, key, split or usual[0], made or MadeRows())
+    else:
+        rows = read_objects(path, key, split, usual)
+    for location, row in rows:
         yield _record(location, row, columns)
 
 

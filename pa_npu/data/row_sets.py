@@ -70,7 +70,7 @@ Item = TypeVar("Item", bound=StreamItem)
 
 @dataclass(frozen=True, eq=False)
 class TrainedSet(ABC, Generic[Item]):
-    """What is usable of one dataset, in its order. num_read = len(items) + num_skipped.
+    """The usable items of one dataset, in its order. num_read = len(items) + num_skipped.
 
     items: what a stream gives of the set: rows, or pairs of them. rule: how trained tokens were
     told from others.
@@ -99,7 +99,7 @@ class TrainedSet(ABC, Generic[Item]):
 
     @property
     def origin(self) -> str:
-        """Where the items come from, and how many rows of the dataset became none."""
+        """Returns where the items come from, and how many rows of the dataset became none."""
         return (
             f"from {self.path} (read {self.num_read}, truncated {self.num_truncated}, skipped "
             f"{self.num_skipped})"

@@ -5,8 +5,9 @@
     DIR/state.json, DIR/*.arrow            datasets.Dataset.save_to_disk
     DIR/**/*.parquet (or .jsonl, .csv, ...) a hub's repository: files and directories named by
     split, train-00000-of-00002.parquet
+    datasets:NAME                          what the library itself loads (library_rows.py)
 
-pyarrow reads all of these; the library itself is not needed.
+pyarrow reads the files; only the last needs the library.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from pa_npu.config.plain_file import open_plain, reason
 from pa_npu.config.words import as_json
+from pa_npu.data.library_rows import are_of_library, library_batches
 from pa_npu.errors import DataError
 
 PARQUET_MAGIC = b"PAR1"
@@ -58,6 +60,9 @@ def read_rows(
     key: the configuration key that names it, for messages. split: of a directory; None takes the
     first of `usual` that is there, or the only one. Raises DataError.
     """
+    if are_of_library(path):
+        yield from _library_rows(path, key, split, usual)
+        return
     file = Path(path)
     if not file.exists():
         raise DataError(
@@ -245,7 +250,7 @@ def _csv_rows(file: Path, separator: str) -> Rows:
 
 
 def _refuse_repeated(location: str, names: Sequence[str]) -> None:
-    """Of two columns of one name only one could be read."""
+    """Raises if two columns have one name, since only one of them could be read."""
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(
             f"{location}: two columns are called {as_json(repeated[0])}; rename or remove one of "
@@ -300,8 +305,8 @@ def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_text(row: Any) -> bool:
-    """Whether a JSON value can be written as UTF-8: escapes can name code points that are no
-    characters.
+    """Returns whether a JSON value can be written as UTF-8: escapes can name code points that are
+    no characters.
     """
     try:
         json.dumps(row, ensure_ascii=False).encode()
@@ -330,6 +335,14 @@ def _table_rows(file: Path, form: str) -> Rows:
         raise DataError(
             f"{file}: unreadable {form} after row {number} ({reason(error)}); write the file again"
         ) from None
+
+
+def _library_rows(path: str, key: str, split: str | None, usual: Sequence[str]) -> Rows:
+    number = 0
+    for rows in library_batches(path, key, split, usual):
+        for row in rows:
+            number += 1
+            yield f"{path}: row {number}", TableRow(_plain_numbers(row))
 
 
 def _plain_numbers(value: Any) -> Any:

@@ -89,7 +89,7 @@ def rendered_with_mask(
 
 
 def _limited(render: Callable[[], Any]) -> Any:
-    """What `render` returns, within limits of time and memory. Raises TemplateFailed."""
+    """Calls `render` within limits of time and memory, and returns its text. Raises TemplateFailed."""
     try:
         with memory_limit(RENDER_MEMORY_BYTES), time_limit(RENDER_TIME_LIMIT_S):
             return render()

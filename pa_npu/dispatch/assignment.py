@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
-from pa_npu.config.pieces import samples_of_pieces
+from pa_npu.config.pieces import MIN_SAVED_ROWS, samples_of_pieces, saved_rows
 from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
 from pa_npu.families.spec import ModelSpec
@@ -41,18 +41,27 @@ class GroupWork:
         self._responses = config.microbatch_responses
         self._tokens = config.microbatch.tokens
         self._shared_prompt = config.attention.shared_prompt
+        self._may_keep_prompt = not config.depth_first_obstacle
 
     def __call__(self, prompt_length: int, response_lengths: Sequence[int]) -> float:
         """Returns the operations of forward and backward for a group with these lengths, in
         tokens.
         """
+        pieces = self.pieces(prompt_length, response_lengths)
+        if self.keeps_prompt(prompt_length, len(pieces)):
+            return self._flops.group(prompt_length, response_lengths, shared=True)
         total: float = 0
         start = 0
-        for count in self.pieces(prompt_length, response_lengths):
+        for count in pieces:
             lengths = response_lengths[start : start + count]
             total += self._flops.group(prompt_length, lengths, shared=self._shared_prompt)
             start += count
         return total
+
+    def keeps_prompt(self, prompt_length: int, num_pieces: int) -> bool:
+        """Returns whether the prompt is computed once for so many microbatches (samples.stems)."""
+        saved = saved_rows(num_pieces, prompt_length - 1)
+        return self._may_keep_prompt and saved >= MIN_SAVED_ROWS
 
     def pieces(self, prompt_length: int, response_lengths: Sequence[int]) -> list[int]:
         """Returns the responses of each microbatch."""
@@ -120,7 +129,7 @@ class Assignment:
 
     @property
     def by_index(self) -> bool:
-        """Whether a group's replica follows from its index."""
+        """Returns whether a group's replica follows from its index."""
         return self.order == "prompt"
 
     def replica_of(self, index: int) -> int:

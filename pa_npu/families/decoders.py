@@ -146,6 +146,10 @@ class DenseDecoder:
             )
         if head_dim % 2:
             raise ValueError(f"head_dim: {head_dim} is odd, and rotary positions turn pairs")
+        rope = parse_rope(raw)
+        max_positions = count(raw, "max_position_embeddings")
+        if rope.kind == "yarn":  # the key often says how many there were before they were scaled
+            max_positions = max(max_positions, int(rope.original_positions * rope.factor))
         return {
             "num_layers": count(raw, "num_hidden_layers"),
             "hidden_size": hidden_size,
@@ -154,12 +158,12 @@ class DenseDecoder:
             "num_kv_heads": num_kv_heads,
             "head_dim": head_dim,
             "vocab_size": count(raw, "vocab_size"),
-            "rope": parse_rope(raw),
+            "rope": rope,
             "norm_eps": positive(raw, "rms_norm_eps"),
             "qkv_bias": self.qkv_bias,
             "qk_norm": self.qk_norm,
             "tied": flag(raw, "tie_word_embeddings"),
-            "max_positions": count(raw, "max_position_embeddings"),
+            "max_positions": max_positions,
             "eos_token_ids": token_ids(raw, "eos_token_id"),
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,8 +10,8 @@ from typing import Any, Literal, cast
 
 from pa_npu.families.config_json import count, mapping, positive
 
-Kind = Literal["default", "linear", "llama3"]
-KINDS: tuple[Kind, ...] = ("default", "linear", "llama3")
+Kind = Literal["default", "linear", "llama3", "yarn"]
+KINDS: tuple[Kind, ...] = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,12 @@ class Rope:
     Inverse frequency i of head_dim / 2 is theta ** (-2i / head_dim), scaled by `kind`: linear
     divides all of them by factor. llama3 divides those with a wavelength beyond original_positions
     / low_freq_factor, keeps those below original_positions / high_freq_factor, and interpolates
-    between.
+    between. yarn divides those that turn less than beta_slow times in original_positions, keeps
+    those that turn more than beta_fast times, and interpolates between by their number
+    (arXiv 2309.00071, section 3.2).
+
+    truncate: of yarn, whether the numbers between which it interpolates are made whole.
+    attention_factor: of cosines and sines.
     """
 
     theta: float = 10000.0
@@ -29,6 +35,10 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
 
 
 def parse_rope(raw: dict[str, Any]) -> Rope:
@@ -60,23 +70,63 @@ def parse_rope(raw: dict[str, Any]) -> Rope:
     factor = positive(rope, "factor")
     if kind == "linear":
         return Rope(theta, "linear", factor)
+    if kind == "yarn":
+        return _yarn(raw, rope, theta, factor)
     low = positive(rope, "low_freq_factor")
     high = positive(rope, "high_freq_factor")
     if not low < high:
         raise ValueError(
             f"rope scaling llama3: low_freq_factor {low:g} is not below high_freq_factor {high:g}"
         )
-    # The value beside the object counts first, as in transformers for models that keep it there.
-    name = "original_max_position_embeddings"
-    original = count(raw, name, count(rope, name, count(raw, "max_position_embeddings")))
     return Rope(
         theta=theta,
         kind=cast(Kind, kind),
         factor=factor,
         low_freq_factor=low,
         high_freq_factor=high,
-        original_positions=original,
+        original_positions=_original_positions(raw, rope),
     )
+
+
+def _original_positions(raw: dict[str, Any], rope: dict[str, Any]) -> int:
+    """Returns the positions that the model was trained with before they were scaled."""
+    # The value beside the object counts first, as in transformers for models that keep it there.
+    name = "original_max_position_embeddings"
+    return count(raw, name, count(rope, name, count(raw, "max_position_embeddings")))
+
+
+def _yarn(raw: dict[str, Any], rope: dict[str, Any], theta: float, factor: float) -> Rope:
+    """Reads YaRN's settings with the defaults that transformers and vLLM give them."""
+    fast = positive(rope, "beta_fast", 32.0)
+    slow = positive(rope, "beta_slow", 1.0)
+    if not slow < fast:
+        raise ValueError(f"rope scaling yarn: beta_slow {slow:g} is not below beta_fast {fast:g}")
+    truncate = rope.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise ValueError(f"rope scaling yarn: truncate: {truncate!r:.40} is not true or false")
+    attention_factor = _attention_scale(factor, 1.0)
+    if rope.get("attention_factor") is not None:
+        attention_factor = positive(rope, "attention_factor")
+    elif rope.get("mscale") and rope.get("mscale_all_dim"):
+        scales = [positive(rope, name) for name in ("mscale", "mscale_all_dim")]
+        attention_factor = _attention_scale(factor, scales[0]) / _attention_scale(factor, scales[1])
+    return Rope(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_positions=_original_positions(raw, rope),
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=truncate,
+        attention_factor=attention_factor,
+    )
+
+
+def _attention_scale(factor: float, scale: float) -> float:
+    """Returns the factor of cosines and sines for positions `factor` times as far (arXiv 2309.00071,
+    equation 22).
+    """
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def run_key_file(
 
 
 def run_key(config: Config) -> str:
-    """On a cluster's node: the run's key from the shared run directory, or the user's own.
+    """Returns the run's key on a cluster's node: from the shared run directory, or the user's own.
 
     Raises UserError when there is neither.
     """

@@ -97,7 +97,9 @@ def _too_low(kind: int, needed: int) -> str | None:
 
 
 def _processes(num_processes: int) -> Iterator[str]:
-    """By the user's limit, which does not bind root, and the control group's, which does."""
+    """Checks the number of processes against the user's limit, which does not bind root, and the
+    control group's, which does.
+    """
     needed = num_processes * _THREADS_OF_A_PROCESS
     group = Path("/sys/fs/cgroup")
     limit = _number(group / "pids.max")

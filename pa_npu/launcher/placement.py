@@ -46,7 +46,7 @@ class Placement:
         return (*(index for unit in units for index in unit), *self.trainer_devices)
 
     def lines(self) -> list[str]:
-        """For people: who runs where."""
+        """Returns lines that say who runs where."""
         if self.shared_cores:
             names = [f"engine-{index}" for index in self.engines]
             names += [f"trainer-{rank}" for rank in self.ranks]
@@ -87,7 +87,7 @@ class Placement:
 
 
 def placement_lines(placements: Sequence[Placement]) -> list[str]:
-    """For people: who runs where, on all nodes."""
+    """Returns lines that say who runs where, on all nodes."""
     if len(placements) == 1:
         return placements[0].lines()
     return [
@@ -194,8 +194,8 @@ def _teacher_units(config: Config, free: list[list[int]]) -> list[tuple[int, ...
     units: list[tuple[int, ...]] = []
     begin = 0
     for name, size in zip(config.teacher_engines, config.devices.teacher_sizes, strict=True):
-        own = None if listed is None else listed[begin : begin + size]
-        units += _units(f"teacher.{name}", size, 1, own, free)
+        devices = None if listed is None else listed[begin : begin + size]
+        units += _units(f"teacher.{name}", size, 1, devices, free)
         begin += size
     return units
 

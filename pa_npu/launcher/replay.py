@@ -96,7 +96,8 @@ def _span(run_dir: Path, span: str) -> tuple[int, int]:
 
 
 def _checkpoint(run_dir: Path, version: int, loaded: str | None) -> Path | None:
-    """Where the repetition goes on from; None for the model that the run began with.
+    """Returns the checkpoint from which the repetition continues; None for the model that the run
+    began with.
 
     loaded: the checkpoint that the run itself went on from at last, which may be another run's.
     """
@@ -139,8 +140,9 @@ def _settings(config: Config, checkpoint: Path | None, scratch: Path, end: int) 
 
 
 def _ends_by_itself(config: Config) -> bool:
-    """Whether a run of fewer iterations does the same until then; a rate that decays depends on
-    their number."""
+    """Returns whether a run of fewer iterations does the same until then; a rate that decays
+    depends on their number.
+    """
     return config.optimizer.decay == "constant" and config.publish.divergence is None
 
 

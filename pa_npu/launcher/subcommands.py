@@ -403,7 +403,7 @@ def _called(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def refuse(rest: Sequence[str]) -> None:
-    """For sub-commands without a configuration."""
+    """Refuses arguments that are left; for sub-commands without a configuration."""
     if rest:
         raise UserError(f"command line: {rest[0]}: unknown argument; see --help")
 

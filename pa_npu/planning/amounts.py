@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pa_npu.config.pieces import MIN_SAVED_ROWS, saved_rows
 from pa_npu.config.schema import Config
 
 
 @dataclass(frozen=True)
 class Work:
     """Sequences, microbatches and tokens that an iteration has at most. sequences: without rows of
-    data.demonstrations, which are in all other numbers.
+    data.demonstrations, which are in all other numbers. stem_tokens: of the prompt that the
+    microbatches of a group share and that is computed once for them; 0 where each computes it.
     """
 
     sequences: int
@@ -20,6 +22,7 @@ class Work:
     prompt_tokens: int
     response_tokens: int
     computed_tokens: int
+    stem_tokens: int = 0
 
 
 def work(config: Config) -> Work:
@@ -50,6 +53,15 @@ def work(config: Config) -> Work:
         microbatches = config.groups_per_replica * pieces
     padded = -(-tokens // config.trainer.pad_multiple) * config.trainer.pad_multiple
 
+    stem = 0
+    computed = padded * microbatches
+    pieces = microbatches // config.groups_per_replica
+    if is_shared and not config.depth_first_obstacle:
+        saved = saved_rows(pieces, prompt - 1)
+        if saved >= MIN_SAVED_ROWS:
+            stem = prompt - 1
+            computed -= saved * config.groups_per_replica
+
     # Packing fills a microbatch up to its bound, unless one group's part is larger or all of them
     # together are smaller.
     packed = max(padded, config.microbatch.budget or 0)
@@ -60,5 +72,6 @@ def work(config: Config) -> Work:
         microbatch_tokens=min(packed, padded * microbatches),
         prompt_tokens=(sequences + rows) * prompt,
         response_tokens=(sequences + rows) * response,
-        computed_tokens=padded * microbatches * config.mesh.data,
+        computed_tokens=computed * config.mesh.data,
+        stem_tokens=stem,
     )

@@ -54,6 +54,7 @@ _QWEN3_30B_A3B = _sizes(48, 2048, 6144, 32, 4, 151936, 40960) | {
 }
 _BASE = {"eos_token_id": 151643}  # a model before instruction tuning ends at another token
 _LONG = {"max_position_embeddings": 262144}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 _QWEN2_5: dict[str, dict[str, Any]] = {
     "0.5B": _sizes(24, 896, 4864, 14, 2, 151936, 32768, tied=True),
@@ -90,6 +91,8 @@ for _size, _shape in _QWEN2_5.items():
 for _size, _shape in _QWEN3_SIZES.items():
     KNOWN[f"Qwen3-{_size}"] = _QWEN3 | _shape
     KNOWN[f"Qwen3-{_size}-Base"] = _QWEN3 | _shape | _BASE | {"max_position_embeddings": 32768}
+    # what Qwen's model card says of contexts beyond 32,768 tokens, in a directory of that name
+    KNOWN[f"Qwen3-{_size}-YaRN"] = _QWEN3 | _shape | {"rope_scaling": _YARN}
 for _size, _shape in _LLAMA3_SIZES.items():
     KNOWN[_size] = KNOWN[f"{_size}-Instruct"] = _LLAMA3 | _shape
 

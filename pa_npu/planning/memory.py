@@ -304,7 +304,9 @@ def _activation_bytes(config: Config, spec: ModelSpec, stage: int) -> tuple[int,
         kept_per_layer = per_layer
     kept = kept_per_layer * layers * in_flight
 
+    kept_keys, keys_of_layer = kept_keys_bytes(config, spec, amount)
     working_set = tokens * layer_step * element + gathered_keys_bytes(config, spec, amount)
+    working_set += keys_of_layer
     if stage == trainer.pipeline_parallel - 1:
         working_set = max(working_set, _head_bytes(config, spec, amount))
     # Frozen models keep no activations, but a later stage receives their hidden states in the same
@@ -312,7 +314,7 @@ def _activation_bytes(config: Config, spec: ModelSpec, stage: int) -> tuple[int,
     received = 0
     if stage > 0:
         received = hidden * in_flight * _num_models_in_pass(config) * element
-    return tokens * (kept * element + received), working_set
+    return tokens * (kept * element + received) + kept_keys, working_set
 
 
 _ID_BYTES = 8
@@ -370,6 +372,24 @@ def gathered_keys_bytes(config: Config, spec: ModelSpec, amount: Work) -> int:
     pieces = pieces_of_heads(heads, heads * per_head * element)
     widest = max(piece.stop - piece.start for piece in pieces)
     return widest * per_head * (3 * element + 2 * FP32)
+
+
+def kept_keys_bytes(config: Config, spec: ModelSpec, amount: Work) -> tuple[int, int]:
+    """Returns (bytes of the keys and values of a prompt that is computed once for several
+    microbatches, of all layers; bytes of one layer's in its backward) (attention/stems.py).
+
+    Kept are the keys and values of every model, unless the activations of the policy have them, and
+    the sums of their gradients in fp32. A layer's backward puts the kept ones before its own, and
+    has the gradients of both in fp32.
+    """
+    if not amount.stem_tokens:
+        return 0, 0
+    element = BYTES[config.model.dtype]
+    per_row = 2 * (spec.num_kv_heads // config.trainer.tensor_parallel) * spec.head_dim
+    models = _num_models_in_pass(config) + (config.trainer.recompute != "none")
+    kept = amount.stem_tokens * per_row * spec.num_layers * (models * element + FP32)
+    of_layer = amount.microbatch_tokens * per_row * (element + FP32)
+    return kept, of_layer
 
 
 def _num_models_in_pass(config: Config) -> int:

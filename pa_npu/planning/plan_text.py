@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from pa_npu.config.pieces import MIN_SAVED_ROWS, saved_rows
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.rollout import EngineSettings
 from pa_npu.config.words import counted, three_digits
@@ -23,7 +24,7 @@ from pa_npu.planning.memory import (
 from pa_npu.planning.prediction.teachers import teacher_seconds
 from pa_npu.planning.prediction.virtual_run import planned_basis
 from pa_npu.platform.typical import typical_speed
-from pa_npu.samples.routes import routes_of
+from pa_npu.samples.expert_choices import ExpertChoices
 
 
 def derived_lines(
@@ -105,14 +106,14 @@ def _model_lines(config: Config, spec: ModelSpec) -> list[str]:
     lines = [
         f"model                 {spec.family}, {spec.num_parameters / 1e6:.1f} M parameters{active}"
     ]
-    routes = routes_of(config, spec)
-    if routes is not None:
+    expert_choices = ExpertChoices.from_config(config, spec)
+    if expert_choices is not None:
         amount = work(config)
-        token_bytes = routes.column.type.itemsize * math.prod(routes.column.shape)
+        token_bytes = expert_choices.column.type.itemsize * math.prod(expert_choices.column.shape)
         prompt_tokens = amount.prompt_tokens // config.rollout.responses_per_prompt
         total_bytes = token_bytes * (amount.response_tokens + prompt_tokens)
         lines.append(
-            f"routes                {token_bytes} bytes per token, a shared prompt's once: at most "
+            f"expert choices        {token_bytes} bytes per token, a shared prompt's once: at most "
             f"{format_bytes(total_bytes)} per iteration to the trainers"
         )
     return lines
@@ -264,14 +265,30 @@ def _microbatches(config: Config, amount: Work) -> str:
     number = amount.microbatches_per_replica
     responses = counted(config.microbatch_responses, "response")
     tokens = amount.microbatch_tokens
+    shared = _shared_prompts(config, amount)
     if config.microbatch.tokens is not None:
-        return f"at most {number} per replica, as many responses as fit into {tokens} tokens each"
+        return (
+            f"at most {number} per replica, as many responses as fit into {tokens} tokens "
+            f"each{shared}"
+        )
     if config.microbatch.max_tokens is None:
-        return f"{number} per replica, {responses} and at most {tokens} tokens each"
+        return f"{number} per replica, {responses} and at most {tokens} tokens each{shared}"
     return (
         f"at most {number} per replica, {responses} or several times so many in at most {tokens} "
-        "tokens each"
+        f"tokens each{shared}"
     )
+
+
+def _shared_prompts(config: Config, amount: Work) -> str:
+    """Returns how the microbatches of a group come by the prompt that they share, in words."""
+    pieces = amount.microbatches_per_replica // config.groups_per_replica
+    prompt = config.data.max_prompt_tokens
+    if not config.attention.shared_prompt or saved_rows(pieces, prompt) < MIN_SAVED_ROWS:
+        return ""
+    if amount.stem_tokens:
+        return f"; a prompt is computed once for its {pieces}, depth first"
+    why = f" ({config.depth_first_obstacle})" if config.depth_first_obstacle else ""
+    return f"; a prompt is computed {pieces} times{why}"
 
 
 def _device_line(

@@ -89,11 +89,11 @@ class Platform(ABC):
     def memory_bytes(self) -> int:
         """Bytes that this process has allocated on the current device."""
 
-    def take_memory_peak(self) -> MemoryPeak:
+    def pop_memory_peak(self) -> MemoryPeak:
         """Returns the largest memory of this process and its children on the host, and of this
         process on the current device, since the last call.
         """
-        return MemoryPeak(self._resident_peak.take(), device_peak_bytes(self.name))
+        return MemoryPeak(self._resident_peak.pop_peak(), device_peak_bytes(self.name))
 
     @abstractmethod
     def total_memory_bytes(self) -> int:

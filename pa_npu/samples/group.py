@@ -467,7 +467,7 @@ class Group:
 
     @property
     def is_all_written(self) -> bool:
-        """Whether the policy wrote every trained token."""
+        """Returns whether the policy wrote every trained token."""
         return not _any(self.versions[self.runs[0]] == NO_VERSION)
 
     def cached(self, name: str, build: Callable[[], T]) -> T:

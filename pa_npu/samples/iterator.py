@@ -24,6 +24,7 @@ import torch
 
 from pa_npu.algorithm.algorithm import Algorithm
 from pa_npu.config.mesh import Mesh
+from pa_npu.config.pieces import MIN_SAVED_ROWS
 from pa_npu.control.freshness import EXACT, Freshness
 from pa_npu.control.messages import Dispatched
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
@@ -33,6 +34,7 @@ from pa_npu.samples.microbatch import Microbatch, cut, cut_to_fit, filler, num_p
 from pa_npu.samples.notice import Notice, is_notice, read_notice
 from pa_npu.samples.replica_feed import Parsed, ReplicaFeed, ReplicaLinks, Traffic
 from pa_npu.samples.rollout_buffer import RolloutBuffer
+from pa_npu.samples.stems import Branch, Stem, with_stems
 from pa_npu.samples.wire import from_bytes
 from pa_npu.telemetry.timeline import Timeline, now
 
@@ -56,6 +58,8 @@ class MicrobatchIterator(Iterator[Microbatch]):
     timeout_s: deadline of the wait for one group.
     piece_tokens: cuts groups into pieces of at most so many tokens, beside
     responses_per_microbatch; None cuts by that alone.
+    depth_first: computes what the pieces of a group begin with once, where that saves as many rows
+    as `min_saved_rows`.
     max_tokens: packs pieces into microbatches of at most so many tokens, padding included; None
     makes each piece a microbatch.
     device: where the microbatches go, and over whose backend groups are passed on.
@@ -88,6 +92,8 @@ class MicrobatchIterator(Iterator[Microbatch]):
     timeout_s: float
     max_tokens: int | None = None
     piece_tokens: int | None = None
+    depth_first: bool = False
+    min_saved_rows: int = MIN_SAVED_ROWS
     device: torch.device | str = "cpu"
     links: ReplicaLinks | None = None
     timeline: Timeline = field(default_factory=lambda: Timeline(None, ""))
@@ -114,7 +120,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         self.by_rule: list[Notice] = []
         """The groups taken so far (of an update's share) that are trained by rule."""
         # pieces, and None for a filler
-        self._pending: deque[Group | None] = deque()
+        self._pending: deque[Group | Stem | Branch | None] = deque()
         self._source = ReplicaFeed(
             self.buffer,
             self.links or ReplicaLinks(),
@@ -136,7 +142,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
 
     @property
     def is_last(self) -> bool:
-        """Whether the last microbatch (of an update's share) has been handed out."""
+        """Returns whether the last microbatch (of an update's share) has been handed out."""
         return not self._ready and not self._pending and len(self._indices) == self._end
 
     @property
@@ -151,7 +157,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
 
     def first(self, number: int, *, only_written: bool = False) -> list[Microbatch]:
         """Returns the next `number` microbatches that are computed, or all that an update's share
-        still has, and leaves them in their place.
+        still has, and leaves them in their place. They are whole, without stems before them.
 
         only_written: of those in which the policy wrote any token.
         """
@@ -167,7 +173,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
             self._ready.append(microbatch)
             if is_asked_for(microbatch):
                 computed.append(microbatch)
-        return computed
+        return [microbatch.whole() for microbatch in computed]
 
     def __next__(self) -> Microbatch:
         microbatch = self._ready.popleft() if self._ready else self._build()
@@ -181,13 +187,17 @@ class MicrobatchIterator(Iterator[Microbatch]):
         piece = self._pending.popleft()
         if piece is None:
             return filler(self.pad_multiple, torch.device(self.device))
+        if isinstance(piece, Stem):
+            return piece.packed().to(self.device)
+        if isinstance(piece, Branch):
+            return piece.packed(self.pad_multiple).to(self.device)
         pieces = [piece]
         num_tokens = num_packed_tokens(piece, self.shared_prompt)
         while num_tokens < self._budget:
             if not self._has_next(wait=self.order == "prompt"):
                 break
             piece = self._pending[0]
-            if piece is None:
+            if not isinstance(piece, Group):
                 break
             num_piece_tokens = num_packed_tokens(piece, self.shared_prompt)
             if num_tokens + num_piece_tokens > self._budget:
@@ -265,10 +275,15 @@ class MicrobatchIterator(Iterator[Microbatch]):
         pieces = self._cut(trained_here)
         for piece in pieces:
             num_packed_tokens(piece, self.shared_prompt)  # computes the layout, on this thread
+        in_turn: Sequence[Group | Stem | Branch] = pieces
+        if self.depth_first:
+            in_turn = with_stems(
+                pieces, trained_here, self.pad_multiple, self.piece_tokens, self.min_saved_rows
+            )
         advantages = None
         if self.algorithm is not None:
             advantages = self._checked_advantages(group, self.algorithm)
-        return Parsed(group, pieces, advantages, content_digest(read))
+        return Parsed(group, in_turn, advantages, content_digest(read))
 
     def _cut(self, group: Group) -> list[Group]:
         if self.piece_tokens is None:
@@ -312,7 +327,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
             )
         return np.split(group.advantages[group.trained], np.cumsum(group.trained_lengths)[:-1])
 
-    def _next_pieces(self, slot: int, wait: bool) -> Sequence[Group | None] | None:
+    def _next_pieces(self, slot: int, wait: bool) -> Sequence[Group | Stem | Branch | None] | None:
         """Returns the pieces of the slot's group; None if the iteration ends before it and, without
         `wait`, if it has not arrived.
         """
@@ -320,7 +335,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         if wait and self._ends_at(slot):
             return None
         size_wait_s = 0.0 if self.size is None else now() - start_s
-        arrived = self._source.take(slot, wait)
+        arrived = self._source.next_group(slot, wait)
         if arrived is None:
             return None
         parsed, waited_s = arrived

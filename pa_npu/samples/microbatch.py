@@ -22,6 +22,7 @@ import torch
 
 from pa_npu.algorithm.model_outputs import Targets
 from pa_npu.attention import PrefixLayout
+from pa_npu.attention.stems import PathRows
 from pa_npu.attention.trie import PackedSequences
 from pa_npu.attention.trie import pack as pack_trie
 from pa_npu.config.pieces import samples_of_pieces
@@ -67,14 +68,35 @@ class Microbatch(Targets):
     packed: by name, the declared columns that all tokens have, [T, *shape]; a shared prefix has
     the values of its first sample.
     attachments: those of its rows, in the order in which its samples show them.
+    before: the stems that are computed before it, whose rows it is behind (samples.stems); they
+    stay on the host.
+    ends_stems: whether it is the last one behind them.
     """
 
-    layout: PrefixLayout
+    layout: PrefixLayout | PathRows
     tokens: torch.Tensor
     rows: torch.Tensor
     targets: torch.Tensor
     packed: dict[str, torch.Tensor]
     attachments: tuple[PackedAttachments, ...] = field(default=(), kw_only=True)
+    before: tuple[Microbatch, ...] = field(default=(), kw_only=True)
+    ends_stems: bool = field(default=False, kw_only=True)
+
+    @property
+    def whole_layout(self) -> PrefixLayout:
+        """The layout of a microbatch that has all rows of its sequences. Raises ValueError for one
+        with stems before it.
+        """
+        if isinstance(self.layout, PathRows):
+            raise ValueError(
+                f"a microbatch of groups {self.group_indices} is behind stems; give one that is whole"
+            )
+        return self.layout
+
+    @property
+    def is_stem(self) -> bool:
+        """Whether it is the beginning of others, which belongs to no response itself."""
+        return isinstance(self.layout, PathRows) and self.layout.own is not None
 
     @property
     def num_samples(self) -> int:
@@ -82,7 +104,9 @@ class Microbatch(Targets):
 
     @property
     def is_filler(self) -> bool:
-        """Whether it belongs to no response, and is computed only so that other ranks may go on."""
+        """Returns whether it belongs to no response, and is computed only so that other ranks may
+        go on.
+        """
         return not self.response_lengths
 
     def to(self, device: torch.device | str) -> Microbatch:
@@ -99,6 +123,26 @@ class Microbatch(Targets):
             columns={name: column.to(device) for name, column in self.columns.items()},
             packed={name: column.to(device) for name, column in self.packed.items()},
             attachments=_attachments_on(device, self.attachments),
+        )
+
+    def whole(self) -> Microbatch:
+        """Returns the microbatch with the rows of its stems, which needs no pass before it."""
+        if not isinstance(self.layout, PathRows):
+            return self
+        device = self.tokens.device
+        before = [stem.to(device) for stem in self.before]
+        packed = {}
+        for name, column in self.packed.items():
+            packed[name] = torch.cat([*(stem.packed[name] for stem in before), column])
+        return replace(
+            self,
+            layout=self.layout.layout,
+            tokens=torch.cat([*(stem.tokens for stem in before), self.tokens]),
+            rows=self.rows + self.layout.first,
+            packed=packed,
+            num_computed_tokens=self.layout.layout.total - self.layout.layout.padding,
+            before=(),
+            ends_stems=False,
         )
 
 
@@ -156,7 +200,7 @@ def cut_to_fit(group: Group, samples: int, tokens: int, shared_prompt: bool) -> 
     packed tokens each; a longer sample is a piece of its own.
     """
     lengths = group.lengths.tolist()
-    shared = _shared_prompts(group) if shared_prompt else [0] * len(lengths)
+    shared = shared_prompts(group) if shared_prompt else [0] * len(lengths)
     pieces = []
     start = 0
     for count in samples_of_pieces(lengths, shared, samples, tokens):
@@ -165,15 +209,15 @@ def cut_to_fit(group: Group, samples: int, tokens: int, shared_prompt: bool) -> 
     return pieces
 
 
-def _shared_prompts(group: Group) -> list[int]:
+def shared_prompts(group: Group) -> list[int]:
     """Returns the tokens of each sample's prompt that the sample before it begins with too."""
     shared = [0]
     lengths = group.prompt_lengths()
     keys = np.split(group.prefix_keys, group.offsets()[1:-1])
     for (before, sample), length in zip(pairwise(keys), lengths[1:], strict=True):
-        most = min(len(before), int(length))
-        differs = np.flatnonzero(before[:most] != sample[:most])
-        shared.append(int(differs[0]) if len(differs) else most)
+        max_shared = min(len(before), int(length))
+        differs = np.flatnonzero(before[:max_shared] != sample[:max_shared])
+        shared.append(int(differs[0]) if len(differs) else max_shared)
     return shared
 
 
@@ -243,7 +287,7 @@ def _of_targets(
 
 @dataclass(frozen=True, eq=False)
 class _RunRows:
-    """Where runs of the same content are packed. run: any of them. spans: the rows of each."""
+    """The rows of runs with the same content. run: any of them. spans: the rows of each."""
 
     run: Placeholders
     spans: list[torch.Tensor] = field(default_factory=list)

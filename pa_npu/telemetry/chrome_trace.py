@@ -135,8 +135,8 @@ def _rows(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _nested(events: list[dict[str, Any]]) -> bool:
-    """Whether each event lies inside or after each earlier one (events sorted by start, longest
-    first).
+    """Returns whether each event lies inside or after each earlier one (events sorted by start,
+    longest first).
     """
     open_ends: list[float] = []
     for event in events:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 _lost = 0
-_said: set[str] = set()
+_reported: set[str] = set()
 
 
 class MetricsWriter:
@@ -175,7 +175,7 @@ class JsonLines:
             return self._records
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Those since the last look.
+        """Returns the records since the last call.
 
         A file that is shorter than it was, as after a resume, is read again from its beginning.
         """
@@ -260,7 +260,7 @@ def _cut_after(path: Path, kept: Sequence[str]) -> None:
 
 
 def _has_index(record: Any, key: str) -> bool:
-    """Whether this is a record with the number by which its file is ordered."""
+    """Returns whether this is a record with the number by which its file is ordered."""
     value = record.get(key) if isinstance(record, dict) else None
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_INDEX
 
@@ -299,8 +299,8 @@ def note_lost(subject: Path | str, error: BaseException) -> None:
     global _lost
     with _lock:
         _lost += 1
-        first = str(subject) not in _said
-        _said.add(str(subject))
+        first = str(subject) not in _reported
+        _reported.add(str(subject))
     if first:
         why = reason(error) or type(error).__name__
         log.warning(
@@ -317,7 +317,7 @@ def attempt(subject: Path | str, action: Callable[[], Any]) -> Any:
         return None
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Prints a line for whoever follows the log; a log that is full loses it."""
     attempt("the log", lambda: print(line, flush=True))
 

@@ -117,8 +117,8 @@ def _end_of(arguments: Mapping[str, Any]) -> RunEnd:
 
 
 def owner_is_gone(events: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the launcher of the last attempt ran in this machine's process space and runs there
-    no more.
+    """Returns whether the launcher of the last attempt ran in this machine's process space and runs
+    there no more.
     """
     for event in reversed(last_attempt(events)):
         if event.get("name") == BEGIN:

@@ -70,7 +70,9 @@ def reward_names(rows: Sequence[KeptResponse]) -> list[str]:
 
 
 def kept_groups(setting: int | Literal["all"]) -> float:
-    """How many groups of an iteration, those with the lowest numbers, telemetry.samples keeps."""
+    """Returns how many groups of an iteration telemetry.samples keeps: those with the lowest
+    numbers.
+    """
     return float("inf") if setting == "all" else setting
 
 

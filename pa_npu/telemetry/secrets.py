@@ -86,8 +86,8 @@ _NOTHING = frozenset(("", "none", "null", "true", "false"))
 
 @functools.lru_cache(4096)
 def is_secret(name: str) -> bool:
-    """Whether what has this name (one word of a dotted one, an option, a variable) is not to be
-    shown.
+    """Returns whether what has this name (one word of a dotted one, an option, a variable) is not
+    to be shown.
     """
     words = [word.lower() for word in _NAME_SPLIT.split(name) if word]
     if words[-2:] == ["key", "id"]:
@@ -200,7 +200,9 @@ def hide(text: str, mask: Mask = lambda value: HIDDEN) -> str:
 
 
 def _secret_spans(text: str) -> list[tuple[int, int]]:
-    """In order, without those that are hidden already; spans that overlap are one."""
+    """Returns the spans of secrets in order, without those that are hidden already; overlapping
+    spans are joined.
+    """
     spans: list[tuple[int, int]] = []
     for start, end in sorted([*_by_form(text), *_by_name(text)]):
         if text.startswith(HIDDEN[:-1], start) or text[start:end].strip().lower() in _NOTHING:

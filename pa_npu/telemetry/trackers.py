@@ -31,7 +31,7 @@ from pa_npu.telemetry.records import (
     drop_records,
     json_line,
     note_lost,
-    say,
+    print_line,
 )
 from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse, reward_names
 from pa_npu.telemetry.secrets import flat
@@ -217,7 +217,7 @@ class _Feed:
             self._lose(f"no answer within {ANSWER_TIMEOUT_S:g} s")
 
     def end(self) -> None:
-        """No more messages come."""
+        """Notes that no more messages come."""
         self._ending.set()
 
     def join(self, deadline_s: float) -> None:
@@ -284,7 +284,9 @@ class _Feed:
         note_lost(f"telemetry.trackers: {self._tracker}", RuntimeError(reason))
         if not self._said:
             self._said = True
-            say(f"| tracker {self._tracker}: {reason}; the run goes on, see logs/coordinator.log")
+            print_line(
+                f"| tracker {self._tracker}: {reason}; the run goes on, see logs/coordinator.log"
+            )
 
 
 def _deliver(tracker: Tracker, message: Mapping[str, Any]) -> None:

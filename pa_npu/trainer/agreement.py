@@ -44,6 +44,7 @@ from pa_npu.algorithm.agreement_sums import (
     DifferenceSums,
 )
 from pa_npu.algorithm.drawn_tokens import DrawnTokens
+from pa_npu.algorithm.objective import NUM_STRETCHES
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport
 from pa_npu.errors import InvariantViolation
@@ -138,17 +139,30 @@ class Agreement:
             self._aging.append((version, microbatches))
         return probe
 
+    def check_first(self, version: int, probe: DifferenceSums, where: str) -> None:
+        """Judges the first microbatch that engines sampled with `version`, or a stretch of it, as a
+        probe. Raises InvariantViolation. where: of a stretch, which tokens; "" for all.
+        """
+        self.check_probe(version, probe, where=where)
+
     def check_probe(
-        self, version: int, probe: DifferenceSums, yardstick: DifferenceSums | None = None
+        self,
+        version: int,
+        probe: DifferenceSums,
+        yardstick: DifferenceSums | None = None,
+        where: str = "",
     ) -> None:
         """Raises InvariantViolation if engines that have just loaded `version` compute other
         log-probs than the trainers.
 
         probe: differences of the probe's requests, or of the first microbatch that engines sampled.
         yardstick: rounding of the probe's own tokens; None takes the last one that was measured.
+        where: which tokens of the probe, in words; "" for all.
         """
         tolerance = self._config.publish.probe_tolerance
         subject = f"the probe after publishing version {version}"
+        if where:
+            subject += f", {where},"
         if tolerance is not None and not probe.largest <= tolerance:
             raise _disagreement(
                 subject,
@@ -158,7 +172,8 @@ class Agreement:
         yardstick = yardstick or self._yardstick
         if self._margin is None or yardstick is None:
             return
-        bound = limits(yardstick, probe, self._margin, self._rate, self._probes)
+        tests = self._probes * (NUM_STRETCHES if where else 1)
+        bound = limits(yardstick, probe, self._margin, self._rate, tests)
         # a few responses say nothing about the tail of a square
         self._judge(subject, version, probe, replace(bound, square=float("inf")), yardstick)
 
@@ -191,7 +206,7 @@ class Agreement:
             self._judge(f"training iteration {iteration}", iteration, exact, bound, self._yardstick)
             report = AgreementReport(exact.odds_mean, bound.mean, abs(exact.slope), bound.slope)
         if groups is not None and exact.drawn and self._config.environment.name in _DRAWS_ALL:
-            self._judge_drawn(iteration, DrawnTokens.of(exact, *groups))
+            self._judge_drawn(iteration, DrawnTokens.from_sums(exact, *groups))
         return report
 
     def _judge_drawn(self, iteration: int, drawn: DrawnTokens) -> None:

@@ -24,7 +24,7 @@ from pa_npu.control.messages import DISPATCHED, TRAINERS_RUN_ON, UPDATE_SIZE, Tr
 from pa_npu.control.milestones import Milestones
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
-from pa_npu.publish.late_engines import LateEngines
+from pa_npu.publish.late_engines import LateEngineSender
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.publish.probes import ProbePlan
 from pa_npu.publish.publisher import Publisher, WeightSource
@@ -56,7 +56,7 @@ class RankParts:
     rollouts: Callable[[int], MicrobatchIterator]
     checks: IterationChecks
     publisher: Publisher | None
-    late_engines: LateEngines | None
+    late_engines: LateEngineSender | None
     kept_logprobs: TrainerLogprobs | None
     held_out: HeldOutRows | None
 
@@ -97,7 +97,7 @@ def assemble_rank(
     publisher, late_engines = None, None
     if sender is not None:
         publisher = sender.publisher
-        late_engines = LateEngines(
+        late_engines = LateEngineSender(
             sender.late, channel, learner.gate, platform, backend.place, config.publish.timeout_s
         )
         announce(sender, channel, backend)
@@ -303,6 +303,7 @@ def rollout_source(
             timeout_s=config.deadlines.wait_timeout_s,
             max_tokens=config.microbatch.budget,
             piece_tokens=config.microbatch.tokens,
+            depth_first=not config.depth_first_obstacle,
             device=backend.device,
             links=backend.replica_links,
             timeline=timeline,

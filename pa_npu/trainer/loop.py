@@ -25,7 +25,7 @@ from typing import Any
 from pa_npu.algorithm.agreement_sums import (
     DifferenceSums,
 )
-from pa_npu.algorithm.objective import TrainedResponse
+from pa_npu.algorithm.objective import JudgeFirst, TrainedResponse
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.checkpoints.saving import Checkpointing
 from pa_npu.config.schema import Config
@@ -99,7 +99,7 @@ def train(
             break
         with timeline.span("iteration", iteration=version), profiler(version):
             rides = checks.agreement.probes_ride and probe == ProbeReport()
-            judge = partial(checks.agreement.check_probe, version) if rides else None
+            judge = partial(checks.agreement.check_first, version) if rides else None
             updates = config.schedule.updates_per_iteration
             measure = partial(measure_first, config, learner, checks.agreement, version)
             consumed = consume(
@@ -185,7 +185,7 @@ def consume(
     microbatches: MicrobatchIterator,
     updates: int,
     measure: Callable[[MicrobatchIterator], None] = lambda _: None,
-    judge_first: Callable[[DifferenceSums], None] | None = None,
+    judge_first: JudgeFirst | None = None,
     before_step: Callable[[], None] = lambda: None,
 ) -> Consumed:
     """Trains an iteration's groups in `updates` equal shares, with an optimizer step after each.

@@ -40,6 +40,7 @@ from pa_npu.weight_transfer.transport import Deadline
 from tests.helpers.adapters import plain
 from tests.helpers.backend import Source
 from tests.helpers.backend_fault_conformance import BackendFaultConformance
+from tests.helpers.backend_resume_conformance import BackendResumeConformance
 from tests.helpers.backend_updates import (
     LEARNING_RATE,
     Make,
@@ -75,7 +76,7 @@ def made_and_left(name: str, config: Config, checkpoint: Path, output: Path) -> 
     return ranks, joined
 
 
-class BackendConformance(BackendFaultConformance):
+class BackendConformance(BackendFaultConformance, BackendResumeConformance):
     """Subclass it as a test class with fixtures `make` and `model`, an HF directory, and the
     backend's name in the registry.
     """

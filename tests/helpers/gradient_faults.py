@@ -100,8 +100,9 @@ def inject(name: str, learner: Learner) -> None:
 
 
 def _waits_for_others(name: str, learner: Learner) -> bool:
-    """Whether a backward more or less on one rank alone would never end: shards are gathered and
-    reduced by all in it, or tokens go to experts of other ranks."""
+    """Returns whether a backward more or less on one rank alone would never end: shards are
+    gathered and reduced by all in it, or tokens go to experts of other ranks.
+    """
     is_collective = (
         "fsdp" in type(learner.backend).__module__ or learner.backend.place.mesh.expert > 1
     )

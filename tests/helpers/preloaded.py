@@ -160,7 +160,7 @@ def main() -> None:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     running.discard(pid)
-                    _say(answers, ended=pid, code=os.waitstatus_to_exitcode(status))
+                    _answer(answers, ended=pid, code=os.waitstatus_to_exitcode(status))
         if 0 in ready:
             if not (read := os.read(0, 2**16)):
                 break
@@ -169,13 +169,13 @@ def main() -> None:
                 if not (pid := os.fork()):
                     _be_rank(json.loads(line))
                 running.add(pid)
-                _say(answers, started=pid)
+                _answer(answers, started=pid)
     for pid in running:
         os.kill(pid, signal.SIGKILL)
 
 
-def _say(answers: Any, **said: int) -> None:
-    answers.write(json.dumps(said).encode() + b"\n")
+def _answer(answers: Any, **fields: int) -> None:
+    answers.write(json.dumps(fields).encode() + b"\n")
 
 
 def _be_rank(request: dict[str, Any]) -> None:

@@ -36,7 +36,10 @@ SIZED: dict[tuple[str, ...], tuple[int, int]] = {
     ("grpo_qwen2.5_32b.yaml", "clusters/32b_2_nodes_of_16.yaml"): (2, 16),
     ("grpo_qwen2.5_32b.yaml", "clusters/32b_8_nodes.yaml"): (8, 8),
     ("grpo_qwen3_8b.yaml",): (1, 8),
+    ("grpo_qwen3_8b.yaml", "lengths/8b_32k_16_devices.yaml"): (1, 16),
+    ("grpo_qwen3_8b.yaml", "lengths/8b_128k_4_nodes.yaml"): (4, 8),
     ("grpo_deepseek_r1_distill_qwen_7b.yaml",): (1, 8),
+    ("grpo_deepseek_r1_distill_qwen_7b.yaml", "lengths/deepscaler_16k.yaml"): (1, 8),
     ("grpo_qwen3_30b_a3b.yaml",): (1, 16),
     ("distill_qwen3_8b.yaml",): (1, 16),
 }

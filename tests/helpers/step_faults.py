@@ -297,7 +297,7 @@ def _write_weights(backend: Any) -> None:
             tensor.weights.add_(1e-6)
 
 
-def _decay_norms(backend: Any) -> None:
+def decay_norms(backend: Any) -> None:
     for optimizer in torch_optimizers(backend):
         for group in optimizer.param_groups:
             group["weight_decay"] = 0.5
@@ -308,7 +308,7 @@ _BETWEEN: dict[str, Callable[[Any], None]] = {
     "moments zeroed between updates": partial(_zero, ("exp_avg", "exp_avg_sq")),
     "the square moment zeroed between updates": partial(_zero, ("exp_avg_sq",)),
     "weights written between updates": _write_weights,
-    "norms decayed, by their group": _decay_norms,
+    "norms decayed, by their group": decay_norms,
 }
 
 

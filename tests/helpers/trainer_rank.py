@@ -39,21 +39,27 @@ def with_advantages(group: Group, advantages: np.ndarray) -> Group:
 
 
 def make_groups(
-    iteration: int, count: int, responses: int, seed: int, vocab: int = 128
+    iteration: int,
+    count: int,
+    responses: int,
+    seed: int,
+    vocab: int = 128,
+    prompt_tokens: int | None = None,
 ) -> list[Group]:
-    """Random groups with ragged responses and nonzero advantages."""
+    """Random groups with ragged responses and nonzero advantages. prompt_tokens: None: 2 to 8."""
     rng = np.random.default_rng((seed, iteration))
     groups = []
     for index in range(count):
         lengths = rng.integers(1, 9, responses).astype(np.int32)
         total = int(lengths.sum())
+        num_prompt_tokens = prompt_tokens or int(rng.integers(2, 9))
         groups.append(
             group_of_responses(
                 iteration=iteration,
                 version=iteration,
                 index=index,
                 prompt_id=index,
-                prompt_tokens=rng.integers(3, vocab, int(rng.integers(2, 9))).astype(np.int32),
+                prompt_tokens=rng.integers(3, vocab, num_prompt_tokens).astype(np.int32),
                 response_tokens=rng.integers(3, vocab, total).astype(np.int32),
                 response_lengths=lengths,
                 logprobs=-rng.random(total).astype(np.float32),
@@ -190,6 +196,7 @@ def main(job_file: str) -> None:
                 fault=job.get("fault"),
                 equal=job["equal"][iteration] if "equal" in job else None,
                 images=job.get("images", False),
+                prompt_tokens=job.get("prompt_tokens"),
             )
             DISPATCHED.put(channel, dispatched, iteration=iteration)
             if "sizes" in job:
@@ -228,6 +235,7 @@ def put_groups(
     fault: str | None = None,
     equal: list[int] | None = None,
     images: bool = False,
+    prompt_tokens: int | None = None,
 ) -> Dispatched:
     """Slots as the coordinator assigns them with order=prompt, or in the given arrival order;
     advantages are those of the rewards.
@@ -242,6 +250,7 @@ def put_groups(
         config.schedule.prompts_per_iteration,
         config.rollout.responses_per_prompt,
         config.run.seed,
+        prompt_tokens=prompt_tokens,
     )
     if images:
         from tests.helpers.vision import showing_image

@@ -80,7 +80,7 @@ def test_other_programs_sample_from_the_current_version_and_take_groups_as_colum
         "rewards",
         "advantages",
     ]
-    wanted = {"task": "t", "columns": columns, "policy": "age", "most": GROUPS}
+    wanted = {"task": "t", "columns": columns, "policy": "age", "max_groups": GROUPS}
     found: list[dict[str, Any]] = []
     while len(found) < GROUPS:
         found += asked(run, "POST", "/groups", {**wanted, "wait_s": 20})[1]["groups"]

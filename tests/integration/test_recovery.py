@@ -70,7 +70,7 @@ class Result:
     losses: list[float]
 
     @classmethod
-    def of(cls, directory: Path) -> Result:
+    def read(cls, directory: Path) -> Result:
         records = [
             json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()
         ]
@@ -289,7 +289,7 @@ def undisturbed(
         run = launch(*keys(tiny, directory, backend, **others))
         run.popen.wait(TIMEOUT_S)
         assert run.popen.returncode == 0, run.output
-        return Result.of(directory)
+        return Result.read(directory)
 
     return result
 
@@ -351,7 +351,7 @@ def assert_equal_when_killed(
     assert watched.run.popen.returncode == 0 and "the run continues from" in watched.run.output, (
         watched.run.output
     )
-    Result.of(directory / "run").assert_equal(Result.of(directory / "calm"))
+    Result.read(directory / "run").assert_equal(Result.read(directory / "calm"))
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_engines_that_are_killed_whenever_change_nothing(
     kill_all(watched, kills)
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0 and AGAIN not in watched.run.output, watched.run.output
-    Result.of(directory).assert_equal(undisturbed(backend))
+    Result.read(directory).assert_equal(undisturbed(backend))
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ def test_engines_trainers_coordinator_reward_workers_and_launcher_that_are_kille
     last.popen.wait(TIMEOUT_S)
     assert last.popen.returncode == 0, last.output
     assert "the run continues from" in last.output
-    Result.of(directory).assert_equal(undisturbed(backend))
+    Result.read(directory).assert_equal(undisturbed(backend))
 
 
 @pytest.mark.nightly
@@ -456,7 +456,7 @@ def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
     kill_all(watched, each(["VLLM::EngineCore"]), signal.SIGSTOP)
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0, watched.run.output
-    Result.of(directory).assert_equal(undisturbed("vllm"))
+    Result.read(directory).assert_equal(undisturbed("vllm"))
 
 
 @pytest.mark.parametrize(
@@ -517,7 +517,7 @@ def test_a_run_whose_devices_decode_then_train_ends_with_the_weights_of_one_that
     kill_all(watched, kills, number, directory)
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0, watched.run.output
-    Result.of(directory).assert_equal(undisturbed("transformers"))
+    Result.read(directory).assert_equal(undisturbed("transformers"))
     events = read_events(directory / "timeline" / "coordinator.jsonl")
     for engine in range(2):
         trains = [
@@ -634,7 +634,7 @@ def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed
     calm = launch(*keys(tiny, tmp_path / "calm", "transformers", **stale))
     calm.popen.wait(TIMEOUT_S)
     assert calm.popen.returncode == 0, calm.output
-    expected = Result.of(tmp_path / "calm")
+    expected = Result.read(tmp_path / "calm")
 
     watched = watched_when_ready(
         launch(*keys(tiny, tmp_path / "run", "transformers", buffer__shards="node", **stale)),
@@ -646,7 +646,7 @@ def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed
     assert "the run continues from" in watched.run.output, (
         "the kills must have met a run with checkpoints"
     )
-    Result.of(tmp_path / "run").assert_equal(expected)
+    Result.read(tmp_path / "run").assert_equal(expected)
     records = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -693,7 +693,7 @@ def test_what_is_skipped_or_carried_is_the_same_whatever_is_killed(
     )
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0 and AGAIN in watched.run.output, watched.run.output
-    Result.of(tmp_path / "run").assert_equal(Result.of(tmp_path / "calm"))
+    Result.read(tmp_path / "run").assert_equal(Result.read(tmp_path / "calm"))
     decided = []
     names = ("publish_kl", "publish_skipped", "age_max", "tokens_response", "groups")
     for name in ("calm", "run"):
@@ -747,7 +747,7 @@ def test_a_delayed_publish_ends_with_the_weights_of_a_blocking_one_whatever_is_k
     )
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0 and AGAIN in watched.run.output, watched.run.output
-    Result.of(tmp_path / "run").assert_equal(Result.of(tmp_path / "calm"))
+    Result.read(tmp_path / "run").assert_equal(Result.read(tmp_path / "calm"))
 
 
 @pytest.mark.nightly
@@ -777,7 +777,7 @@ def test_a_run_on_two_datasets_ends_with_the_same_weights_whatever_is_killed(
     assert watched.run.popen.returncode == 0 and "the run continues from" in watched.run.output, (
         watched.run.output
     )
-    Result.of(tmp_path / "run").assert_equal(Result.of(tmp_path / "calm"))
+    Result.read(tmp_path / "run").assert_equal(Result.read(tmp_path / "calm"))
     said = []
     for name in ("calm", "run"):
         records = [

@@ -187,11 +187,11 @@ def publish(publisher: Any, channel: Any, stage: int, engine_workers: int) -> di
 
 def serve_late(publisher: Any, channel: Any, learner: Any, platform: Any) -> None:
     """As a trainer inside an iteration, until the test says that it is over."""
-    from pa_npu.publish.late_engines import LateEngines
+    from pa_npu.publish.late_engines import LateEngineSender
     from pa_npu.publish.messages import LATE_MANIFEST
 
     place = learner.backend.place
-    with LateEngines(publisher, channel, learner.gate, platform, place, TIMEOUT_S / 2):
+    with LateEngineSender(publisher, channel, learner.gate, platform, place, TIMEOUT_S / 2):
         if publisher.is_leader:
             LATE_MANIFEST.put(channel, publisher.manifest(), stage=place.stage)
         channel.wait_bytes(LATE_OVER, TIMEOUT_S, "the test to have received late")

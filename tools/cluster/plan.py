@@ -159,7 +159,9 @@ def _colocated_s(basis: KnownBasis, config: Config, devices: int) -> float:
     """All devices generate, then all train: the sum, the step and the border; moving weights in and
     out of memory is left out.
     """
-    mesh = Mesh.of(devices, config.mesh.tensor, config.mesh.pipeline, context=config.mesh.context)
+    mesh = Mesh.for_devices(
+        devices, config.mesh.tensor, config.mesh.pipeline, context=config.mesh.context
+    )
     changes = {
         "rollout": {"engines": max(1, devices // config.rollout.tensor_parallel)},
         "trainer": {"devices": mesh.size},

@@ -72,7 +72,7 @@ class PacedMicrobatches:
         waited_s = self._source.waited_s
         microbatch = next(self._source)
         self._begin_s = self._device.begins(before and self._source.waited_s - waited_s < _WAITED_S)
-        self._seconds = self._token_s * separate(microbatch.layout).total
+        self._seconds = self._token_s * separate(microbatch.whole_layout).total
         return microbatch
 
 

@@ -23,6 +23,7 @@ from pa_npu.algorithm.model_outputs import Logprobs, Outputs, Weights
 from pa_npu.algorithm.objective import Objective
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
+from pa_npu.attention.stems import of_model
 from pa_npu.backends.context import Part, Parts, new_context_group, new_group_of, replica_links
 from pa_npu.backends.fsdp.checkpoint import PlannedShards, load_state, state_of
 from pa_npu.backends.fsdp.lora import Adapted
@@ -32,7 +33,7 @@ from pa_npu.backends.fsdp.optimizer import ShardedAdamW, counted, local
 from pa_npu.backends.fsdp.vision import PackedImages, pack_images
 from pa_npu.backends.fsdp.weights import ShardedWeights
 from pa_npu.backends.hf_directory import BUCKET_BYTES, write_hf
-from pa_npu.backends.in_step import InStep
+from pa_npu.backends.in_step import Turn, Turns
 from pa_npu.backends.logprob import MostLikely, RowScores
 from pa_npu.backends.optimizer import OffloadedState
 from pa_npu.backends.protocol import (
@@ -168,20 +169,27 @@ class FsdpBackend:
             reduction.restart()
             reduction.first = objective.first_sampled
         has_computed = False
-        with closing(self._in_step(microbatches)) as steps:
-            for microbatch in steps:
+        opened: list[Outputs] = []
+        compares = self._trainer_models.compares_distributions
+        is_watched = not (objective.entropy_gradient or compares)
+        with closing(self._turns(microbatches)) as turns:
+            for turn in turns:
                 start_s = now()
                 has_computed = True
-                objective.begin()
-                compares = self._trainer_models.compares_distributions
-                is_watched = not (objective.entropy_gradient or compares)
-                outputs = self._pass(microbatch, objective.entropy_gradient, is_watched)
-                if microbatch.is_filler:
-                    _backward_of_nothing(outputs)
-                    continue
-                objective.loss(microbatch, outputs).backward()
-                groups = ", ".join(map(str, microbatch.group_indices))
-                self._timeline.complete(f"group {groups}", start_s, now(), lane="microbatches")
+                if turn.kind == "close":
+                    _backward_of_nothing(opened.pop())
+                else:
+                    objective.begin()
+                    microbatch = turn.microbatch
+                    outputs = self._pass(microbatch, objective.entropy_gradient, is_watched)
+                    if turn.kind == "open":
+                        opened.append(outputs)
+                    elif microbatch.is_filler:
+                        _backward_of_nothing(outputs)
+                    else:
+                        objective.loss(microbatch, outputs).backward()
+                if turn.microbatch.group_indices:
+                    self._timeline.complete(turn.label, start_s, now(), lane="microbatches")
         if not has_computed:
             # all is trained by rule, on every rank: the step is that of a gradient of 0
             _backward_of_nothing(self._pass(self._nothing, False))
@@ -217,20 +225,20 @@ class FsdpBackend:
         return Step(grad_norm if math.isfinite(grad_norm) else math.nan, learning_rate)
 
     def evaluate(
-        self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]
+        self, microbatches: list[Microbatch], on_outputs: Callable[[Microbatch, Outputs], None]
     ) -> None:
         with torch.no_grad():
-            for microbatch in self._in_step(iter(microbatches)):
-                on_device = microbatch.to(self.device)
+            for turn in self._turns(iter(microbatches)):
+                on_device = turn.microbatch.to(self.device)
                 outputs = self._pass(on_device, False)
-                if not microbatch.is_filler:
-                    take(on_device, outputs)
+                if not on_device.is_filler:
+                    on_outputs(on_device, outputs)
 
     @torch.no_grad()
     def rounding(
         self,
         microbatches: list[Microbatch],
-        take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
+        on_logprobs: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
     ) -> bool:
         narrow_dtype = DTYPES[self._config.model.dtype]
         wide = self._platform.widest_dtype if narrow_dtype == torch.float32 else torch.float32
@@ -241,7 +249,7 @@ class FsdpBackend:
         with plain_experts(self._module.causal), widened(self._module, wide):
             widest = self._logprobs("policy", on_device)
         for microbatch, less, more in zip(on_device, narrow, widest, strict=True):
-            take(microbatch, less, more)
+            on_logprobs(microbatch, less, more)
         return True
 
     def digest(self, name: str = "policy") -> str:
@@ -279,7 +287,7 @@ class FsdpBackend:
         source = (
             self._whole(self._policy, BUCKET_BYTES, self._shard_group) if self.place.sends else None
         )
-        write_hf(source, self._spec, directory, self.place, self.device, prompts=self._config.data)
+        write_hf(source, self._spec, directory, self.place, self.device, config=self._config)
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -304,8 +312,9 @@ class FsdpBackend:
     def _logprobs(self, name: str, microbatches: list[Microbatch]) -> list[torch.Tensor]:
         """One model's, of each microbatch."""
         logprobs = []
-        for microbatch in self._in_step(iter(microbatches)):
-            part = self._parts.of(microbatch)
+        for turn in self._turns(iter(microbatches)):
+            microbatch = turn.microbatch
+            part = self._parts.for_microbatch(microbatch)
             images = self._images(microbatch)
             scores = part.joined(self._score(name, microbatch, part, images, entropy=False))
             if not microbatch.is_filler:
@@ -317,12 +326,10 @@ class FsdpBackend:
             self._policy, self._optimizer, self._models["reference"] if with_reference else None
         )
 
-    def _in_step(self, microbatches: Iterator[Microbatch]) -> Generator[Microbatch, None, None]:
-        """The microbatches, and fillers while only other ranks have any."""
-        if self._shard_group is None:
-            yield from microbatches
-        else:
-            yield from InStep(microbatches, dist.group.WORLD, lambda: self._nothing, None)
+    def _turns(self, microbatches: Iterator[Microbatch]) -> Generator[Turn, None, None]:
+        """This rank's turns, in step with all others."""
+        group = None if self._shard_group is None else dist.group.WORLD
+        yield from Turns(microbatches, group, lambda: self._nothing, None)
 
     def _pass(
         self,
@@ -333,7 +340,7 @@ class FsdpBackend:
         """All models over a microbatch, the frozen ones first. is_watched: whether to watch the
         gradient that meets the LM head.
         """
-        part = self._parts.of(microbatch)
+        part = self._parts.for_microbatch(microbatch)
         images = self._images(microbatch)
         frozen: dict[str, Logprobs] = {}
         choices: dict[str, torch.Tensor] = {}
@@ -348,7 +355,7 @@ class FsdpBackend:
                 scores = self._score(
                     name,
                     subject,
-                    part if is_asked else self._parts.of(subject),
+                    part if is_asked else self._parts.for_microbatch(subject),
                     images if is_asked else self._images(subject),
                     entropy=False,
                     most_likely=most_likely,
@@ -419,7 +426,7 @@ class FsdpBackend:
             refuse_attachments(microbatch, self._config)
         return model(
             part.tokens,
-            part.layout,
+            of_model(part.layout, name),
             part.rows,
             part.targets,
             self._config.rollout.temperature,

@@ -188,6 +188,4 @@ def export_checkpoint(
             alone=True,
         )
     source = ShardedWeights(policy, spec, place, BUCKET_BYTES, DTYPES[config.model.dtype], None)
-    write_hf(
-        source, spec, output, place, torch.device("cpu"), prompts=config.data, template=template
-    )
+    write_hf(source, spec, output, place, torch.device("cpu"), config=config, template=template)

@@ -172,7 +172,7 @@ def write_adapters(
         directory,
         place,
         device,
-        prompts=config.data,
+        config=config,
         template=template,
         max_file_bytes=2**62,
         complete=partial(_complete, policy, config),

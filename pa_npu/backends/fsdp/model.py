@@ -26,6 +26,7 @@ from pa_npu.algorithm.loss_gradient import HeadGradient
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.context import RankRows
 from pa_npu.attention.huggingface import use_shared_prompt_attention
+from pa_npu.attention.stems import PathRows
 from pa_npu.backends.fsdp.optimizer import CountedReduceScatter
 from pa_npu.backends.fsdp.vision import (
     PackedImages,
@@ -69,7 +70,7 @@ class ScoredModel(torch.nn.Module, Weights):
     def forward(
         self,
         tokens: torch.Tensor,
-        layout: PrefixLayout | RankRows,
+        layout: PrefixLayout | RankRows | PathRows,
         rows: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,
@@ -107,7 +108,7 @@ class ScoredModel(torch.nn.Module, Weights):
         if self._cap is not None:
             hidden, temperature = hidden * self._scale, temperature * self._scale
         if head_gradient is not None and self._cap is None:
-            head_gradient.watch(hidden)
+            head_gradient.offer(hidden)
         return score_rows(
             hidden,
             weight,
@@ -257,5 +258,5 @@ def count_reductions(
                 continue
             counted.append(CountedReduceScatter(copies, summed_in))
             module.set_custom_reduce_scatter(counted[-1])  # type: ignore[arg-type]  # its interface, of an unnamed module
-            module.set_all_reduce_hook(counted[-1].take_reduced)
+            module.set_all_reduce_hook(counted[-1].on_reduced)
     return counted

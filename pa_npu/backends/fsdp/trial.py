@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from pa_npu.attention import PrefixLayout
+from pa_npu.attention.stems import KeptKeys, PathRows
 from pa_npu.attention.trie import pack
 from pa_npu.backends.fsdp.model import OWN_ATTENTION, ScoredModel, without_dropout
 from pa_npu.backends.fsdp.vision import (
@@ -41,6 +42,7 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.families.any_model import ACTIVE, EXPERTS, auto_class, config_of
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.amounts import work
 from pa_npu.vision.family import FAMILIES
 from pa_npu.vision.processor import ImageProcessor
 
@@ -54,6 +56,8 @@ _EXPERTS = 8
 # Sizes that no attention depends on.
 _INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 _WINDOWS = ("sliding_window", "attention_chunk_size")
+# Rope scalings that turn keys by the longest position of a pass.
+_ROPES_BY_LENGTH = ("dynamic", "longrope")
 # Of a model that reads images: the first of its special tokens, and an image in the first prompt.
 _IMAGE_TOKEN = 150
 _IMAGE_GRID = (1, 4, 6)
@@ -108,7 +112,16 @@ def fit(config: Config, spec: ModelSpec) -> tuple[Config, list[str]]:
                 f"model.path: {spec.family}, {_described(packing)}, as a trial of few layers "
                 f"found right{because}"
             )
-            return packing.configure(config), [line]
+            fitted = packing.configure(config)
+            if fitted.depth_first_obstacle or work(fitted).stem_tokens == 0:
+                return fitted, [line]
+            obstacle = stems_obstacle(spec, packing, longest, recompute)
+            if obstacle is None:
+                return fitted, [line]
+            again = fitted.microbatch.model_copy(update={"depth_first": False})
+            return fitted.model_copy(update={"microbatch": again}), [
+                f"{line}; the prompt of a group is computed in each of its microbatches ({obstacle})"
+            ]
         attention = ""
         if packing.attention in OWN_ATTENTION:
             attention = f" by {packing.attention}"
@@ -200,6 +213,62 @@ def tried(
         return difference
     except Exception as error:  # whatever a model's code raises, it cannot be packed like this
         return _line(error)
+
+
+def stems_obstacle(
+    spec: ModelSpec, packing: Packing, longest: int, recompute: bool = False
+) -> str | None:
+    """Tries whether a prompt may be computed once, before the responses of several microbatches;
+    returns why not, or None if it may. The packing has been found right.
+    """
+    text = config_of(spec.path, spec.trust_remote_code).get_text_config()
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    kind = rope.get("rope_type")
+    if kind in _ROPES_BY_LENGTH:
+        return f"rope scaling {kind} turns keys by the length of what is in a pass"
+    try:
+        model = few_layers(spec, longest)
+        candidate = few_layers(spec, longest)
+        candidate.load_state_dict(model.state_dict())
+        if ScoredModel(candidate, packing.attention).reads_images:
+            return "the model reads images"
+        sequences = _sequences(model)
+        expected = _alone(model, sequences)
+        candidate.train()
+        if recompute:
+            candidate.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+        scored = ScoredModel(candidate, packing.attention)
+        logprobs = _scored_behind_stems(scored, sequences)
+        return _different(model, candidate, expected, logprobs)
+    except Exception as error:  # whatever a model's code raises, it cannot be computed like this
+        return _line(error)
+
+
+def _scored_behind_stems(model: ScoredModel, sequences: list[_Sequence]) -> list[torch.Tensor]:
+    """As `_scored`, each response by itself behind its prompt."""
+    scores: list[torch.Tensor] = []
+    first = 0
+    nothing = torch.zeros(1, dtype=torch.int64)
+    for prompt, responses in _GROUPS:
+        rows = prompt - 1
+        kept = KeptKeys(rows)
+        stem = PathRows(PrefixLayout((rows,), (-1,)), own=kept)
+        tokens = sequences[first].tokens
+        opened = model(tokens[:rows], stem, nothing, nothing, 1.0, 16)
+        for sequence in sequences[first : first + len(responses)]:
+            layout = PrefixLayout((len(sequence.tokens),), (-1,))
+            targets = sequence.tokens[prompt:]
+            own = torch.arange(len(targets))
+            piece = PathRows(layout, stems=(kept,))
+            response = model(sequence.tokens[rows:], piece, own, targets, 1.0, 16).logprobs
+            (response * _weights(len(response))).sum().backward()
+            scores.append(response.detach())
+        (opened.logprobs.sum() * 0.0).backward()
+        kept.release()
+        first += len(responses)
+    return scores
 
 
 def _line(error: Exception) -> str:

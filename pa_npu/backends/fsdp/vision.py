@@ -80,8 +80,8 @@ def pack_images(
         shown.append(ShownPatches(grid, processor.patches(pixels), packed.rows, packed.places))
     device = microbatch.tokens.device
     if shown:
-        return joined_images(microbatch.layout, shown, processor.merged, device)
-    positions = image_positions(microbatch.layout, ()).to(device)
+        return joined_images(microbatch.whole_layout, shown, processor.merged, device)
+    positions = image_positions(microbatch.whole_layout, ()).to(device)
     return smallest_image(positions, processor) if fill else PackedImages(positions)
 
 

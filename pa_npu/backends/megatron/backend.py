@@ -25,8 +25,9 @@ from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient, Reductions
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.context import RankRows
+from pa_npu.attention.stems import PathRows
 from pa_npu.backends.context import Part, Parts, replica_links
-from pa_npu.backends.in_step import InStep, largest, zero_for_fillers
+from pa_npu.backends.in_step import Turn, Turns, largest, zero_for_fillers
 from pa_npu.backends.logprob import MostLikely, RowScores
 from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.checkpoint import CheckpointContents, PlannedShards
@@ -55,8 +56,8 @@ from pa_npu.checkpoints.directories import CheckpointMeta
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
+from pa_npu.samples.expert_choices import EXPERT_CHOICES
 from pa_npu.samples.microbatch import Microbatch, filler
-from pa_npu.samples.routes import ROUTES
 from pa_npu.telemetry.timeline import Timeline, now
 from pa_npu.weight_transfer.computation import Computation
 from pa_npu.weight_transfer.digest import digest_of
@@ -193,6 +194,8 @@ class MegatronBackend:
         def forward(microbatch: Microbatch) -> Any:
             objective.begin()
             balance = None if microbatch.is_filler else objective.balance(microbatch)
+            if microbatch.is_stem:  # routers count its tokens
+                balance = 0.0
             beside = {} if held is None else held.scores(microbatch)
             output = self._forward(microbatch, objective.entropy_gradient, balance, beside)
             is_own = not isinstance(output, ModelOutput) and not microbatch.is_filler
@@ -205,7 +208,7 @@ class MegatronBackend:
 
         self._run(source, num_microbatches, forward, loss, lambda: source.is_last)
         self._platform.synchronize()
-        return None if self._watched is None else self._watched.take()
+        return None if self._watched is None else self._watched.pop_reduced()
 
     def gradient_size(self, first: int = 0, every: int = SAMPLED_EVERY) -> torch.Tensor:
         return gradient_size(self._ddp, first, every)
@@ -234,16 +237,18 @@ class MegatronBackend:
             succeeded, grad_norm, _ = self._optimizer.step()
         self._platform.synchronize()
         routing = (
-            None if self._routing is None else self._routing.take(self.reductions, self.device)
+            None
+            if self._routing is None
+            else self._routing.pop_routing(self.reductions, self.device)
         )
         norm = math.nan if not succeeded or grad_norm is None else float(grad_norm)
         return Step(norm, learning_rate, routing)
 
     def evaluate(
-        self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]
+        self, microbatches: list[Microbatch], on_outputs: Callable[[Microbatch, Outputs], None]
     ) -> None:
         def loss(microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
-            take(microbatch, self._outputs(output))
+            on_outputs(microbatch, self._outputs(output))
             return torch.zeros((), device=self.device)
 
         on_device = [microbatch.to(self.device) for microbatch in microbatches]
@@ -254,13 +259,13 @@ class MegatronBackend:
     def rounding(
         self,
         microbatches: list[Microbatch],
-        take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
+        on_logprobs: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
     ) -> bool:
         narrow_dtype = self._stage.config.params_dtype
         wide = self._platform.widest_dtype if narrow_dtype == torch.float32 else torch.float32
         if wide == narrow_dtype:
             return False
-        on_device = [one.to(self.device) for one in microbatches]
+        on_device = [microbatch.to(self.device) for microbatch in microbatches]
         narrow: list[torch.Tensor] = []
 
         def keep(microbatch: Microbatch, scores: RowScores) -> torch.Tensor:
@@ -268,7 +273,7 @@ class MegatronBackend:
             return scores.logprobs.new_zeros(())
 
         def compare(microbatch: Microbatch, scores: RowScores) -> torch.Tensor:
-            take(microbatch, narrow.pop(0), scores.logprobs)
+            on_logprobs(microbatch, narrow.pop(0), scores.logprobs)
             return scores.logprobs.new_zeros(())
 
         self._pass_alone(
@@ -296,7 +301,7 @@ class MegatronBackend:
     def export(self, directory: Path) -> None:
         shards = self._shard_group
         export_hf(
-            self._stage.policy, self._spec, directory, self.place, shards, prompts=self._config.data
+            self._stage.policy, self._spec, directory, self.place, shards, config=self._config
         )
 
     def close(self) -> None:
@@ -319,24 +324,32 @@ class MegatronBackend:
         group = self._step_group
         # fillers take the places of groups that are trained by rule, too
         loss = zero_for_fillers(loss)
-        if group is not None and self._config.trainer.pipeline_parallel > 1:
+        if self._config.trainer.pipeline_parallel == 1:
+            turns = Turns(microbatches, group, self._filler, is_last)
+            with (
+                closing(with_spans(turns, self._timeline)) as timed_turns,
+                torch.set_grad_enabled(not forward_only),
+            ):
+                run_sequential(self._ddp, timed_turns, forward, loss, forward_only=forward_only)
+            return
+        if group is not None:
             total = largest(num_microbatches, group, self.device)
             fillers = (self._filler() for _ in range(total - num_microbatches))
             microbatches = chain(microbatches, fillers)
             num_microbatches = total
-        elif group is not None:
-            microbatches = in_step = InStep(microbatches, group, self._filler, is_last)
-            is_last = None if forward_only else in_step.is_last
+        every = (Turn("train", microbatch) for microbatch in microbatches)
         with (
-            closing(with_spans(microbatches, self._timeline)) as timed,
+            closing(with_spans(every, self._timeline)) as timed,
             torch.set_grad_enabled(not forward_only),
         ):
-            if self._config.trainer.pipeline_parallel == 1:
-                run_sequential(self._ddp, timed, forward, loss, is_last)
-            else:
-                run_pipelined(
-                    self._ddp, timed, num_microbatches, forward, loss, forward_only=forward_only
-                )
+            run_pipelined(
+                self._ddp,
+                (turn.microbatch for turn in timed),
+                num_microbatches,
+                forward,
+                loss,
+                forward_only=forward_only,
+            )
 
     def _filler(self) -> Microbatch:
         return filler(self._config.trainer.pad_multiple, self.device)
@@ -396,7 +409,7 @@ class MegatronBackend:
     def _part(self, microbatch: Microbatch) -> Part:
         """This rank's part of a microbatch. Raises ConfigError for attachments."""
         refuse_attachments(microbatch, self._config)
-        return self._parts.of(microbatch)
+        return self._parts.for_microbatch(microbatch)
 
     def _outputs(self, output: ModelOutput) -> Outputs:
         weights = self._stage.weights
@@ -447,16 +460,16 @@ class MegatronBackend:
 
 def _inputs(
     part: Part,
-) -> tuple[torch.Tensor, PrefixLayout | RankRows, torch.Tensor, torch.Tensor]:
-    """What a model is given of a part."""
+) -> tuple[torch.Tensor, PrefixLayout | RankRows | PathRows, torch.Tensor, torch.Tensor]:
+    """Returns the inputs of a model for a part."""
     return part.tokens[None], part.layout, part.rows, part.targets
 
 
 def _replay(microbatch: Microbatch, part: Part) -> Replay | None:
-    """The routes of a part's tokens. None where the run does not replay, or nobody recorded
+    """The expert choices of a part's tokens. None where the run does not replay, or nobody recorded
     anything: of a probe, and of a filler.
     """
-    if ROUTES not in microbatch.packed:
+    if EXPERT_CHOICES not in microbatch.packed:
         return None
     replay = replay_of(microbatch)
     return Replay(ids=part.of_rows(replay.ids, -1), leads=part.of_rows(replay.leads, False))
@@ -469,24 +482,27 @@ def _replay(microbatch: Microbatch, part: Part) -> Replay | None:
 
 
 def run_sequential(
-    model: Any,
-    microbatches: Iterable[Microbatch],
-    forward: Forward,
-    loss: Loss,
-    is_last: Callable[[], bool] | None,
+    model: Any, turns: Iterable[Turn], forward: Forward, loss: Loss, *, forward_only: bool
 ) -> None:
-    """Forward and backward of one microbatch after another, on a model without pipeline stages.
-
-    is_last: whether the microbatch taken last is the last one, in whose backward gradients begin to
-    be reduced; None: forward only.
+    """One turn after another on a model without pipeline stages. Gradients begin to be reduced in
+    the backward of the last one.
     """
-    if is_last is None:
-        for microbatch in microbatches:
-            loss(microbatch, forward(microbatch))
+    if forward_only:
+        for turn in turns:
+            if turn.kind != "close":
+                loss(turn.microbatch, forward(turn.microbatch))
         return
-    for microbatch in microbatches:
-        with nullcontext() if is_last() else model.config.no_sync_func():
-            loss(microbatch, forward(microbatch)).backward()
+    opened: list[torch.Tensor] = []
+    for turn in turns:
+        with nullcontext() if turn.is_last else model.config.no_sync_func():
+            if turn.kind == "close":
+                opened.pop().backward()
+                continue
+            result = loss(turn.microbatch, forward(turn.microbatch))
+            if turn.kind == "open":
+                opened.append(result)
+            else:
+                result.backward()
     model.config.finalize_model_grads_func([model])
 
 
@@ -531,16 +547,13 @@ def run_pipelined(
     )
 
 
-def with_spans(
-    microbatches: Iterable[Microbatch], timeline: Timeline
-) -> Generator[Microbatch, None, None]:
+def with_spans(turns: Iterable[Turn], timeline: Timeline) -> Generator[Turn, None, None]:
     """The same, with a timeline span for each: from the moment it is at hand until the next one is
     asked for.
     """
-    for microbatch in microbatches:
+    for turn in turns:
         start_s = now()
         try:
-            yield microbatch
+            yield turn
         finally:
-            groups = ", ".join(map(str, microbatch.group_indices))
-            timeline.complete(f"group {groups}", start_s, now(), lane="microbatches")
+            timeline.complete(turn.label, start_s, now(), lane="microbatches")

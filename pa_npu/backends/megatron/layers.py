@@ -33,6 +33,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from pa_npu.attention import PrefixLayout, shared_prompt_attention
 from pa_npu.attention.context import RankRows
+from pa_npu.attention.stems import PathRows
 from pa_npu.backends.megatron.experts import MixtureMLP
 from pa_npu.backends.megatron.routing import Replay
 from pa_npu.families.shape import Rope
@@ -44,9 +45,9 @@ from pa_npu.platform.base import FusedOps
 class AttentionContext:
     """A microbatch's part in one model's layers. cos, sin: [tokens, 1, head_dim] at the tokens'
     positions. balance: factor of the routers' auxiliary loss; None where nothing is trained.
-    replay: routes that routers take; None leaves the choice to them."""
+    replay: expert choices that routers take; None leaves the choice to them."""
 
-    layout: PrefixLayout | RankRows
+    layout: PrefixLayout | RankRows | PathRows
     cos: torch.Tensor
     sin: torch.Tensor
     balance: float | None = None
@@ -81,9 +82,15 @@ class CoreAttention(MegatronModule):
     """
 
     def __init__(
-        self, config: TransformerConfig, ops: FusedOps, implementation: str, **_: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        ops: FusedOps,
+        implementation: str,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
+        self.layer_number = layer_number
         self.ops = ops
         self.implementation = implementation
 
@@ -108,7 +115,12 @@ class CoreAttention(MegatronModule):
         rotated_query = self.ops.rotary(query.squeeze(1), context.cos, context.sin)
         rotated_key = self.ops.rotary(key.squeeze(1), context.cos, context.sin)
         out = shared_prompt_attention(
-            rotated_query, rotated_key, value.squeeze(1), context.layout, impl=self.implementation
+            rotated_query,
+            rotated_key,
+            value.squeeze(1),
+            context.layout,
+            impl=self.implementation,
+            layer=self.layer_number,
         )
         return out.reshape(out.shape[0], 1, -1)
 
@@ -234,6 +246,7 @@ class RotaryTable:
 
     def __init__(self, spec: ModelSpec) -> None:
         self.inverse_frequencies = inverse_frequencies(spec.rope, spec.head_dim)
+        self.scale = spec.rope.attention_factor
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def rows(
@@ -257,7 +270,9 @@ class RotaryTable:
                 torch.arange(length, dtype=torch.float32), self.inverse_frequencies
             )
             angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
-            table = (angles.cos().to(device, dtype), angles.sin().to(device, dtype))
+            cos = angles.cos() * self.scale
+            sin = angles.sin() * self.scale
+            table = (cos.to(device, dtype), sin.to(device, dtype))
             self._tables[device, dtype] = table
         return table
 
@@ -268,7 +283,34 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return frequencies / rope.factor
+    if rope.kind == "yarn":
+        return _yarn(rope, head_dim)
     return _llama3(frequencies, rope) if rope.kind == "llama3" else frequencies
+
+
+def _yarn(rope: Rope, head_dim: int) -> torch.Tensor:
+    """Frequencies that turn seldom are divided by `factor`, those that turn often are kept, and those
+    between are interpolated by their number (YaRN).
+    """
+
+    def number_of(turns: float) -> float:
+        """The number of the frequency that turns so often in the original positions."""
+        positions_per_radian = rope.original_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(positions_per_radian) / (2 * math.log(rope.theta))
+
+    low = number_of(rope.beta_fast)
+    high = number_of(rope.beta_slow)
+    if rope.truncate:
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    wavelengths = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    numbers = torch.arange(head_dim // 2, dtype=torch.float32)
+    kept = 1 - ((numbers - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (rope.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
 
 def _llama3(frequencies: torch.Tensor, rope: Rope) -> torch.Tensor:

@@ -91,7 +91,7 @@ class WatchedReduction:
         for group in self._groups:
             self._watch(group, group.start_grad_sync, group.finish_grad_sync)
 
-    def take(self) -> ReducedGradient:
+    def pop_reduced(self) -> ReducedGradient:
         """Returns the sums of the reduction that has ended, and forgets them."""
         buckets = [bucket for group in self._groups for bucket in group.buckets]
         none = torch.full((), torch.nan, dtype=self._summed_in, device=buckets[0].grad_data.device)
@@ -275,8 +275,8 @@ class _SteppedPart:
 
 
 def _memory_of(part: Any) -> dict[torch.Tensor, _Memory]:
-    """By parameter, of one of Megatron's optimizers: its distributed one, or one of whole
-    parameters in bf16 or fp32.
+    """Returns the memory of each parameter in one of Megatron's optimizers: the distributed one, or
+    one of whole parameters in bf16 or fp32.
     """
     settings = {
         id(weights): group for group in part.optimizer.param_groups for weights in group["params"]

@@ -41,6 +41,7 @@ from pa_npu.algorithm.loss_gradient import HeadGradient
 from pa_npu.algorithm.model_outputs import Weights
 from pa_npu.attention import PrefixLayout
 from pa_npu.attention.context import RankRows
+from pa_npu.attention.stems import PathRows, of_model
 from pa_npu.backends.logprob import MostLikely, RowScores
 from pa_npu.backends.megatron import parallel
 from pa_npu.backends.megatron.gpt import GPT, fused_ops, transformer_config
@@ -184,7 +185,7 @@ class TriModel(MegatronModule):
         config = self.policy.config
         return msgspec.structs.replace(
             computation,
-            rotations=rotations_of(self.rotary.inverse_frequencies),
+            rotations=rotations_of(self.rotary.inverse_frequencies, self.rotary.scale),
             attention_scales=[config.kv_channels**-0.5],
             experts_per_token=[] if config.num_moe_experts is None else [config.moe_router_topk],
         )
@@ -192,7 +193,7 @@ class TriModel(MegatronModule):
     def forward(
         self,
         tokens: torch.Tensor,
-        layout: PrefixLayout | RankRows,
+        layout: PrefixLayout | RankRows | PathRows,
         rows: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,
@@ -233,9 +234,8 @@ class TriModel(MegatronModule):
                     model_rotation = self._rotation(
                         name, layout, tokens.device, self.config.params_dtype
                     )
-                frozen_hidden[name] = model(
-                    tokens, AttentionContext(layout, *model_rotation, replay=replay)
-                )
+                context = AttentionContext(of_model(layout, name), *model_rotation, replay=replay)
+                frozen_hidden[name] = model(tokens, context)
         self.policy.set_input_tensor(inputs.get("policy"))
         hidden = self.policy(tokens, AttentionContext(layout, *rotation, balance, replay))
         if not self.post_process:
@@ -272,7 +272,7 @@ class TriModel(MegatronModule):
         self,
         name: str,
         tokens: torch.Tensor,
-        layout: PrefixLayout | RankRows,
+        layout: PrefixLayout | RankRows | PathRows,
         rows: torch.Tensor,
         targets: torch.Tensor,
         temperature: float,
@@ -292,7 +292,8 @@ class TriModel(MegatronModule):
         model.set_input_tensor(None if self.input_tensor is None else self.input_tensor.view(dtype))
         with nullcontext() if dtype == own_dtype else widened(model, dtype):
             rotation = self._rotation(name, layout, tokens.device, dtype)
-            hidden = model(tokens, AttentionContext(layout, *rotation, replay=replay))
+            context = AttentionContext(of_model(layout, name), *rotation, replay=replay)
+            hidden = model(tokens, context)
         if not self.post_process:
             return hidden.view(self.config.params_dtype)
         return model.logprobs(
@@ -315,7 +316,11 @@ class TriModel(MegatronModule):
         }
 
     def _rotation(
-        self, name: str, layout: PrefixLayout | RankRows, device: torch.device, dtype: torch.dtype
+        self,
+        name: str,
+        layout: PrefixLayout | RankRows | PathRows,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The rotation that the model `name` computes with."""
         rotary = self._other_rotaries.get(name, self.rotary)

@@ -29,7 +29,7 @@ class Condition:
 
 
 def never_read(c: ConfigTree) -> bool:
-    """For a condition that holds of whoever names it."""
+    """Returns False, as the condition of a key that nothing reads."""
     return False
 
 
@@ -66,9 +66,18 @@ CONDITIONS: tuple[Condition, ...] = (
         "set environment.name to another than single_turn",
     ),
     Condition(
-        "agent.command agent.programs agent.concurrent agent.output_kib agent.discards "
-        "agent.tool_parser agent.container",
+        "agent.command agent.programs agent.concurrent agent.output_kib agent.container",
         lambda c: c.environment.name == "agents",
+        "set environment.name=agents",
+    ),
+    Condition(
+        "agent.discards",
+        lambda c: c.environment.name in ("agents", "remote", "tool_class"),
+        "set environment.name=agents",
+    ),
+    Condition(
+        "agent.tool_parser",
+        lambda c: c.environment.name in ("agents", "tool_class"),
         "set environment.name=agents",
     ),
     Condition(

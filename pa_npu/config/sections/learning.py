@@ -10,7 +10,7 @@ from pydantic import Field
 from pa_npu.config.presets import PresetName
 from pa_npu.config.sections import FilePath, Section, Several
 
-REWARDS = ("math", "format", "overlong", "judge", "code")
+REWARDS = ("math", "format", "overlong", "judge", "code", "reasoning_gym")
 
 
 class LoraConfig(Section):
@@ -289,7 +289,9 @@ class TeacherConfig(Section):
 
     @property
     def place(self) -> TeacherPlace:
-        """Who computes it: trainers, engines of its own, a server, or the run's engines."""
+        """Returns who computes the teacher: trainers, engines of its own, a server, or the run's
+        engines.
+        """
         if self.url is not None:
             return "server"
         if self.hint_column is not None:
@@ -298,7 +300,7 @@ class TeacherConfig(Section):
 
     @property
     def is_scored(self) -> bool:
-        """Whether its log-probs come with the groups, rather than from the trainers."""
+        """Returns whether its log-probs come with the groups, rather than from the trainers."""
         return self.place != "trainers"
 
 
@@ -435,6 +437,13 @@ class MicrobatchConfig(Section):
         "responses of a group as fit, up to `responses`, and further groups while there is room. A "
         "prompt with one response that is longer goes alone. Needs pipeline_parallel=1. null cuts "
         "groups by `responses` alone.",
+    )
+    depth_first: bool = Field(
+        True,
+        description="Where a group is cut into several microbatches, compute the prompt that they "
+        "share once, if that saves 1,024 tokens or more: its keys are kept while they run one after "
+        "another, and its backward comes last. Without pipeline_parallel and context_parallel, "
+        "router_aux_coef and several teachers. false computes the prompt again in each.",
     )
 
     @property

@@ -51,7 +51,7 @@ from pa_npu.engines.http_server import (
 )
 from pa_npu.engines.images import UNKNOWN_IMAGE, KeptImages, UnknownImage
 from pa_npu.engines.transformers.decoding import (
-    NO_ROUTES,
+    NO_CHOICES,
     Busy,
     Decoder,
     DecodingParameters,
@@ -120,7 +120,7 @@ class Server:
             self._image_token = int(model.config.image_token_id)
         self._decoder = Decoder(model, device)
         self._worker = ModelWorker(
-            model, device, path, self._decoder.records_routes, self._processor is not None
+            model, device, path, self._decoder.records_expert_choices, self._processor is not None
         )
         self._scheduler = Scheduler(self._decoder, max_num_seqs)
 
@@ -286,12 +286,14 @@ class Server:
         """Returns the scores as vLLM's prompt_logprobs."""
         places: list[dict[str, dict[str, Any]] | None] = [None]
         for place, token in enumerate(prompt[1:]):
-            said = {token: scored.logprobs[place]}
-            said |= zip(scored.likely[place], scored.likely_logprobs[place], strict=True)
+            logprob_by_token = {token: scored.logprobs[place]}
+            logprob_by_token |= zip(
+                scored.likely[place], scored.likely_logprobs[place], strict=True
+            )
             places.append(
                 {
                     str(number): {"logprob": logprob, "decoded_token": self._text([number])}
-                    for number, logprob in said.items()
+                    for number, logprob in logprob_by_token.items()
                 }
             )
         return places
@@ -401,9 +403,9 @@ class Server:
             text = _before(text, asked.stops)
         reason = "abort" if response.finish_reason == "cut" else str(response.finish_reason)
         expert_choices = None
-        if asked.vllm_xargs.routes:
+        if asked.vllm_xargs.expert_choices:
             file = io.BytesIO()
-            np.save(file, np.concatenate(response.routes or [NO_ROUTES]))
+            np.save(file, np.concatenate(response.expert_choices or [NO_CHOICES]))
             expert_choices = file.getvalue()
         return compact_answer.Response(
             text=text,

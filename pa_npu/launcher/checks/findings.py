@@ -1,4 +1,4 @@
-"""What the checks of a run have found, and how a plan forgives what is merely not on this machine."""
+"""Findings of the checks of a run; a plan forgives what is merely not on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass
 class Findings:
-    """What the checks have found so far.
+    """The findings of the checks so far.
 
     spec: the model's shape.
     platform: None where the configured kind of device is not on this machine.

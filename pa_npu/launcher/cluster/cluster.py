@@ -62,13 +62,11 @@ class Cluster:
     def _roles(
         self, kind: Literal["engine", "trainer"], nodes: range, attempt: int = 0
     ) -> list[Role]:
-        roles = [
-            Role(node, kind, index, attempt)
-            for node in nodes
-            for index in (
-                self.shares[node].engines if kind == "engine" else self.shares[node].ranks
-            )
-        ]
+        roles = []
+        for node in nodes:
+            share = self.shares[node]
+            indices = share.engines if kind == "engine" else share.ranks
+            roles += [Role(node, kind, index, attempt) for index in indices]
         return sorted(roles, key=lambda role: role.index)
 
 

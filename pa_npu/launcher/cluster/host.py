@@ -89,7 +89,7 @@ class NodeReport:
 
 
 def leave_token(config: Config) -> str:
-    """On the launcher's machine: write a fresh token into run.dir and return it."""
+    """Writes a fresh token into run.dir and returns it; called on the launcher's machine."""
     directory = Path(config.run.dir)
     token = secrets.token_hex(8)
     try:
@@ -247,7 +247,7 @@ class HostActor:
         return replace(report, ports=list(commands.ports.values()))
 
     def make_ready(self, log_dir: Path, build: Callable[[Role], Command]) -> None:
-        """From now on roles can be started. build: the command of a role."""
+        """Lets roles be started from here on. build: makes the command of a role."""
         self._tree = ProcessTree(log_dir, self._grace_s, lambda: self._hurry)
         self._tree.build = build
 

@@ -27,10 +27,10 @@ class Console:
     def __init__(self, log: Path) -> None:
         self._log = RecordFile(log)
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         self._write(line, sys.stdout)
 
-    def complain(self, line: str) -> None:
+    def print_error(self, line: str) -> None:
         self._write(line, sys.stderr)
 
     def _write(self, line: str, stream: TextIO) -> None:

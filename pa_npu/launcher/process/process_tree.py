@@ -62,7 +62,7 @@ class Process:
         return code
 
     def describe_end(self) -> str:
-        """For example "exit code 1" or "killed by SIGKILL"."""
+        """Returns how the process ended, such as "exit code 1" or "killed by SIGKILL"."""
         return describe_end(self.exit_code or 0)
 
     def last_lines(self, count: int) -> list[str]:
@@ -189,7 +189,7 @@ class ProcessTree:
         self.kill_strays()
 
     def forget(self, processes: Sequence[AnyProcess]) -> None:
-        """These have ended, others may take their names."""
+        """Forgets processes that have ended; others may take their names."""
         self.processes = [process for process in self.processes if process not in processes]
 
     def settle(self, seconds: float) -> None:

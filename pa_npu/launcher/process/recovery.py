@@ -190,12 +190,12 @@ class Recovery:
         count = self._run_budget.spend()
         self._attempts += 1
         failed = ended[0]
-        self._console.complain(
+        self._console.print_error(
             f"{failed.name} ended: {failed.describe_end()}; starting coordinator and trainers "
             f"again from the newest checkpoint ({count} of run.restarts = {self._run_budget.limit})"
         )
         for line in failed.last_lines(_LOG_LINES):
-            self._console.complain(f"    {line}")
+            self._console.print_error(f"    {line}")
         engines = [engine.process for engine in self._engines]
         workers = [process for process in self._tree.processes if process not in engines]
         self._tree.stop(workers)
@@ -234,13 +234,13 @@ class Recovery:
         engine.process = self._tree.launch(engine.command)
         engine.generation += 1
         engine.roster.renew(engine.index, engine.generation, self._url_of(engine.command))
-        self._console.complain(
+        self._console.print_error(
             f"{name}: {reason}; started again ({count} of run.restarts = {engine.budget.limit})"
         )
 
     def _others_serve(self, engine: _Engine) -> bool:
-        """Whether another engine of the same kind of work runs: one of the launcher's, or one that has
-        joined.
+        """Returns whether another engine of the same kind of work runs: one of the launcher's, or
+        one that has joined.
         """
         peers = [peer for peer in self._engines if peer.roster is engine.roster]
         local_indices = {peer.index for peer in peers}
@@ -256,7 +256,7 @@ class Recovery:
 
     def _leave_out(self, engine: _Engine, line: str) -> None:
         assert engine.index is not None
-        self._console.complain(line)
+        self._console.print_error(line)
         self._end(engine)
         engine.roster.ask_leave(engine.index)
         engine.last_index = engine.index
@@ -277,7 +277,7 @@ class Recovery:
         engine.process = self._tree.launch(engine.command)
         url = self._url_of(engine.command)
         engine.index = engine.roster.announce(url, shared=engine.shared)
-        self._console.say(
+        self._console.print_line(
             f"{engine.command.name}: starting at {url}; it serves from a publish on when it is "
             "ready"
         )

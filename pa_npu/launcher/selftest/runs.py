@@ -65,9 +65,7 @@ def learns(bench: Bench) -> list[Finding]:
 
 
 def _finite_difference_errors(bench: Bench, name: str) -> list[float]:
-    """How far each is from what the gradient said, as a share of it, of those that rounding does
-    not hide.
-    """
+    """Returns the relative errors of the finite differences that rounding does not hide."""
     lines = (bench.folder / "runs" / name / "finite_differences.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return [
@@ -199,16 +197,16 @@ def _accept(bench: Bench, name: str, mode: str) -> list[Finding]:
 
 
 def _peak_bytes(records: Sequence[dict[str, Any]], ending: str) -> int:
-    """The largest of all processes' peaks there; 0 where none is measured, such as a device's on
-    CPU.
+    """Returns the largest peak of any process; 0 if none is measured, such as a device's on CPU.
+
+    `ending`: of the keys, which says which memory they are about.
     """
-    keys = {
-        key
-        for record in records
-        for key in record
-        if key.startswith("memory_") and key.endswith(ending)
-    }
-    return max((record.get(key) or 0 for record in records for key in keys), default=0)
+    largest = 0
+    for record in records:
+        for key, peak in record.items():
+            if key.startswith("memory_") and key.endswith(ending):
+                largest = max(largest, peak or 0)
+    return largest
 
 
 def _dtype(bench: Bench) -> str:
@@ -299,20 +297,22 @@ def _mean(records: Sequence[dict[str, Any]], key: str) -> float:
 
 
 def _changed(bench: Bench, first_run: str, second_run: str) -> int:
-    """How many tensors of two runs' exports are not equal to the bit."""
-    first, second = (
-        {
-            name: tensor
-            for file in sorted((bench.folder / "runs" / run / "hf").glob("*.safetensors"))
-            for name, tensor in load_file(file).items()
-        }
-        for run in (first_run, second_run)
-    )
+    """Returns how many tensors of two runs' exports are not equal to the bit."""
+    first = _exported(bench, first_run)
+    second = _exported(bench, second_run)
     if not first or first.keys() != second.keys():
         raise UserError(
             f"the runs {first_run} and {second_run} exported {len(first)} and {len(second)} tensors"
         )
     return sum(not torch.equal(first[name], second[name]) for name in first)
+
+
+def _exported(bench: Bench, run: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a run's export by name."""
+    tensors = {}
+    for file in (bench.folder / "runs" / run / "hf").glob("*.safetensors"):
+        tensors.update(load_file(file))
+    return tensors
 
 
 def _against_transformers(bench: Bench) -> float:

@@ -203,8 +203,8 @@ class ScheduleController:
 
 
 class Learned:
-    """What the iterations of a run have shown, for predicting the next: speeds, shapes of groups,
-    the border's duration, and how far predictions were off.
+    """Measurements of a run's iterations, for predicting the next: speeds, shapes of groups, the
+    border's duration, and how far predictions were off.
 
     It is not part of a checkpoint: a resumed run learns it again, in one iteration.
     """
@@ -227,7 +227,7 @@ class Learned:
 
     @property
     def enough(self) -> bool:
-        """Whether an iteration can be predicted."""
+        """Returns whether an iteration can be predicted."""
         return (
             self._engines.pooled is not None
             and self._seconds_per_work is not None
@@ -245,12 +245,14 @@ class Learned:
 
     @property
     def replaces(self) -> bool:
-        """Whether some groups are replaced by others, so that an iteration needs more of them."""
+        """Returns whether some groups are replaced by others, so that an iteration needs more of
+        them.
+        """
         return self._informative < 1.0
 
     @property
     def varies(self) -> bool:
-        """Whether lengths differ from each other or from what was expected."""
+        """Returns whether lengths differ from each other or from what was expected."""
         longest = np.array([max(shape) for shape in self._shapes])
         if longest.std() > _VARIES * longest.mean():
             return True

@@ -242,6 +242,9 @@ class GroupSeconds:
     def __call__(self, prompt: int, lengths: Sequence[int]) -> float:
         num_microbatches = len(self._work.pieces(prompt, lengths))
         num_prompts = num_microbatches if self._shared_prompt else len(lengths)
+        if self._work.keeps_prompt(prompt, num_microbatches):
+            num_microbatches += 1
+            num_prompts = 1
         tokens = sum(lengths) + prompt * num_prompts
         seconds = num_microbatches * self._microbatch_s + self._token_s * tokens
         return seconds + self._operation_s * self._work(prompt, lengths)

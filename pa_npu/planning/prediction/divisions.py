@@ -94,7 +94,7 @@ def _divisions(basis: Basis, devices: int, choices: Choices) -> Iterator[tuple[f
     for trainers, stages, tensor in itertools.product(
         eighths(devices), choices.stages, choices.tensor
     ):
-        mesh = Mesh.of(trainers, tensor, stages, context=basis.base.mesh.context)
+        mesh = Mesh.for_devices(trainers, tensor, stages, context=basis.base.mesh.context)
         if mesh.size != trainers:
             continue
         config = _fitting(basis, devices, trainers, tensor, stages, choices)
@@ -151,7 +151,7 @@ def _config(
     """Returns the configuration of a division, with a number of prompts that replicas and updates
     divide; None where a rule forbids it.
     """
-    mesh = Mesh.of(trainers, tensor, stages, context=basis.base.mesh.context)
+    mesh = Mesh.for_devices(trainers, tensor, stages, context=basis.base.mesh.context)
     unit = mesh.data * work(basis.base).updates
     prompts = basis.base.schedule.prompts_per_iteration
     if basis.groups_per_device is not None:

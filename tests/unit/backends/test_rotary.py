@@ -53,6 +53,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 LINEAR = {"type": "linear", "factor": 4.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5e5,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32768,
+}
 
 FORMS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -104,6 +110,19 @@ FORMS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 4096,
         "rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3},
     },
+    "yarn, as Qwen3 documents it": {"rope_scaling": YARN},
+    "yarn, legacy type": {
+        "rope_theta": 5e5,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32768,
+        },
+    },
+    "yarn, other turns": {"rope_parameters": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0}},
+    "yarn, not truncated": {"rope_parameters": {**YARN, "truncate": False}},
+    "yarn, attention factor": {"rope_parameters": {**YARN, "attention_factor": 0.9}},
+    "yarn, scales": {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}},
     "llama3, original positions are all": {
         "rope_parameters": {
             "rope_theta": 5e5,
@@ -137,7 +156,7 @@ def test_the_forms_differ() -> None:
         form: tuple(inverse_frequencies(ModelSpec.parse("m", CONFIG | extra).rope, 32).tolist())
         for form, extra in FORMS.items()
     }
-    assert len(set(tables.values())) == 8, tables
+    assert len(set(tables.values())) == 11, tables
 
 
 def test_the_table_grows_without_changing_its_rows() -> None:
@@ -163,8 +182,8 @@ def test_every_scaling_changes_the_rows() -> None:
     ("extra", "says"),
     [
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope scaling 'yarn' is not supported",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_slow": 40.0}},
+            "beta_slow 40 is not below beta_fast 32",
         ),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 4.0}},

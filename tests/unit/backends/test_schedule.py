@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from pa_npu.backends.in_step import Turn
 from tests.helpers.megatron import PLATFORM  # noqa: F401 - prepares megatron
 
 from pa_npu.backends.megatron.backend import run_sequential  # isort: skip
@@ -22,8 +23,10 @@ class Loss:
         self._log.append("backward")
 
 
-@pytest.mark.parametrize("count", [1, 3])
-def test_only_the_last_backward_runs_outside_of_no_sync(count: int) -> None:
+@pytest.mark.parametrize(
+    "kinds", [["train"], ["train"] * 3, ["open", "open", "train", "train", "close", "close"]]
+)
+def test_only_the_last_backward_runs_outside_of_no_sync(kinds: Sequence[Any]) -> None:
     log: list[str] = []
 
     @contextmanager
@@ -35,9 +38,15 @@ def test_only_the_last_backward_runs_outside_of_no_sync(count: int) -> None:
     config = SimpleNamespace(
         no_sync_func=no_sync, finalize_model_grads_func=lambda models: log.append("finalise")
     )
-    taken: list[int] = []
-    arriving = (taken.append(number) or number for number in range(count))
+    microbatch: Any = None
+    turns = [
+        Turn(kind, microbatch, is_last=number == len(kinds) - 1)
+        for number, kind in enumerate(kinds)
+    ]
     model: Any = SimpleNamespace(config=config)
     loss: Any = lambda *_: Loss(log)  # noqa: E731
-    run_sequential(model, arriving, lambda _: None, loss, lambda: len(taken) == count)  # type: ignore[arg-type]
-    assert log == ["no_sync", "backward", "sync"] * (count - 1) + ["backward", "finalise"]
+    run_sequential(model, turns, lambda _: None, loss, forward_only=False)
+    expected = []
+    for kind in kinds[:-1]:
+        expected += ["no_sync", *([] if kind == "open" else ["backward"]), "sync"]
+    assert log == [*expected, "backward", "finalise"]

@@ -153,9 +153,8 @@ def test_a_file_of_trl_becomes_a_configuration_and_a_list(
         for line in lost
         if line.startswith("changed: data.train = trl-lib/DeepMath-103K: is a name on a hub")
     ]
-    assert config.data.train == "trl-lib/DeepMath-103K" and hub.endswith(
-        "set this to its directory"
-    )
+    assert config.data.train == "trl-lib/DeepMath-103K"
+    assert "datasets:trl-lib/DeepMath-103K" in hub
 
 
 def test_a_file_of_verl_becomes_a_configuration_and_a_list() -> None:
@@ -469,6 +468,15 @@ def test_trls_program_is_read_without_being_run(
         "'correct'" in lost["reward_funcs"]
         and "reward.functions=[{name: 'MODULE:correct'}]" in lost["reward_funcs"]
     )
+
+
+def test_a_class_whose_methods_are_tools_stays_that_class(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = PROGRAM.replace("reward_funcs=[correct],", "environment_factory=Wordle,")
+    config, lost = imported_file(tmp_path / "train.py", "trl", program, capsys)
+    assert config.environment.name == "tool_class"
+    assert "environment.options.factory=MODULE:Wordle" in lost["environment_factory"]
 
 
 def test_options_of_trls_command_line_are_read_from_a_script(

@@ -82,7 +82,7 @@ def store_thread() -> Iterator[ThreadPoolExecutor]:
 def test_an_epoch_has_every_row_once_and_neighbours_begin_alike() -> None:
     keys = config()
     stream = stream_of(rows(), keys)
-    taken = [group for _ in range(ROWS // (SIZE * GROUPS)) for group in stream.take(GROUPS)]
+    taken = [group for _ in range(ROWS // (SIZE * GROUPS)) for group in stream.next_items(GROUPS)]
     assert all(len(group.rows) == SIZE for group in taken)
     numbers = sorted(row.row_id for group in taken for row in group.rows)
     assert numbers == list(range(ROWS))
@@ -96,11 +96,11 @@ def test_a_stream_goes_on_where_its_state_was_asked_for() -> None:
     keys = config()
     first = stream_of(rows(), keys)
     second = stream_of(rows(), keys)
-    first.take(GROUPS)
+    first.next_items(GROUPS)
     second.restore(first.state())
 
     def taken(stream: RowGroupStream) -> list[list[int]]:
-        return [[row.row_id for row in group.rows] for group in stream.take(GROUPS)]
+        return [[row.row_id for row in group.rows] for group in stream.next_items(GROUPS)]
 
     assert taken(first) == taken(second)
     changed = rows()
@@ -123,7 +123,7 @@ async def test_groups_reach_the_buffer_as_they_were_read(store_thread: ThreadPoo
         work=work,
         store_thread=store_thread,
     )
-    prompts = stream_of(rows(), keys).take(GROUPS)
+    prompts = stream_of(rows(), keys).next_items(GROUPS)
     produced = await producer.produce(2, list(prompts), version=2)
     assert set(shelf.groups) == {(0, 0), (0, 1), (1, 0), (1, 1)}
     given = {group.index: group for group in shelf.groups.values()}

@@ -19,7 +19,13 @@ from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.features import AdmissionPace
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.schedule import DispatchTurn, EngineSpeed, Reach, Schedule, same_windows
+from pa_npu.dispatch.schedule import (
+    DispatchTurn,
+    EngineSpeed,
+    Schedule,
+    SlowEngineLimit,
+    same_windows,
+)
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import EnvironmentContext
@@ -235,7 +241,9 @@ SCHEDULES = {
         "r",
         tuple(reversed(range(GROUPS))),
         (same_windows("ab", 16),),
-        reach=Reach(tuple(float(5 + (7 * i) % 60) for i in range(GROUPS)), {"b": 0.02}, 1.5),
+        slow_engine_limit=SlowEngineLimit(
+            tuple(float(5 + (7 * i) % 60) for i in range(GROUPS)), {"b": 0.02}, 1.5
+        ),
     ),
 }
 

@@ -132,20 +132,20 @@ class Job:
         scoring = Scoring(temperature, 2)
         run = TaughtRun(chosen, inputs, scoring, Witnesses(str(run_dir)))
         self.teacher = EngineTeacher("large", run)
-        self.teacher.fleet._make_engine = lambda url: engines[url]  # type: ignore[assignment, return-value]
+        self.teacher.membership._make_engine = lambda url: engines[url]  # type: ignore[assignment, return-value]
         self.prompt = prompt
 
     async def __aenter__(self) -> EngineTeacher:
-        await self.teacher.fleet.__aenter__()
+        await self.teacher.membership.__aenter__()
         try:
             await self.teacher.ready()
         except BaseException:
-            await self.teacher.fleet.__aexit__()
+            await self.teacher.membership.__aexit__()
             raise
         return self.teacher
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self.teacher.fleet.__aexit__()
+        await self.teacher.membership.__aexit__()
 
     async def score(self, tokens: list[int]) -> Scores:
         sample = sample_of(tokens)
@@ -172,8 +172,8 @@ async def test_a_group_leaves_with_what_its_teacher_says_of_its_trained_tokens()
     ]
 
     class Scripted(ScoringTeacher):
-        def __init__(self, name: str, run: TaughtRun) -> None:
-            super().__init__(name, run)
+        def __init__(self, name: str, config: Config, scoring: Scoring) -> None:
+            super().__init__(name, config, scoring)
             self.checked: list[int] = []
 
         async def score(self, prompt: Prompt, sample: Sample, label: str, session: Any) -> Scores:
@@ -184,8 +184,7 @@ async def test_a_group_leaves_with_what_its_teacher_says_of_its_trained_tokens()
             self.checked.append(iteration)
 
     columns = score_columns(chosen)
-    run = TaughtRun(chosen, SimpleNamespace(), Scoring(), Witnesses(chosen.run.dir))
-    teacher = Scripted("large", run)
+    teacher = Scripted("large", chosen, Scoring())
     shelf, engine = Shelf(), ScriptedEngine("a", list(range(GROUPS)))
     with ThreadPoolExecutor(1) as store_thread:
         producer = make_producer(chosen, [engine], ScriptedRewards(), shelf, store_thread)

@@ -166,7 +166,7 @@ def test_pairs_come_as_groups_with_the_chosen_row_first_once_in_an_epoch(tmp_pat
     loaded = load_training_rows(made, tokenizer(CHATML), "pair")
     assert num_items(made, "pair") == 2
     stream = stream_of(made, loaded, "pair")
-    taken = [group for _ in range(3) for group in stream.take(2)]
+    taken = [group for _ in range(3) for group in stream.next_items(2)]
     assert sorted(group.prompt_id for group in taken) == list(range(6))
     for group in taken:
         chosen, rejected = group.rows
@@ -175,8 +175,8 @@ def test_pairs_come_as_groups_with_the_chosen_row_first_once_in_an_epoch(tmp_pat
     state = stream.state()
     again = stream_of(made, loaded, "pair")
     again.restore(state)
-    following = [group.prompt_id for group in again.take(2)]
-    assert following == [group.prompt_id for group in stream.take(2)]
+    following = [group.prompt_id for group in again.next_items(2)]
+    assert following == [group.prompt_id for group in stream.next_items(2)]
 
 
 def test_the_first_pair_is_shown_with_both_answers(tmp_path: Path) -> None:

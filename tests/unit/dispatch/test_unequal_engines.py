@@ -10,7 +10,7 @@ import pytest
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.rollout import EngineSettings, RolloutConfig
 from pa_npu.control.messages import EngineRunsOn, RunsOn
-from pa_npu.dispatch.schedule import Reach, Schedule, same_windows, with_fixed_windows
+from pa_npu.dispatch.schedule import Schedule, SlowEngineLimit, same_windows, with_fixed_windows
 from pa_npu.engines.member import Member
 from pa_npu.engines.pool import EnginePool
 from pa_npu.families.spec import ModelSpec
@@ -175,14 +175,16 @@ async def test_the_fleet_tells_the_pool_and_the_record_of_each_engine_by_its_pla
 ):
     job = Job()
     settings = [{"engines": [1], "window": 64, "speed": 0.5, "device": "npu 910B"}]
-    job.fleet._config = RolloutConfig.model_validate({"engines": 2, "engine_settings": settings})
-    async with job.fleet:
+    job.membership._config = RolloutConfig.model_validate(
+        {"engines": 2, "engine_settings": settings}
+    )
+    async with job.membership:
         for url in ("a", "b"):
             await job.serving(url)
         used = [(name, use.settings) for name, use in job.pool.use().items()]
         found = {name: (own.window, own.speed, own.device) for name, own in used}
         assert found == {"a": (None, 1.0, None), "b": (64, 0.5, "npu 910B")}
-        assert [(engine.name, engine.device) for engine in job.fleet.run_on()] == [
+        assert [(engine.name, engine.device) for engine in job.membership.run_on()] == [
             ("a", None),
             ("b", "npu 910B"),
         ]
@@ -259,16 +261,16 @@ def test_windows_of_their_own_are_in_every_schedule_that_is_tried() -> None:
 
 
 def test_reach_and_turns_stay_as_they_are_beside_windows_of_their_own() -> None:
-    reach = Reach((1.0,), {}, 3.0)
+    limit = SlowEngineLimit((1.0,), {}, 3.0)
     schedule = Schedule(
-        "s", (0,), (same_windows(NAMES, 16), same_windows(NAMES, 32, 4)), reach=reach
+        "s", (0,), (same_windows(NAMES, 16), same_windows(NAMES, 32, 4)), slow_engine_limit=limit
     )
     changed = with_fixed_windows(schedule, {"slow": 8})
     assert [(w.on_engine("fast"), w.on_engine("slow"), w.from_group) for w in changed.windows] == [
         (16, 8, 0),
         (32, 8, 4),
     ]
-    assert (changed.reach, changed.order) == (reach, (0,)) and with_fixed_windows(
+    assert (changed.slow_engine_limit, changed.order) == (limit, (0,)) and with_fixed_windows(
         schedule, {}
     ) is schedule
 

@@ -97,7 +97,7 @@ HANDS_ON = {
     "attention/layout.py": "what a layout knows of itself",
     "attention/plans.py": "which kernel calls a form makes of a layout",
     "attention/rows.py": "which rows a form gathers",
-    "backends/in_step.py": "the loss of a microbatch, or of a filler, which is zero",
+    "backends/in_step.py": "the turns of a rank, and the loss of a microbatch, or of a filler, which is zero",
     "rewards/decimal_commas.py": "whether points separate thousands in the response's language",
     "samples/wire_rows.py": "which tokens the wire leaves out",
     "samples/notice.py": "whether a payload is a group or the notice of one without a gradient",

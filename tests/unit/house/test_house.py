@@ -150,7 +150,8 @@ def test_no_room_reaches_itself_through_other_rooms() -> None:
 def test_what_runs_inside_engines_imports_torch_and_that_engine_alone() -> None:
     """Engines may have an interpreter of their own, in which nothing else of ours is installed."""
     inside = tuple(
-        f"pa_npu.engines.vllm.{part}" for part in ("worker", "streams", "routes", "scores", "live")
+        f"pa_npu.engines.vllm.{part}"
+        for part in ("worker", "streams", "expert_choices", "scores", "live")
     )
     inside += (
         "pa_npu.engines.weight_calls",

@@ -96,7 +96,7 @@ def test_objects_become_keys_and_files(tmp_path: Path) -> None:
     ]
     written = [json.loads(line) for line in Path(run.config.data.train).read_text().splitlines()]
     assert len(written) == 40 and written[7] == {"question": "What is 7?", "answer": "7"}
-    again = Run(run.config, {"run.seed": 5}, say=None)
+    again = Run(run.config, {"run.seed": 5}, on_line=None)
     assert again.config.run.seed == 5 and again.config.schedule.iterations == 3
     with pytest.raises(ConfigError, match=r"did you mean algorithm\.kl_coef"):
         Run(run.config, {"algorithm.kl_coeff": 1})
@@ -134,7 +134,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         interpreter.chmod(0o755)
         monkeypatch.setattr("pa_npu.api.sys.executable", str(interpreter))
         keys = {**KEYS, "run.dir": str(tmp_path / "r"), "data.train": "t.jsonl"}
-        return Run(str(ROOT / "configs" / "grpo_tiny.yaml"), keys, say=said.append)
+        return Run(str(ROOT / "configs" / "grpo_tiny.yaml"), keys, on_line=said.append)
 
     return make
 

@@ -371,10 +371,10 @@ class Server:
 class Lines:
     lines: list[str] = field(default_factory=list)
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         self.lines.append(line)
 
-    complain = say
+    print_error = print_line
 
 
 class Life:

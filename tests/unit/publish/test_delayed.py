@@ -204,7 +204,7 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
         return {name: parameter.detach().clone() for name, parameter in policy.items()}
 
     def held(version: int) -> dict[str, torch.Tensor]:
-        assert learner.gate.hold(version), f"version {version} can be sent to a late engine"
+        assert learner.gate.acquire(version), f"version {version} can be sent to a late engine"
         learner.gate.release()
         return {
             name: parameter.detach().clone()

@@ -238,7 +238,7 @@ def test_trainers_keep_what_engines_hold_measure_the_divergence_and_go_on(model:
     by_hand = (difference.exp() - 1 - difference).mean().item()
     assert by_hand > 1e-6
     assert learner.probe([microbatch]).k3_mean == pytest.approx(by_hand, rel=1e-3)
-    assert learner.gate.hold(3), (
+    assert learner.gate.acquire(3), (
         "an engine that comes late still gets the version that was published"
     )
     learner.gate.release()

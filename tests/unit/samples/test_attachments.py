@@ -297,14 +297,16 @@ def test_what_is_shared_is_what_costs_are_counted_by() -> None:
 
 def test_a_columns_context_is_that_of_the_samples_own_image() -> None:
     """Samples of equal tokens and different images have other values from the image on."""
-    routes = Column("routes", "uint8", (2,), "engine", "the router", tokens="context")
-    columns = RunColumns((routes,))
+    expert_choices = Column(
+        "expert_choices", "uint8", (2,), "engine", "the router", tokens="context"
+    )
+    columns = RunColumns((expert_choices,))
     group = group_of([two_images(1, 1), two_images(2, 2)])
     values = np.arange(2 * len(group.tokens)).reshape(-1, 2).astype(np.uint8)
     values[group.lengths[0] : group.lengths[0] + RUN_START] = values[:RUN_START]
-    group = replace(group, columns={routes: values})
+    group = replace(group, columns={expert_choices: values})
     arrived = from_bytes(to_bytes(group, columns), columns)
-    np.testing.assert_array_equal(arrived.columns[routes], values)
+    np.testing.assert_array_equal(arrived.columns[expert_choices], values)
 
 
 def test_attachments_travel_once_per_group_whatever_number_of_samples_shows_them() -> None:

@@ -192,7 +192,7 @@ def joined(*ranks: tuple[int, str], mesh: Mesh) -> str:
 
 
 def test_the_digest_of_all_ranks_depends_on_each_ranks_weights_and_place_and_on_no_order() -> None:
-    mesh = Mesh.of(2, 2, 1)
+    mesh = Mesh.for_devices(2, 2, 1)
     one = joined((0, "a"), (1, "b"), mesh=mesh)
     assert one == joined((1, "b"), (0, "a"), mesh=mesh)
     assert one != joined((0, "b"), (1, "a"), mesh=mesh), "whose they are counts"
@@ -200,5 +200,5 @@ def test_the_digest_of_all_ranks_depends_on_each_ranks_weights_and_place_and_on_
 
 
 def test_further_replicas_with_copies_of_the_weights_change_nothing() -> None:
-    alone, two = Mesh.of(1, 1, 1), Mesh.of(2, 1, 1)
+    alone, two = Mesh.for_devices(1, 1, 1), Mesh.for_devices(2, 1, 1)
     assert joined((0, "a"), mesh=alone) == joined((0, "a"), (1, ""), mesh=two)

@@ -64,7 +64,7 @@ class ScriptedFeed:
         self._parse = parse
         self.waits: list[int] = []
 
-    def take(self, slot: int, wait: bool) -> tuple[Parsed, float] | None:
+    def next_group(self, slot: int, wait: bool) -> tuple[Parsed, float] | None:
         if not self._ready(slot):
             if not wait:
                 return None

@@ -72,7 +72,7 @@ class NoCheckpoints:
 class NoChecks(IterationChecks):
     def __init__(self) -> None:
         self.agreement: Any = SimpleNamespace(
-            measure=lambda *_: None, check_probe=lambda *_: None, probes_ride=True
+            measure=lambda *_: None, check_first=lambda *_: None, probes_ride=True
         )
 
     def __call__(self, *_: Any) -> AgreementReport:

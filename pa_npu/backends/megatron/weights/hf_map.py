@@ -136,26 +136,26 @@ def sources(parameter: str, spec: ModelSpec, layer_offset: int) -> tuple[HfTenso
     match = _LAYER_NAME.fullmatch(parameter)
     layer = int(match.group(1)) + layer_offset if match else 0
     weights = family.layer_weights(spec, layer)
-    parts = [
-        (weight, dim, part)
-        for role, weight in weights.items()
-        for name, dim, part in [_place(role, spec)]
-        if match and name == match.group(2)
-    ]
+    parts = []
+    for role, weight in weights.items():
+        name, dim, part = _place(role, spec)
+        if match and name == match.group(2):
+            parts.append((weight, dim, part))
     if match is None or not parts:
         raise DataError(
             f"parameter {parameter!r} has no counterpart in HF models of family {spec.family} "
             f"(qkv_bias={spec.qkv_bias}, qk_norm={spec.qk_norm}); build the stage from the same "
             "ModelSpec"
         )
-    prefix, num_experts = family.layer_prefix(layer), parts[0][0].experts
-    return tuple(
-        HfTensor(
-            prefix + weight.name.format(expert=expert), weight.shape, dim, parameter, part, expert
-        )
-        for expert in (range(num_experts) if num_experts else [None])
-        for weight, dim, part in parts
-    )
+    prefix = family.layer_prefix(layer)
+    num_experts = parts[0][0].experts
+    experts = range(num_experts) if num_experts else [None]
+    tensors = []
+    for expert in experts:
+        for weight, dim, part in parts:
+            name = prefix + weight.name.format(expert=expert)
+            tensors.append(HfTensor(name, weight.shape, dim, parameter, part, expert))
+    return tuple(tensors)
 
 
 def _place(role: str, spec: ModelSpec) -> tuple[str, int | None, Part]:

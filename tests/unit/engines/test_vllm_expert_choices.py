@@ -1,4 +1,6 @@
-"""Routes inside a vLLM worker lie by the slots of its KV cache: cached prefixes, preemption and ends leave none that are wrong."""
+"""Expert choices inside a vLLM worker lie by slots of its KV cache, and no slot holds a wrong one:
+not after a cached prefix, a preemption or an end.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pa_npu.engines.vllm.routes import recorder_of, records_routes
+from pa_npu.engines.vllm.expert_choices import recorder_of, records_expert_choices
 
 BLOCK, LAYERS, TAKEN = 4, 2, 2
 
@@ -79,13 +81,13 @@ class Engine:
             model_config=model_config,
             vllm_config=SimpleNamespace(model_config=None),
         )
-        assert records_routes(self.worker)
+        assert records_expert_choices(self.worker)
         recorder = recorder_of(self.worker)
         assert recorder is not None and recorder_of(self.worker) is recorder
         self.recorder = recorder
 
     def request(self, name: str, tokens: list[int], asks: bool = True) -> None:
-        extra = {"routes": 1} if asks else None
+        extra = {"expert_choices": 1} if asks else None
         self.runner.requests[name] = SimpleNamespace(
             tokens=tokens,
             block_ids=([],),
@@ -106,7 +108,7 @@ class Engine:
         """(those given, those of each response): token and step of every token, after a look at the
         second layer.
         """
-        found = self.recorder.pop_routes(request, n, given)
+        found = self.recorder.pop_expert_choices(request, n, given)
 
         def read(text: str) -> list[Any]:
             rows = np.frombuffer(base64.b64decode(text), np.int16).reshape(-1, LAYERS, TAKEN)
@@ -116,7 +118,7 @@ class Engine:
         return read(found["given"]), [read(own) for own in found["own"]]
 
 
-def test_a_cached_prefix_has_the_routes_of_the_pass_that_computed_it() -> None:
+def test_a_cached_prefix_has_the_expert_choices_of_the_pass_that_computed_it() -> None:
     """Two responses of one request: the second finds the prompt's first block in the cache; another
     request finds it too.
     """
@@ -176,7 +178,7 @@ def test_a_step_whose_routers_said_nothing_leaves_none_and_not_those_of_an_earli
     engine.runner.silent = True
     engine.step(("a-0-x",), **{"b-0-x": ([1], 0, 2)})
     found = np.frombuffer(
-        base64.b64decode(engine.recorder.pop_routes("b", 1, 0)["own"][0]), np.int16
+        base64.b64decode(engine.recorder.pop_expert_choices("b", 1, 0)["own"][0]), np.int16
     )
     assert (found == -1).all() and len(found) == 2 * LAYERS * TAKEN
 
@@ -195,6 +197,6 @@ def test_an_engine_whose_routers_cannot_be_watched_says_so(change: str) -> None:
         runner.model = torch.nn.ModuleList()
     if change == "runner":
         del runner.requests
-    assert not records_routes(worker)
+    assert not records_expert_choices(worker)
     worker.vllm_config.aux_output_config = SimpleNamespace(enable_return_routed_experts=True)
-    assert records_routes(worker), "its own flag"
+    assert records_expert_choices(worker), "its own flag"
