@@ -131,6 +131,8 @@ NOT_RUN = {
     "lm_eval run --model local-completions --tasks arc_easy --model_args "
     "model=policy,base_url=http://HOST:PORT/v1/completions,tokenizer_backend=huggingface,"
     "tokenizer=RUN/hf,max_length=4096": "tests/integration/test_lm_eval.py, with a task of its own",
+    "bash launch/run_sft_grpo_tiny.sh": "minutes; tests/unit/planning/test_recipes.py reads its "
+    "configurations, tests/integration/test_supervised_run.py has its first half, smaller",
     "bash launch/run_distill_two_tiny.sh": "minutes; tests/unit/planning/test_recipes.py reads its "
     "configuration, tests/integration/test_teacher_engine_runs.py has such runs, smaller",
     "bash launch/run_grpo_tiny_tools.sh": "test_tool_environment has such a run, smaller",

@@ -261,6 +261,17 @@ def test_the_script_of_a_tiny_recipe_makes_its_models_and_questions(recipe: str)
     assert f'run_recipe {recipe} "$@"' in script
 
 
+def test_the_script_from_nothing_to_a_reward_names_keys_and_goes_on_from_its_export() -> None:
+    script = (ROOT / "launch" / "run_sft_grpo_tiny.sh").read_text()
+    keys = re.findall(r"\b((?:data|schedule|optimizer)\.\w+=[\w./-]+)", script)
+    assert len(keys) == 6
+    supervised = load_config([ROOT / "configs" / "sft_tiny.yaml"], keys)
+    assert supervised.schedule.iterations == 125 and not supervised.rollout.has_engines
+    load_config([ROOT / "configs" / "grpo_tiny.yaml"], keys[:2])
+    (run_dir,) = re.findall(r"sft_tiny.yaml run.dir=(\S+)", script)
+    assert f"model.path={run_dir}/hf" in script and f"[ ! -d {run_dir}/hf ]" in script
+
+
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
