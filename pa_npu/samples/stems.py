@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from pa_npu.attention import PrefixLayout
@@ -108,6 +109,8 @@ def with_stems(
         multiple: of which a stem's rows are a multiple, as pieces are padded.
         max_tokens: of a stem; None for any number.
     """
+    if len(pieces) < 2:
+        return list(pieces)
     rows = _common_rows(group) // multiple * multiple
     if saved_rows(len(pieces), rows) < max(1, min_saved_rows):
         return list(pieces)
@@ -132,7 +135,9 @@ def _common_rows(group: Group) -> int:
     of any.
     """
     common = min(group.prompt_lengths()[0], *shared_prompts(group)[1:])
-    trained = group.trained.nonzero()[0]
     offsets = group.offsets()
+    # of a sample that trains nothing, a token behind it, which decides nothing
+    trained = np.append(group.trained.nonzero()[0], len(group.tokens))
     firsts = trained[trained.searchsorted(offsets[:-1])] - offsets[:-1]
-    return max(0, min(common, int(firsts.min()) - 1))
+    shortest = int(group.lengths.min())
+    return max(0, min(common, int(firsts.min()) - 1, shortest - 1))

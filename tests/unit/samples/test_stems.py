@@ -35,7 +35,7 @@ def assert_same(one: Microbatch, other: Microbatch) -> None:
 
 @given(
     prompt=st.integers(2, 30),
-    lengths=st.lists(st.integers(1, 6), min_size=2, max_size=6),
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6),
     responses=st.integers(1, 3),
     multiple=st.sampled_from([1, 4]),
     stem_tokens=st.none() | st.integers(1, 12),
@@ -75,6 +75,11 @@ def test_a_stem_ends_before_the_first_row_that_predicts_a_target() -> None:
     component[group.offsets()[1] + 12] = 1
     inside = replace(group, component=component)
     stem, *_ = with_stems(cut(inside, 1), inside, 1, None, min_saved_rows=1)
+    assert isinstance(stem, Stem) and (stem.start, stem.end) == (0, 11)
+
+    component[group.offsets()[2] :] = 0
+    silent = replace(group, component=component)
+    stem, *_ = with_stems(cut(silent, 1), silent, 1, None, min_saved_rows=1)
     assert isinstance(stem, Stem) and (stem.start, stem.end) == (0, 11)
 
     tokens = group.tokens.copy()
