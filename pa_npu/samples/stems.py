@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
 from pa_npu.attention import PrefixLayout
@@ -136,8 +135,6 @@ def _common_rows(group: Group) -> int:
     """
     common = min(group.prompt_lengths()[0], *shared_prompts(group)[1:])
     offsets = group.offsets()
-    # of a sample that trains nothing, a token behind it, which decides nothing
-    trained = np.append(group.trained.nonzero()[0], len(group.tokens))
+    trained = group.trained.nonzero()[0]  # every sample has some
     firsts = trained[trained.searchsorted(offsets[:-1])] - offsets[:-1]
-    shortest = int(group.lengths.min())
-    return max(0, min(common, int(firsts.min()) - 1, shortest - 1))
+    return max(0, min(common, int(firsts.min()) - 1))
