@@ -81,6 +81,9 @@ EXTRAS = {
     # below 26: engines that need newer ones live in another environment (rollout.python)
     **TRACKERS,
     "trackers": [requirement for requirements in TRACKERS.values() for requirement in requirements],
+    # rows that tasks make, and their scorers (data.train=reasoning_gym:NAME); a seed must make the
+    # same questions at a resume, which a release may change
+    "gym": ["reasoning-gym==0.1.25"],
     "docs": ["mkdocs>=1.6,<2"],  # the site of docs/
     "dev": [
         "matplotlib>=3.8,<4",

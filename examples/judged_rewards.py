@@ -37,14 +37,14 @@ def stand_in_judge() -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][
-                -1
-            ]["content"]
-            reference = re.findall(r"Reference: (\d+)", asked)[-1:]
-            given = re.findall(r"\d+", asked.partition("Response: ")[2].partition("End with")[0])[
-                -1:
-            ]
-            score = 10 if given and given == reference else 4 if given else 0
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            question = body["messages"][-1]["content"]
+            response = question.partition("Response: ")[2].partition("End with")[0]
+            reference = re.findall(r"Reference: (\d+)", question)[-1:]
+            number = re.findall(r"\d+", response)[-1:]
+            score = 4 if number else 0
+            if number and number == reference:
+                score = 10
             answer = json.dumps(
                 {"choices": [{"message": {"role": "assistant", "content": f"Score: {score}"}}]}
             ).encode()
@@ -91,7 +91,7 @@ def train(options: argparse.Namespace, url: str) -> None:
         for x in range(10, 100)
         for y in range(10, 100, 7)
     ]
-    with Run("configs/grpo_tiny.yaml", keys, train=rows, say=None) as run:
+    with Run("configs/grpo_tiny.yaml", keys, train=rows, on_line=None) as run:
         for record in run:
             parts = ", ".join(f"{name} {value:.3f}" for name, value in record["rewards"].items())
             missing = record["reward_no_verdict"].get("judge", 0)

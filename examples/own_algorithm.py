@@ -70,7 +70,7 @@ def main() -> None:
         "schedule.iterations": options.iterations,
         "schedule.prompts_per_iteration": 8,
     }
-    with Run("configs/grpo_tiny.yaml", keys, say=None) as run:
+    with Run("configs/grpo_tiny.yaml", keys, on_line=None) as run:
         for record in run:
             # the loss of the policy's tokens, and what the observations add to it
             observations = record["loss"] - record["policy_loss"]

@@ -49,7 +49,7 @@ def main() -> None:
         "data.test": None,
         "checkpoint.export_hf": True,
     }
-    with Run("configs/grpo_tiny.yaml", keys, reward=REWARD, train=rows, say=None) as run:
+    with Run("configs/grpo_tiny.yaml", keys, reward=REWARD, train=rows, on_line=None) as run:
         for record in run:
             print(
                 f"iteration {record['iteration']}: reward {record['reward_mean']:.3f}, "

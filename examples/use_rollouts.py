@@ -40,7 +40,13 @@ def loss_of(model: torch.nn.Module, group: dict[str, Any]) -> torch.Tensor:
 
 
 def take_groups(url: str, key: str, most: int) -> list[dict[str, Any]]:
-    body = {"task": "student", "columns": COLUMNS, "policy": "age", "most": most, "wait_s": 30}
+    body = {
+        "task": "student",
+        "columns": COLUMNS,
+        "policy": "age",
+        "max_groups": most,
+        "wait_s": 30,
+    }
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/groups", json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:

@@ -67,7 +67,7 @@ class Run:
     train, test: rows in the layouts of dataset files, such as {"question": ..., "answer": ...}; a
     `datasets.Dataset` is an iterable
         of them.
-    say: what gets the launcher's lines; None for nobody.
+    on_line: is called with each line of the launcher; None for nobody.
     Raises UserError at once where the configuration cannot be used.
     """
 
@@ -79,10 +79,10 @@ class Run:
         reward: Reward | Sequence[Reward] | None = None,
         train: Rows | None = None,
         test: Rows | None = None,
-        say: Callable[[str], None] | None = print,
+        on_line: Callable[[str], None] | None = print,
     ) -> None:
         self._imports: set[str] = set()
-        self._say = say
+        self._on_line = on_line
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
@@ -163,7 +163,7 @@ class Run:
         return self
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The iterations' records as they are written, until the run ends.
+        """Yields the iterations' records as they are written, until the run ends.
 
         Raises RunFailed if it failed and was not stopped.
         """
@@ -241,7 +241,9 @@ class Run:
             self._reader.join()
 
     def _name_of(self, reward: Any) -> str:
-        """A reward as reward.functions names it; where its module is found is kept for the run."""
+        """Returns a reward as reward.functions names it; where its module is found is kept for the
+        run.
+        """
         if isinstance(reward, str):
             return reward
         module_name, name = (
@@ -267,8 +269,8 @@ class Run:
         assert process.stdout is not None
         for line in process.stdout:
             self._lines.append(line.rstrip("\n"))
-            if self._say is not None:
-                self._say(self._lines[-1])
+            if self._on_line is not None:
+                self._on_line(self._lines[-1])
 
     def __enter__(self) -> Run:
         return self if self._process is not None else self.start()

@@ -1,12 +1,13 @@
 #!/usr/bin/env python
 """How many responses and tokens per second one coordinator and the rollout buffer sustain on one core.
 
-The coordinator's real path runs in this process, pinned to one core: admission, HTTP client, decoding
-and checks, a reward stub, advantages, the group's bytes, the put into the c10d store.
+The coordinator's real path runs in this process, pinned to one core: admission, HTTP client,
+decoding and checks, a reward stub, advantages, the group's bytes, the put into the c10d store.
 Around it, on the other cores, run what it talks to: stand-in engines (tools/stand_in.py, faster
 than any row needs), the store's host, and a consumer that takes the groups out as trainers do.
 
-    python tools/bench_control_path.py [--seconds 8] [--rows 8x128,16x512] [--engines 2] [--form json] [--profile] [--markdown FILE]
+    python tools/bench_control_path.py [--seconds 8] [--rows 8x128,16x512] [--engines 2] [--form
+    json] [--profile] [--markdown FILE]
 
 A row GxR has groups of G responses of R tokens each. Columns:
 
@@ -17,8 +18,9 @@ A row GxR has groups of G responses of R tokens each. Columns:
                             checked arrays, advantages and Group, its bytes, the put; `other` is the rest of the total: HTTP
                             (receiving and joining the body), the event loop, admission, bookkeeping
     rewards                 what handing the group to the real reward workers and back would add (not in the total)
-    routes, bytes           what the routes of a mixture add to decoding, building and encoding (not in the total), in microseconds
-                            per group and in bytes of the group per response token; Qwen3-30B-A3B: 48 layers, 8 experts
+    expert_choices, bytes   what a mixture's expert choices add to decoding, building and encoding (not in the total), in
+                            microseconds per group and in bytes of the group per response token; Qwen3-30B-A3B: 48
+                            layers, 8 experts
 """
 
 from __future__ import annotations
@@ -53,12 +55,12 @@ from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.engines import codec as wire
 from pa_npu.engines.client import EngineClient
+from pa_npu.engines.expert_choice_codec import (
+    with_expert_choices,
+)
 from pa_npu.engines.http_server import COMPACT_TYPE
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
-from pa_npu.engines.route_codec import (
-    with_routes,
-)
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
 from pa_npu.environments.single_turn import samples_of as samples_of_turn
@@ -69,9 +71,9 @@ from pa_npu.planning.iteration_model.subjects import Rules
 from pa_npu.rewards.functions import RewardInput, RewardResult
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.columns import RunColumns
+from pa_npu.samples.expert_choices import ExpertChoices
 from pa_npu.samples.group import Group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
-from pa_npu.samples.routes import routes
 from pa_npu.samples.types import Sample
 from pa_npu.samples.wire import to_bytes
 from pa_npu.telemetry.timeline import Timeline
@@ -130,8 +132,8 @@ class Row:
     put_us: float
     total_us: float
     rewards_us: float
-    routes_us: float
-    routes_bytes: float
+    expert_choices_us: float
+    expert_choices_bytes: float
 
     @property
     def responses_per_s(self) -> float:
@@ -306,7 +308,7 @@ def measure(
         seconds=wall_s,
         cpu_s=cpu_s,
         **parts,
-        **time_routes(body, sampling, prompt, responses),
+        **time_expert_choices(body, sampling, prompt, responses),
         total_us=cpu_s / groups * 1e6,
         rewards_us=rewards_us,
     )
@@ -368,14 +370,16 @@ def environment(config: Config) -> SingleTurn:
 def samples_of(
     body: Body, sampling: Sampling, prompt: Prompt, responses: int, url: str
 ) -> list[Sample]:
-    """An engine's answer as the environment makes samples of it."""
+    """Returns an engine's answer as the environment makes samples of it."""
     return samples_of_turn(prompt.tokens, body.generations(responses, sampling, url))
 
 
 async def time_parts(
     url: str, channel: StoreChannel, sampling: Sampling, prompt: Prompt, responses: int
 ) -> tuple[Body, dict[str, float]]:
-    """A body, and the CPU microseconds of decoding, building, encoding and putting its group."""
+    """Returns a body, and the CPU microseconds of decoding, building, encoding and putting its
+    group.
+    """
     async with EngineClient(url, VOCABULARY) as engine:
         request = wire.encode_request(prompt.tokens, responses, 0, sampling)
         data, headers = await engine._request(
@@ -405,11 +409,13 @@ async def time_parts(
     }
 
 
-def time_routes(body: Body, sampling: Sampling, prompt: Prompt, responses: int) -> dict[str, float]:
-    """CPU microseconds and bytes that routes, as the worker extension answers with them, add to a
-    group.
+def time_expert_choices(
+    body: Body, sampling: Sampling, prompt: Prompt, responses: int
+) -> dict[str, float]:
+    """CPU microseconds and bytes that expert choices, as the worker extension answers with them,
+    add to a group.
     """
-    asked = routes(EXPERTS)
+    asked = ExpertChoices.from_experts(EXPERTS)
     generations = body.generations(responses, sampling)
     num_prompt_tokens = len(prompt.tokens)
     rng = np.random.default_rng(1)
@@ -441,7 +447,7 @@ def time_routes(body: Body, sampling: Sampling, prompt: Prompt, responses: int) 
         pairs = zip(generations, recorded, strict=True)
         return build(
             [
-                with_routes(generation, ids, num_prompt_tokens, asked, "")
+                with_expert_choices(generation, ids, num_prompt_tokens, asked, "")
                 for generation, ids in pairs
             ],
             RunColumns((asked.column,)),
@@ -449,7 +455,10 @@ def time_routes(body: Body, sampling: Sampling, prompt: Prompt, responses: int) 
 
     more = len(with_them()) - len(build(generations, RunColumns()))
     added_us = cpu_us(with_them) - cpu_us(lambda: build(generations, RunColumns()))
-    return {"routes_us": added_us, "routes_bytes": more / sum(shape[0] for shape in shapes)}
+    return {
+        "expert_choices_us": added_us,
+        "expert_choices_bytes": more / sum(shape[0] for shape in shapes),
+    }
 
 
 async def time_rewards(body: Body, sampling: Sampling, prompt: Prompt, responses: int) -> float:
@@ -512,7 +521,7 @@ HEADER = (
     "put",
     "other",
     "rewards",
-    "routes",
+    "expert_choices",
     "bytes",
 )
 
@@ -535,8 +544,8 @@ def cells(row: Row) -> tuple[str, ...]:
                 row.rewards_us,
             )
         ),
-        f"{row.routes_us:,.0f}",
-        f"{row.routes_bytes:,.0f}",
+        f"{row.expert_choices_us:,.0f}",
+        f"{row.expert_choices_bytes:,.0f}",
     )
 
 
@@ -560,7 +569,8 @@ def markdown(rows: Sequence[Row], engines: int) -> str:
 "core" is the share of its core that the coordinator used by wall clock; "tokens/s of core" divides by its CPU time. The
 columns from "decode" on are microseconds of that CPU time per group: the answer to checked arrays, advantages and group,
 its bytes, the put, and everything else (HTTP, event loop, admission). "rewards" comes on top with real reward workers,
-"routes" for a mixture with router replay (48 layers, 8 of 128 experts), whose groups are larger by "bytes" per response token.
+"expert_choices" for a mixture with router replay (48 layers, 8 of 128 experts), whose groups are larger by "bytes" per
+response token.
 
 A core sustains up to {best.tokens_per_core_s / 1e6:.1f} million response tokens per second. The engines' answers have
 {best.body_bytes_per_token:.0f} bytes per token (8 of arrays, 82 of JSON, with token strings, offsets and top log-probs).

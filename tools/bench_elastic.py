@@ -277,7 +277,7 @@ class Started:
     log: Path
 
     def line_with(self, text: str) -> str | None:
-        """The first line with `text` in it."""
+        """Returns the first line with `text` in it."""
         return next((line for line in self.log.read_text().splitlines() if text in line), None)
 
 
@@ -318,7 +318,7 @@ def configuration(directory: Path) -> Config:
 
 
 def measure(job: Job, iterations: int) -> list[Row]:
-    """Rows in the order of PHASES; the first iteration of the run warms up and is in none."""
+    """Returns rows in the order of PHASES; the first iteration of the run warms up and is in none."""
     phases: list[str] = []
 
     def iterate(phase: str, leaving: Started | None = None) -> None:
@@ -326,22 +326,22 @@ def measure(job: Job, iterations: int) -> list[Row]:
         phases.append(phase)
         job.train(leaving)
 
-    one, starts, two, leaves, again = PHASES
+    one_engine, starts, two_engines, leaves, one_again = PHASES
     iterate("warm-up")
     for _ in range(iterations):
-        iterate(one)
+        iterate(one_engine)
     joiner = job.join()
     while not joiner.line_with("joined as engine"):
         if joiner.popen.poll() is not None:
             raise SystemExit(f"the engine did not join:\n{joiner.log.read_text()}")
         iterate(starts)
     for _ in range(iterations):
-        iterate(two)
+        iterate(two_engines)
     iterate(leaves, joiner)
     if joiner.popen.wait(WAIT_S) != 0:
         raise SystemExit(f"the engine did not leave well:\n{joiner.log.read_text()}")
     for _ in range(iterations):
-        iterate(again)
+        iterate(one_again)
     job.publish()
     deadline = time.monotonic() + WAIT_S
     while len(records := job.records()) < len(phases) and time.monotonic() < deadline:

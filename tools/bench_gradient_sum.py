@@ -116,25 +116,30 @@ def watch(checks: Checks, backend: str) -> None:
     checks.within(StepReplay, "after", instead=_count_update)
     checks.within(learner_module, "check_copies")
     checks.within(LossGradient, "check")
-    checks.within(HeadGradient, "_arrived", "watch")
-    checks.within(GivenLoss, "watch")
-    checks.within(Objective, "_watch", "_check_reference")
+    checks.within(HeadGradient, "_arrived", "offer")
+    checks.within(GivenLoss, "_arrived")
+    checks.within(Objective, "_check_reference", "_passed", "finish", "loss_advantages")
+    checks.within(Objective, "_watch", instead=_watch_nothing)
     checks.within(Learner, "_check_reference", "_look_at_start")
     if backend == "megatron":
         from pa_npu.backends.megatron.backend import MegatronBackend
         from pa_npu.backends.megatron.optimizer import WatchedReduction
 
-        checks.within(WatchedReduction, "_note_own", "_note_reduced", "take")
+        checks.within(WatchedReduction, "_note_own", "_note_reduced", "pop_reduced")
         checks.within(MegatronBackend, "gradient_size", instead=nothing)
         checks.within(MegatronBackend, "stepped", "copied", instead=())
     else:
         from pa_npu.backends.fsdp import backend as fsdp
         from pa_npu.backends.fsdp.optimizer import CountedReduceScatter
 
-        checks.within(CountedReduceScatter, "take_reduced", instead=_forget_input)
+        checks.within(CountedReduceScatter, "on_reduced", instead=_forget_input)
         checks.within(fsdp, "counted")
         checks.within(fsdp.FsdpBackend, "gradient_size", instead=nothing)
         checks.within(fsdp.FsdpBackend, "stepped", "copied", instead=())
+
+
+def _watch_nothing(objective: Objective, *_: Any) -> None:
+    return None
 
 
 def _count_update(replay: StepReplay, *_: Any) -> None:
@@ -205,7 +210,7 @@ def train(
 
 
 def measure(backend: str, model: str, args: argparse.Namespace) -> Cost:
-    """The cost on the rank where the share inside the checks is largest."""
+    """Returns the cost on the rank where the share inside the checks is largest."""
     config = make_config(model, args)
     trainer = {**config.trainer.model_dump(), "backend": backend, "devices": args.ranks}
     sections = {"trainer": trainer, "model": {**config.model.model_dump(), "dtype": args.dtype}}
@@ -232,6 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("pairs", 9),
     ):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--model", help="model directory; the random model if there is none")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--table", action="store_true")
@@ -246,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("|---|---:|---:|---:|---:|")
     tables = {}
     with tempfile.TemporaryDirectory() as scratch:
-        model = make_random_model(Path(scratch) / "model")
+        model = args.model or make_random_model(Path(scratch) / "model")
         for backend in args.backends:
             cost = measure(backend, model, args)
             tables[backend] = cost.by_function

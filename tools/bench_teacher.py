@@ -35,10 +35,12 @@ import numpy as np
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pa_npu.config.schema import Config
+from pa_npu.coordinator.demonstrations import Demonstrations
 from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.scoring_teachers import ScoringTeacher
 from pa_npu.coordinator.teachers import Teachers
 from pa_npu.data.prompts import Prompt
+from pa_npu.data.row_sets import Row, RowSet
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling, Scores, Scoring
 from pa_npu.environments.protocol import EnvironmentContext
@@ -52,7 +54,7 @@ from pa_npu.samples.types import Sample
 from pa_npu.telemetry.timeline import Timeline
 
 _PROMPT_TOKENS = 32
-_WINDOW = 64
+WINDOW = 64
 _VERSION = 0
 
 
@@ -86,7 +88,7 @@ class SleepingTeacher(ScoringTeacher):
     """Scores one sequence after another. busy_s: in which it computed."""
 
     def __init__(self, config: Config, token_s: float) -> None:
-        super().__init__("teacher.large", config, Scoring())
+        super().__init__("large", config, Scoring())
         self._token_s = token_s
         self._device = asyncio.Lock()
         self.busy_s = 0.0
@@ -134,6 +136,7 @@ class Trainer:
         self._token_s = token_s
         self._groups: asyncio.Queue[Group] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
+        self.demonstrations_s = 0.0
 
     def put(self, group: Group, replica: int, slot: int, *, by_rule: bool = False) -> None:
         self._loop.call_soon_threadsafe(self._groups.put_nowait, group)
@@ -141,16 +144,24 @@ class Trainer:
     async def train(self, number: int) -> None:
         for _ in range(number):
             group = await self._groups.get()
+            start_s = time.perf_counter()
             await asyncio.sleep(len(group.tokens) * self._token_s)
+            if not group.written.any():
+                self.demonstrations_s += time.perf_counter() - start_s
 
 
 @dataclass(frozen=True)
 class Measured:
+    """Seconds of an iteration, in which the teacher computed, and in which demonstrations were
+    trained.
+    """
+
     iteration_s: float
     teacher_s: float
+    demonstrations_s: float = 0.0
 
 
-def configuration(groups: int, responses: int, with_teacher: bool) -> Config:
+def configuration(groups: int, responses: int, with_teacher: bool, demonstrated: int = 0) -> Config:
     tree: dict[str, Any] = {
         "run": {"device": "cpu"},
         "model": {"path": "m", "dtype": "fp32"},
@@ -161,6 +172,8 @@ def configuration(groups: int, responses: int, with_teacher: bool) -> Config:
     }
     if with_teacher:
         tree |= {"algorithm": {"name": "distill"}, "teacher": {"large": {"url": "http://none"}}}
+    if demonstrated:
+        tree["data"]["demonstrations"] = {"path": "d", "share": demonstrated / groups}
     return Config.model_validate(tree)
 
 
@@ -171,10 +184,13 @@ async def iteration(
     score_token_s: float | None,
     *,
     streamed: bool = True,
+    demonstrated: int = 0,
 ) -> Measured:
-    """One iteration. score_token_s: None has no teacher."""
+    """One iteration. score_token_s: None has no teacher. demonstrated: groups of demonstrations,
+    which are like the first groups.
+    """
     groups, responses = len(lengths), len(lengths[0])
-    config = configuration(groups, responses, score_token_s is not None)
+    config = configuration(groups, responses, score_token_s is not None, demonstrated)
     teachers, teacher = None, None
     if score_token_s is not None:
         teacher = (
@@ -187,7 +203,7 @@ async def iteration(
     def work(prompt: int, lengths: Sequence[int]) -> float:
         return prompt + sum(lengths)
 
-    rules = replace(Rules.from_config(config), window=_WINDOW)
+    rules = replace(Rules.from_config(config), window=WINDOW)
     trainer = Trainer(train_token_s)
     with ThreadPoolExecutor(1) as store_thread:
         producer = producer_on_engines(
@@ -203,14 +219,31 @@ async def iteration(
             store_thread,
             teachers=teachers,
         )
+        if demonstrated:
+            producer.demonstrations = demonstrations_like(config, lengths)
         prompts = [
             Prompt(index, np.full(_PROMPT_TOKENS, index, np.int32), "", "", {})
             for index in range(groups)
         ]
         start_s = time.perf_counter()
-        await asyncio.gather(producer.produce(_VERSION, prompts), trainer.train(groups))
+        await asyncio.gather(
+            producer.produce(_VERSION, prompts), trainer.train(groups + demonstrated)
+        )
         seconds = time.perf_counter() - start_s
-    return Measured(seconds, 0.0 if teacher is None else teacher.busy_s)
+    teacher_s = 0.0 if teacher is None else teacher.busy_s
+    return Measured(seconds, teacher_s, trainer.demonstrations_s)
+
+
+def demonstrations_like(config: Config, lengths: dict[int, list[int]]) -> Demonstrations:
+    """Rows of the lengths of an iteration's responses, in their order."""
+    rows: list[Row] = []
+    for of_group in lengths.values():
+        for length in of_group:
+            tokens = np.full(_PROMPT_TOKENS + length, len(rows), np.int32)
+            weight = np.ones(len(tokens), np.float32)
+            weight[:_PROMPT_TOKENS] = 0
+            rows.append(Row(len(rows), tokens, weight, "", 0))
+    return Demonstrations(config, RowSet("demonstrations", tuple(rows), len(rows), 0, 0, ""))
 
 
 def drawn_lengths(groups: int, responses: int, tokens: int, seed: int) -> dict[int, list[int]]:
@@ -233,7 +266,7 @@ def main() -> None:
     arguments = parser.parse_args()
     lengths = drawn_lengths(arguments.groups, arguments.responses, arguments.tokens, 1)
     num_tokens = sum(sum(of_group) for of_group in lengths.values())
-    waves = arguments.groups * arguments.responses / _WINDOW
+    waves = arguments.groups * arguments.responses / WINDOW
     step_s = arguments.generate / waves / (1.7 * arguments.tokens)
     train_s = arguments.generate
     print("| teacher / slowest | without | streamed | hidden | after all |")

@@ -94,7 +94,7 @@ class FixedMicrobatches:
     waited_s = 0.0
     traffic = Traffic()
     by_rule: Sequence[Notice] = ()
-    advantages: Mapping[int, Sequence[float]] = MappingProxyType({})
+    advantages: Mapping[int, Sequence[np.ndarray]] = MappingProxyType({})
 
     def __init__(self, microbatches: list[Microbatch]) -> None:
         self._left = microbatches[::-1]
@@ -204,14 +204,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model or make_random_model(Path(scratch) / "model", args.family)
         result = compare_trees(model, args) if args.trees else compare(model, args)
-    print(
-        json.dumps(result) if args.json else render_trees(result) if args.trees else render(result)
-    )
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print(render_trees(result) if args.trees else render(result))
     return 0
 
 
 def make_random_model(directory: Path, family: str = "qwen2") -> str:
-    """A mixture has 8 experts, of which a token goes through two: as much work as the dense layer."""
+    """Writes a random model. A mixture has 8 experts, and a token goes through two: the work of a
+    dense layer.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -282,7 +285,7 @@ TREES: Mapping[str, Sequence[int | None]] = {
 
 
 def compare_trees(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Rows by kind of tree. Seconds are of the processor, of one thread.
+    """Returns rows by kind of tree. Seconds are of the processor, of one thread.
 
     The ideal is the ratio of floating-point operations of the two layouts.
     """
@@ -330,7 +333,7 @@ def compare_trees(model: str, args: argparse.Namespace) -> dict[str, Any]:
 def make_sessions(
     args: argparse.Namespace, vocab_size: int, parents: Sequence[int | None], index: int
 ) -> Group:
-    """A group of sessions whose trees have this form, put together as the gateway does."""
+    """Returns a group of sessions whose trees have this form, put together as the gateway does."""
     rng = np.random.default_rng(index)
 
     def tokens(number: int) -> np.ndarray:

@@ -24,6 +24,8 @@ asks a calculator in some of its answers ("<<47*83>>", and reads "=3901") and gu
 so greedy decoding guesses, sampling sometimes asks, and reinforcement learning with
 environment.name=tools has a tool to find that pays. --task agent is the same in the form of chat:
 the call is a tool call, and its answer comes in a message of its own (environment.name=agents).
+--task both makes sums and products, whose column `task` says which they are, and a model that slips
+at the ones and mostly guesses the others: a student of two teachers (configs/distill_two_tiny.yaml).
 --task edit makes files to repair by tool calls (tools/tiny_edits.py, examples/edit_files_agent.py):
 the teacher can write them, and mostly leaves the mistake in.
 --task vision makes images in which squares are counted (tools/tiny_vision.py), train.parquet beside
@@ -143,7 +145,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--task",
-        choices=("add", "calculator", "agent", "edit", "vision"),
+        choices=("add", "calculator", "both", "agent", "edit", "vision"),
         default="add",
         help="what the questions ask",
     )
@@ -268,16 +270,17 @@ def make(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     report: dict[str, Any] = {
         "parameters": sum(parameter.numel() for parameter in model.parameters())
     }
-    if not arguments.random and arguments.task != "add":
+    if not arguments.random and arguments.task not in ("add", "both"):
         report |= supervise_calls(
             model, tokenizer, arguments, lessons(arguments, rest, validation), order
         )
     elif not arguments.random:
-        report |= supervise(model, tokenizer, arguments, rest, validation, order)
+        teach = supervise if arguments.task == "add" else supervise_both
+        report |= teach(model, tokenizer, arguments, rest, validation, order)
         report["greedy_accuracy"] = sum(
             answer == x + y for (x, y), answer in greedy(model, tokenizer, test)
         ) / len(test)
-        print(f"greedy accuracy on the held-out questions: {report['greedy_accuracy']:.3f}")
+        print(f"greedy accuracy on held-out sums: {report['greedy_accuracy']:.3f}")
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(str(directory / "model"))
     return report
@@ -322,11 +325,22 @@ def write_questions(path: Path, pairs: list[tuple[int, int]], task: str) -> None
         rows = tiny_edits.tasks(
             tiny_edits.HELD_OUT_NAMES if path.stem == "test" else tiny_edits.NAMES
         )
-    elif task != "add":
-        rows = [{"question": product_question(x, y), "answer": f"#### {x * y}"} for x, y in pairs]
+    elif task == "add":
+        rows = [sum_row(x, y) for x, y in pairs]
+    elif task == "both":
+        rows = [{"task": "sums", **sum_row(x, y)} for x, y in pairs[::2]]
+        rows += [{"task": "products", **product_row(x, y)} for x, y in pairs[1::2]]
     else:
-        rows = [{"question": question(x, y), "answer": solution(x, y)} for x, y in pairs]
+        rows = [product_row(x, y) for x, y in pairs]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def sum_row(x: int, y: int) -> dict[str, str]:
+    return {"question": question(x, y), "answer": solution(x, y)}
+
+
+def product_row(x: int, y: int) -> dict[str, str]:
+    return {"question": product_question(x, y), "answer": f"#### {x * y}"}
 
 
 def write_pairs(path: Path, pairs: list[tuple[int, int]]) -> None:
@@ -551,22 +565,74 @@ def lessons(
         return edits, [edited(task, tiny_edits.wrong_sign(task)) for task in tasks]
 
     def calls(order: random.Random) -> list[Lesson]:
-        """A call in some answers, a guess in the others."""
-        batch = []
-        for x, y in order.choices(pairs, k=arguments.batch):
-            guess = f"#### {order.randint(SMALLEST**2, LARGEST**2)}{END_OF_TURN}"
-            asks = order.random() < arguments.call_rate
-            batch.append(
-                (
-                    product_question(x, y),
-                    call_turns(x, y, arguments.task) if asks else [(guess, True)],
-                )
-            )
-        return batch
+        """Returns a call in some answers, a guess in the others."""
+        return answered_products(arguments, order.choices(pairs, k=arguments.batch), order)
 
-    return calls, [
-        (product_question(x, y), call_turns(x, y, arguments.task)) for x, y in validation
-    ]
+    return calls, called(arguments, validation)
+
+
+def answered_products(
+    arguments: argparse.Namespace, pairs: list[tuple[int, int]], order: random.Random
+) -> list[Lesson]:
+    """A call in some answers, a guess in the others."""
+    answered = []
+    for x, y in pairs:
+        guess = f"#### {order.randint(SMALLEST**2, LARGEST**2)}{END_OF_TURN}"
+        asks = order.random() < arguments.call_rate
+        turns = call_turns(x, y, arguments.task) if asks else [(guess, True)]
+        answered.append((product_question(x, y), turns))
+    return answered
+
+
+def called(arguments: argparse.Namespace, pairs: list[tuple[int, int]]) -> list[Lesson]:
+    """A call in every answer."""
+    return [(product_question(x, y), call_turns(x, y, arguments.task)) for x, y in pairs]
+
+
+def supervise_both(
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    arguments: argparse.Namespace,
+    pairs: list[tuple[int, int]],
+    validation: list[tuple[int, int]],
+    order: random.Random,
+) -> dict[str, Any]:
+    """Teaches sums and calls until (nearly) all are right, then the slip at sums."""
+    started = time.process_time()
+    optimizer = make_optimizer(model, arguments)
+
+    def learn(slip_rate: float, rate: float) -> float:
+        drawn = order.choices(pairs, k=arguments.batch)
+        half = arguments.batch // 2
+        sums: list[Lesson] = []
+        for x, y in drawn[:half]:
+            slip = 1 if order.random() < slip_rate else 0
+            sums.append((question(x, y), [(solution(x, y, slip) + END_OF_TURN, True)]))
+        products = answered_products(arguments, drawn[half:], order)
+        return descend(model, optimizer, *call_batch(tokenizer, sums + products), rate)
+
+    known = {}
+    step = 0
+    for step in range(1, arguments.steps + 1):
+        loss = learn(0.0, learning_rate_at(step, arguments))
+        if step % 25 == 0:
+            answers = greedy(model, tokenizer, validation)
+            known = {
+                "accuracy_before_slipping": sum(answer == x + y for (x, y), answer in answers)
+                / len(answers),
+                "right_after_asking": knows_calls(model, tokenizer, called(arguments, validation)),
+            }
+            print(
+                f"both     step {step:4d}  loss {loss:.4f}  sums "
+                f"{known['accuracy_before_slipping']:.3f}  calls {known['right_after_asking']:.3f}",
+                flush=True,
+            )
+            if min(known.values()) >= 0.97:
+                break
+    for _ in range(arguments.slip_steps):
+        learn(arguments.slip_rate, 0.25 * arguments.learning_rate)
+    seconds = time.process_time() - started
+    return {**known, "steps": step, "cpu_seconds": round(seconds, 1)}
 
 
 def supervise_calls(
@@ -596,7 +662,9 @@ def supervise_calls(
 def call_batch(
     tokenizer: PreTrainedTokenizerFast, batch: list[Lesson]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels [rows, width]; each piece is tokenised by itself, as the environments do."""
+    """Returns tokens and labels [rows, width]; each piece is tokenised by itself, as the
+    environments do.
+    """
     rows = []
     for asked, turns in batch:
         tokens = tokenizer(USER + asked + ASSISTANT).input_ids

@@ -151,7 +151,7 @@ def _published_basis(options: argparse.Namespace, rest: Sequence[str]) -> KnownB
 
 
 def ran_on_name(config: Config) -> str:
-    """The published device that stands for the run's own."""
+    """Returns the published device that stands for the run's own."""
     return config.run.device if config.run.device != "auto" else "cpu"
 
 
@@ -175,7 +175,9 @@ def _spec(path: str, where: str) -> ModelSpec:
 
 
 def _kind(name: str) -> str:
-    return "cuda" if name in ("A100", "H100") else "cpu" if name == "a core" else "npu"
+    if name in ("A100", "H100"):
+        return "cuda"
+    return "cpu" if name == "a core" else "npu"
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ def simulate(
     *,
     streams: bool = True,
 ) -> Outcome:
-    """An iteration of `groups`, which are numbered from 0 and as many as the replicas' slots, plus
-    replacements.
+    """Returns an iteration of `groups`, which are numbered from 0 and as many as the replicas'
+    slots, plus replacements.
 
     streams: groups are delivered as they complete, not all at the end. With dynamic sampling the
     groups from len(schedule.order) on are the replacements, each dispatched when an uninformative
@@ -183,15 +183,15 @@ class _Iteration:
                 group.expected_tokens,
             )
             heapq.heappush(self._ends, (self._engines[name].next_s, self._numbers[name]))
-            dispatching.dispatched()
+            dispatching.note_dispatched()
         return math.inf
 
     def _next_for(self, engine: str) -> VirtualGroup:
         """Takes the group that goes to this engine from those that wait."""
-        reach = self._dispatching.schedule.reach
-        if reach is None or self._waiting[0].index >= self._total:
+        limit = self._dispatching.schedule.slow_engine_limit
+        if limit is None or self._waiting[0].index >= self._total:
             return self._waiting.popleft()
-        place = reach.place(
+        place = limit.place(
             engine,
             [group.index for group in self._waiting if group.index < self._total],
             self._now_s,
@@ -203,7 +203,7 @@ class _Iteration:
     def _complete(self, engine: str, jobs: list[tuple[VirtualGroup, float]]) -> None:
         for group, start_s in jobs:
             self._generated_s = self._now_s
-            self._dispatching.completed(self._now_s)
+            self._dispatching.note_completed(self._now_s)
             lengths = tuple(round(length) for length in group.lengths)
             timing = GroupTiming(
                 group.index,

@@ -119,7 +119,7 @@ class StandInEngine:
     ) -> None:
         self.speed = speed
         self._compact = compact
-        self._responses: dict[bytes, compact_answer.Response] = {}
+        self._responses: dict[bytes, compact_answer.CompactResponse] = {}
         self._sleeps = sleeps
         self.is_asleep = False
         self._lengths = lengths
@@ -236,8 +236,8 @@ class StandInEngine:
 
     def _response(
         self, fragment: bytes, begin: int, end: int, is_cut: bool
-    ) -> compact_answer.Response:
-        """A choice's tokens from `begin` to `end`, if it is cut, else to its own end."""
+    ) -> compact_answer.CompactResponse:
+        """Returns a choice's tokens from `begin` to `end`, if it is cut, else to its own end."""
         whole = self._responses.get(fragment)
         if whole is None:
             whole = _read_choice(fragment)
@@ -352,7 +352,7 @@ class StandInEngine:
                 self.speed.step_s + self.speed.sequence_s * num_sequences
             )
             clock_s += self.speed.prompt_s * sum(
-                one.prompt_tokens for one in self._running if not one.decoded
+                running.prompt_tokens for running in self._running if not running.decoded
             )
             # Relative to an ideal clock, so that late wake-ups do not slow the engine down.
             self._between_steps.clear()
@@ -406,12 +406,12 @@ def _make_choice(
     return length, json.dumps(choice, separators=(",", ":")).encode()[1:-1]
 
 
-def _read_choice(fragment: bytes) -> compact_answer.Response:
+def _read_choice(fragment: bytes) -> compact_answer.CompactResponse:
     choice = json.loads(b"{%s}" % fragment)
     logprobs = None
     if choice["logprobs"] is not None:
         logprobs = np.asarray(choice["logprobs"]["token_logprobs"], np.float32)
-    return compact_answer.Response(
+    return compact_answer.CompactResponse(
         text=choice["text"],
         token_ids=np.asarray(choice["token_ids"], np.int32),
         finish_reason=choice["finish_reason"],
@@ -420,7 +420,7 @@ def _read_choice(fragment: bytes) -> compact_answer.Response:
 
 
 def _part(fragment: bytes, begin: int, end: int, is_cut: bool) -> bytes:
-    """A choice's tokens from `begin` to `end`."""
+    """Returns a choice's tokens from `begin` to `end`."""
     choice = json.loads(b"{%s}" % fragment)
     choice["token_ids"] = choice["token_ids"][begin:end]
     choice["text"] = "".join(f" t{token}" for token in choice["token_ids"])
@@ -454,8 +454,8 @@ async def serving(
 
 
 def write_interpreter(file: Path, *options: str) -> Path:
-    """An executable to name as the engines' interpreter; it starts a stand-in with `options`,
-    whatever model is asked for.
+    """Returns an executable to name as the engines' interpreter; it starts a stand-in with
+    `options`, whatever model is asked for.
     """
     file.write_text(
         _INTERPRETER.format(
@@ -560,7 +560,9 @@ def _scores(prompt: list[int], body: dict[str, Any]) -> dict[str, Any]:
     """
     places: list[Any] = [None]
     for place, token in enumerate(prompt[1:], start=1):
-        said = {number: -1.0 - number for number in range(body["prompt_logprobs"])}
-        said.setdefault(token, scored_logprob(token, place))
-        places.append({str(number): {"logprob": logprob} for number, logprob in said.items()})
+        logprob_by_token = {number: -1.0 - number for number in range(body["prompt_logprobs"])}
+        logprob_by_token.setdefault(token, scored_logprob(token, place))
+        places.append(
+            {str(number): {"logprob": logprob} for number, logprob in logprob_by_token.items()}
+        )
     return {"index": 0, "text": "", "finish_reason": "length", "prompt_logprobs": places}

@@ -213,9 +213,9 @@ def run(
                 for k in range(config.rollout.engines)
             ]
             by_seed: dict[int, int] = {}
-            for seat, engine in enumerate(engines):
+            for index, engine in enumerate(engines):
                 engine.by_seed = by_seed
-                pool.add(engine, seat=seat, shared=config.placement.colocate)  # type: ignore[arg-type]
+                pool.add(engine, engine_index=index, shared=config.placement.colocate)  # type: ignore[arg-type]
                 pool.serve(engine)  # type: ignore[arg-type]
             timeline = Timeline(None, "")
             parts: dict[str, Any] = {

@@ -181,6 +181,7 @@ class AgentEnvironment(SessionEnvironment):
     """
 
     trains_all_turns = True  # all turns of sessions that are not discarded
+    trains_in_context = True  # as requests showed it
 
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("agents")

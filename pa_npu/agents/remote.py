@@ -10,6 +10,7 @@ All attempts at a prompt get the same seed. The server has environment.timeout_s
 An episode whose server is gone begins again, with the same seeds.
 
 environment.options:
+    protocol            gymnasium (default), which is this one, or openenv (openenv.py)
     url                 the server's, http or https
     api_key_variable    environment variable with the server's key, which is sent as
                         `Authorization: Bearer`; without this option no key is sent
@@ -22,13 +23,14 @@ import contextlib
 import json
 import os
 import secrets
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
 from pa_npu.agents.environment import SessionEnvironment, task_of
-from pa_npu.agents.openai_format import CompletionRequest, RequestRefused
+from pa_npu.agents.openai_format import AgentRequest, AgentRequestRefused
 from pa_npu.agents.session import Session
 from pa_npu.control.bounded_http import bounded_request
 from pa_npu.data.prompts import Prompt
@@ -45,29 +47,14 @@ class RemoteEnvironment(SessionEnvironment):
     """Plays each session as an episode of the server that environment.options.url names."""
 
     trains_all_turns = True
+    trains_in_context = True
 
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("remote", ("url", "api_key_variable"))
         super().__init__(context)
         self._timeout_s = context.timeout_s
-        self._headers = {"Content-Type": "application/json"}
-        url = context.options.get("url")
-        variable = context.options.get("api_key_variable")
-        parts = urlsplit(url if isinstance(url, str) else "")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(
-                "environment.options: url must be that of the environment's server, such as "
-                f"http://HOST:PORT, not {url!r:.80}"
-            )
-        self._url = parts.geturl().rstrip("/")
-        if variable is not None:
-            key = os.environ.get(str(variable))
-            if not key:
-                raise ConfigError(
-                    f"environment.options: api_key_variable names {variable!r:.80}, which is not "
-                    "set; set it, or leave it out"
-                )
-            self._headers["Authorization"] = f"Bearer {key}"
+        self._url, headers = read_address(context.options)
+        self._headers = {"Content-Type": "application/json", **headers}
         self._http: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
@@ -119,8 +106,8 @@ class RemoteEnvironment(SessionEnvironment):
         messages = self._messages("reset", answer)
         while True:
             try:
-                turn = await session.chat_turn(CompletionRequest({"messages": messages}))
-            except RequestRefused as refused:
+                turn = await session.chat_turn(AgentRequest({"messages": messages}))
+            except AgentRequestRefused as refused:
                 if session.failure is not None:
                     return
                 if refused.code is None:  # not because of a limit of the run
@@ -200,6 +187,27 @@ class RemoteEnvironment(SessionEnvironment):
             f"environment.options: url: {self._url}/{path} gave {answer}; correct the server "
             "(docs/agents.md)"
         )
+
+
+def read_address(options: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+    """Returns the server's URL and the headers with its key. Raises ConfigError."""
+    url = options.get("url")
+    variable = options.get("api_key_variable")
+    parts = urlsplit(url if isinstance(url, str) else "")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            "environment.options: url must be that of the environment's server, such as "
+            f"http://HOST:PORT, not {url!r:.80}"
+        )
+    if variable is None:
+        return parts.geturl().rstrip("/"), {}
+    key = os.environ.get(str(variable))
+    if not key:
+        raise ConfigError(
+            f"environment.options: api_key_variable names {variable!r:.80}, which is not set; set "
+            "it, or leave it out"
+        )
+    return parts.geturl().rstrip("/"), {"Authorization": f"Bearer {key}"}
 
 
 def _reset_body(episode_id: str, prompt: Prompt) -> dict[str, Any]:

@@ -41,14 +41,16 @@ class Elements:
 
 @dataclass(frozen=True, eq=False)
 class Stepped:
-    """What a step should have made of elements, and limits of how far rounding takes it from that."""
+    """Values that a step should have given to elements, and limits of how far rounding takes it
+    from them.
+    """
 
     expected: Elements
     limit: Elements
 
 
 def scheduled_rate(config: Config, update: int) -> float:
-    """The learning rate of an update, from 1."""
+    """Returns the learning rate of an update, from 1."""
     options = config.optimizer
     iterations = config.schedule.iterations
     begin = config.schedule.updates(options.warmup_of(iterations))

@@ -169,7 +169,9 @@ class Algorithm(ABC):
 
     @property
     def needs_whole(self) -> Literal["samples", "groups", "batch"]:
-        """What has to be in one place: for the loss in one microbatch, for credit at one time."""
+        """Returns the parts that must be in one place: for the loss in one microbatch, for credit
+        at one time.
+        """
         return "groups" if self.whole_groups_key else "samples"
 
     @property
@@ -235,14 +237,14 @@ class Algorithm(ABC):
     @property
     @abstractmethod
     def credit_key(self) -> str:
-        """What credit follows from, as a key with its value, for messages."""
+        """Returns the key, with its value, from which credit follows, for messages."""
 
     @abstractmethod
     def credit(self, group: ScoredSamples) -> TokenValues:
         """Returns the advantages of one group, float32 [T]; 0 on tokens that are not trained."""
 
     def batch_credit(self, groups: Sequence[ScoredSamples]) -> list[TokenValues]:
-        """The same of all groups of an iteration.
+        """Returns the same of all groups of an iteration.
 
         Called where the iteration is handed over as a whole.
         """
@@ -278,8 +280,9 @@ class Algorithm(ABC):
 
     @property
     def trains_by_rule(self) -> bool:
-        """Whether groups with advantages of 0 are trained by rule: schedule.skip_zero_advantage,
-        where null means that the loss is ours and needs no gradient of theirs.
+        """Returns whether groups with advantages of 0 are trained by rule:
+        schedule.skip_zero_advantage, where null means that the loss is ours and needs no gradient
+        of theirs.
 
         The launcher has set the key to false where the model forbids it (settled_rule).
         """
@@ -293,7 +296,9 @@ class Algorithm(ABC):
 
     @property
     def compares_whole_stages(self) -> bool:
-        """Whether a finite difference is taken of groups that every stage of a pipeline computes."""
+        """Returns whether a finite difference is taken of groups that every stage of a pipeline
+        computes.
+        """
         config = self.config
         return config.trainer.pipeline_parallel > 1 and config.schedule.finite_difference_every > 0
 
@@ -326,8 +331,8 @@ class Algorithm(ABC):
 
     @property
     def reads_old_logprobs(self) -> bool:
-        """Whether the loss may depend on that policy's log-probs, so that these have to be the
-        right ones.
+        """Returns whether the loss may depend on that policy's log-probs, so that these have to be
+        the right ones.
         """
         return True
 

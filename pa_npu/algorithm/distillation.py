@@ -242,20 +242,27 @@ class Distillation(PolicyGradient):
 
 
 def _broken_teacher(config: Config, key: str, teacher: TeacherConfig) -> Iterator[str]:
-    """Yields what is wrong with the keys of one teacher."""
+    """Yields what is wrong with the name and the keys of one teacher."""
+    name = key.removeprefix("teacher.")
+    if not name.strip() or not name.isprintable():
+        yield (
+            f"teacher: {name!r:.80} is no name of a teacher; name it with printable characters on one "
+            "line, as rows and records do"
+        )
     sources = {
         "model": teacher.model,
         "url": teacher.url,
         "hint_column": teacher.hint_column,
     }
-    given = [f"{name}={value}" for name, value in sources.items() if value is not None]
-    if not given:
+    named_sources = [f"{name}={value}" for name, value in sources.items() if value is not None]
+    if not named_sources:
         yield (
             f"{key}.model: is missing, so that there is no teacher; set it to an HF directory, or "
             "url to a server, or hint_column to a column of the data"
         )
-    elif len(given) > 1:
-        yield f"{key}: {' and '.join(given)} are several teachers in one; keep one of these keys"
+    elif len(named_sources) > 1:
+        names = " and ".join(named_sources)
+        yield f"{key}: {names} are several teachers in one; keep one of these keys"
     if teacher.url is not None and not teacher.url.startswith(("http://", "https://")):
         yield f"{key}.url: {teacher.url!r:.80} is no URL; give http://HOST:PORT"
     if teacher.model is None or not teacher.engines:

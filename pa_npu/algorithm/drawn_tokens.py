@@ -1,4 +1,4 @@
-"""Whether tokens were drawn from the distribution that their log-probs are of (invariant I5).
+"""Tests whether tokens were drawn from the distribution that their log-probs describe (invariant I5).
 
 An engine may report right log-probs and draw from something else: greedily, at another temperature,
 from the most likely tokens alone. Its log-probs then agree with the trainers', and the policy
@@ -58,7 +58,7 @@ class DrawnTokens:
     choices: float = 0.0
 
     @classmethod
-    def of(cls, sums: DifferenceSums, computed: int, groups: int) -> DrawnTokens:
+    def from_sums(cls, sums: DifferenceSums, computed: int, groups: int) -> DrawnTokens:
         """computed: how many of an iteration's `groups` the sums are of."""
         log_choices = (
             math.lgamma(groups + 1) - math.lgamma(computed + 1) - math.lgamma(groups - computed + 1)

@@ -197,7 +197,9 @@ def _kl_slope(tokens: _Tokens, estimator: str) -> tuple[Values, Values]:
 
 
 def _preference_gradient(tokens: _Tokens, factor: Values) -> tuple[Values, Values]:
-    """Of each group's best and worst response: -+ beta sigmoid(-margin), spread as the loss is."""
+    """Returns -+ beta sigmoid(-margin) for each group's best and worst response, spread as the loss
+    is.
+    """
     assert tokens.reference is not None, "a preference has a reference"
     size, beta = tokens.batch.group_size, tokens.config.kl_coef
     starts = np.cumsum(tokens.lengths) - tokens.lengths
@@ -218,7 +220,9 @@ def _preference_gradient(tokens: _Tokens, factor: Values) -> tuple[Values, Value
 
 
 def _users_gradient(tokens: _Tokens) -> Values:
-    """Of a loss of the user's own: the function again, on the host, before weights and factors."""
+    """Returns the gradient of a user's own loss: calls the function again, on the host, before
+    weights and factors.
+    """
     batch = tokens.batch
     logprobs = batch.logprobs.detach().clone().requires_grad_()
     again = replace(
@@ -236,7 +240,7 @@ def _users_gradient(tokens: _Tokens) -> Values:
 
 
 def _ratio_of(policy: Values, tokens: _Tokens) -> Values:
-    """By how much a term's gradient is larger than its advantage."""
+    """Returns the factor by which a term's gradient is larger than its advantage."""
     return np.divide(
         policy, tokens.advantages, out=np.zeros_like(policy), where=tokens.advantages != 0
     )

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ Values = npt.NDArray[np.float64]
 
 # of a microbatch, at least, whose gradient is watched; all where it has fewer than twice as many
 _ROWS = 64
+# microbatches of an update, at least, whose head is watched; always fewer than twice as many
+_HEADS = 8
 
 
 class HeadGradient:
@@ -51,16 +53,23 @@ class HeadGradient:
         self.is_partial = False
         self.every = 1
         self.is_watched = False
+        self._hidden: torch.Tensor | None = None
 
-    def watch(self, hidden: torch.Tensor, *, is_partial: bool = False) -> None:
+    def offer(self, hidden: torch.Tensor, *, is_partial: bool = False) -> None:
+        """Called by the model with the rows that meet the head; `watch` decides."""
         self.is_partial = is_partial
-        self.is_watched = hidden.requires_grad
-        if self.is_watched:
-            hidden.register_hook(partial(self._arrived, hidden.detach()))
+        self._hidden = hidden
 
-    def _arrived(self, hidden: torch.Tensor, gradient: torch.Tensor) -> None:
-        self.every = max(1, len(hidden) // _ROWS)
-        states, gradient = hidden[:: self.every].float(), gradient[:: self.every].float()
+    def watch(self) -> None:
+        """Watches what was offered, if it has a gradient. Called before the backward."""
+        hidden, self._hidden = self._hidden, None
+        self.is_watched = hidden is not None and hidden.requires_grad
+        if hidden is not None and self.is_watched:
+            self.every = max(1, len(hidden) // _ROWS)
+            hidden.register_hook(partial(self._arrived, hidden.detach()[:: self.every]))
+
+    def _arrived(self, states: torch.Tensor, gradient: torch.Tensor) -> None:
+        states, gradient = states.float(), gradient[:: self.every].float()
         self.products = torch.linalg.vecdot(states, gradient)
         self.sizes = torch.linalg.vector_norm(states, dim=-1) * torch.linalg.vector_norm(
             gradient, dim=-1
@@ -68,8 +77,8 @@ class HeadGradient:
 
 
 class GivenChoices:
-    """What the loss of a microbatch was given of a teacher's most likely tokens, on the device, and
-    the gradient that came back to the policy's log-probs of them.
+    """A teacher's most likely tokens as a microbatch's loss got them, on the device, and the
+    gradient that came back to the policy's log-probs of them.
 
     rows: int64 [M], a sample of the targets. choices: theirs, detached. weights: [M], 0 of targets
     that are not the leading component's. gradient: [M, k + 1]; None until the backward.
@@ -97,14 +106,16 @@ class GivenChoices:
         self.gradient = sampled.clone() if self.gradient is None else self.gradient + sampled
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class GivenLoss:
-    """What the loss of a microbatch was given, on the device, and the gradient that came back to
-    its log-probs.
+    """The inputs of a microbatch's loss, on the device, and the gradient that came back to its
+    log-probs.
 
     batch: with the denominators that the algorithm names and the advantages of the group's rewards,
-    where these are known; its log-probs are detached. sources, lengths: as Targets'. gradient: [N],
-    None until the backward.
+    where these are known; its log-probs are detached. sources, lengths: as Targets'. head: None
+    where nobody looks at it. gradient: [N], None until the backward.
+    denominators, advantages: [N], with which the loss was in fact computed. factor: the gradient
+    that came to the loss itself, which nothing but a sum may be made of; None until the backward.
     """
 
     batch: TokenBatch
@@ -112,9 +123,13 @@ class GivenLoss:
     lengths: tuple[int, ...]
     head: HeadGradient | None
     gradient: torch.Tensor | None = field(default=None, init=False)
+    factor: torch.Tensor | None = field(default=None, init=False)
     choices: GivenChoices | None = field(default=None, kw_only=True)
+    denominators: torch.Tensor = field(kw_only=True)
+    advantages: torch.Tensor = field(kw_only=True)
 
     def watch(self, logprobs: torch.Tensor) -> None:
+        # a hook, because whoever waits for `logprobs.grad` keeps the microbatch's graph until then
         if logprobs.requires_grad:
             logprobs.register_hook(self._arrived)
 
@@ -122,6 +137,48 @@ class GivenLoss:
         self.gradient = (
             gradient.detach() if self.gradient is None else self.gradient + gradient.detach()
         )
+
+
+class WatchedHeads:
+    """Chooses the microbatches of an update whose LM head is watched, while nobody knows how many
+    there will be: at first all of them, then ever fewer, so that those that remain lie at equal
+    distances and are at least _HEADS where there are as many.
+
+    What is judged is one factor over all rows of the update, of which these are a sample.
+    """
+
+    def __init__(self, first: int) -> None:
+        """first: moves the sample; another one in every update."""
+        self._first = first
+        self._distance = 1
+        self._num_given = 0
+        self._watched: list[tuple[int, GivenLoss]] = []
+
+    def add(self, loss: GivenLoss) -> None:
+        """Watches the head of the next microbatch, or lets go of it."""
+        number = self._num_given
+        self._num_given += 1
+        head = loss.head
+        if head is None:
+            return
+        if not self._is_chosen(number):
+            loss.head = None
+            return
+        head.watch()
+        self._watched.append((number, loss))
+        if len(self._watched) < 2 * _HEADS:
+            return
+        self._distance *= 2
+        kept = []
+        for other_number, other in self._watched:
+            if self._is_chosen(other_number):
+                kept.append((other_number, other))
+            else:
+                other.head = None
+        self._watched = kept
+
+    def _is_chosen(self, number: int) -> bool:
+        return (number + self._first) % self._distance == 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +194,7 @@ class ExpectedGradient:
 
 @dataclass(frozen=True)
 class Slope:
-    """By what factor one series is another, and the error of that as the tokens' spread gives it."""
+    """The factor between two series, and its error, estimated from the spread of the tokens."""
 
     value: float
     error: float
@@ -161,7 +218,7 @@ def slope_of(products: Values, expected: Values, sizes: Values, noise: float) ->
 
 
 def on_host(batch: TokenBatch) -> TokenBatch:
-    """The batch with its tensors on the host."""
+    """Returns the batch with its tensors on the host."""
     moved: dict[str, Any] = {}
     for name, values in vars(batch).items():
         if isinstance(values, torch.Tensor):
@@ -177,7 +234,9 @@ def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
     """Batches one after another, so that all are looked at together."""
     first = batches[0]
     starts = [0, *accumulate(batch.num_responses for batch in batches)]
-    shifted = [batch.response_index + start for batch, start in zip(batches, starts, strict=False)]
+    lengths = [len(batch.logprobs) for batch in batches]
+    index = torch.cat([batch.response_index for batch in batches])
+    shift = torch.repeat_interleave(torch.tensor(starts[:-1]), torch.tensor(lengths))
 
     def column(name: str) -> torch.Tensor | None:
         values = [getattr(batch, name) for batch in batches]
@@ -187,14 +246,13 @@ def joined(batches: Sequence[TokenBatch]) -> TokenBatch:
     columns: dict[str, Any] = {
         name: column(name) for name in (*names, "advantages", "weights", "ages")
     }
-    declared = {
-        name: torch.cat([_column(batch, name) for batch in batches])
-        for name in dict.fromkeys(name for batch in batches for name in batch.columns)
-    }
+    declared = {}
+    for name in dict.fromkeys(chain.from_iterable(batch.columns for batch in batches)):
+        declared[name] = torch.cat([_column(batch, name) for batch in batches])
     return replace(
         first,
         **columns,
-        response_index=torch.cat(shifted),
+        response_index=index + shift.to(index.device),
         num_responses=starts[-1],
         columns=declared,
     )

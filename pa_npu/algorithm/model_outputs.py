@@ -1,4 +1,4 @@
-"""What models give for a microbatch's targets, and with which weights; what losses read of both."""
+"""The outputs of models for a microbatch's targets, with which weights, and the part that losses read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pa_npu.algorithm.policy_losses import TokenBatch
 
 @dataclass(frozen=True)
 class PolicyState:
-    """Which weights: those of a version, after so many updates of the iteration that trains it."""
+    """The policy's weights of a version, after a number of updates of the iteration that trains it."""
 
     version: int
     updates: int = 0
@@ -23,7 +23,7 @@ class PolicyState:
 
 @dataclass(frozen=True)
 class FixedWeights:
-    """Which weights: those of an HF directory, which no run changes."""
+    """The weights of an HF directory, which no run changes."""
 
     directory: str
 

@@ -33,7 +33,7 @@ from pa_npu.algorithm.choices import (
     by_target,
 )
 from pa_npu.algorithm.component_sums import all_metric_names, all_sums
-from pa_npu.algorithm.loss_gradient import GivenChoices, GivenLoss
+from pa_npu.algorithm.loss_gradient import GivenChoices, GivenLoss, WatchedHeads
 from pa_npu.algorithm.model_outputs import (
     FixedWeights,
     Logprobs,
@@ -82,9 +82,8 @@ class Objective:
 
     entered, trained: the responses that were given to `loss` or `sent`, and those whose gradient
     has come back, each as often.
-    advantages: of the responses that were given to `loss`, in that order, the sum of their tokens'
-    advantages, on the device.
-    given: what the loss of each microbatch was given, and what came back.
+    given: what the loss of each microbatch was given, and what came back. Nothing of it is
+    calculated before `finish`, so that a microbatch pays for no more than keeping it.
     first_sampled: the first element of a gradient's sample, which moves from update to update.
     """
 
@@ -130,12 +129,13 @@ class Objective:
         self.sums = MetricSums(device, all_metric_names(self._algorithm))
         self.entered: list[TrainedResponse] = []
         self.trained: list[TrainedResponse] = []
-        self.advantages: list[torch.Tensor] = []
         self.given: list[GivenLoss] = []
+        self._references: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._heads = WatchedHeads(self.first_sampled)
 
     @property
     def entropy_gradient(self) -> bool:
-        """Whether gradients flow through the entropy."""
+        """Returns whether gradients flow through the entropy."""
         return self._config.algorithm.entropy_coef > 0
 
     def begin(self) -> None:
@@ -147,8 +147,8 @@ class Objective:
             before()
 
     def balance(self, microbatch: Targets) -> float:
-        """The factor of the routers' auxiliary loss: with the microbatch's part of the normaliser,
-        its weight in their mean.
+        """Returns the factor of the routers' auxiliary loss: with the microbatch's part of the
+        normaliser, its weight in their mean.
         """
         lengths = microbatch.leading
         counts = Counts(tokens=sum(lengths), responses=sum(length > 0 for length in lengths))
@@ -162,7 +162,8 @@ class Objective:
         return hidden
 
     def loss(self, microbatch: Targets, outputs: Outputs) -> torch.Tensor:
-        """The sum over the microbatch's tokens, whose gradient the backend computes, undivided.
+        """Returns the sum over the microbatch's tokens, whose gradient the backend computes,
+        undivided.
 
         Raises InvariantViolation.
         """
@@ -186,11 +187,7 @@ class Objective:
         )
         if self._freshness.max_staleness:
             batch = replace(batch, ages=microbatch.ages)
-        self.advantages.append(batch.response_sum(batch.advantages))
-        self.sums.moved = torch.maximum(
-            self.sums.moved, (batch.old_logprobs != batch.logprobs.detach()).any().float()
-        )
-        self._watch(microbatch, outputs, batch)
+        given = self._watch(microbatch, outputs, batch)
         sums = all_sums(self._algorithm, batch)
         # of the iteration's weight version, as the trainer computes them
         generated = outputs.frozen.get("old", outputs.policy)
@@ -219,15 +216,36 @@ class Objective:
                 if stretch_sums.n:
                     judge(stretch_sums, where)
         if reference is not None:
-            apart = (reference.values != outputs.policy.values.detach()).any().float()
-            self.sums.apart = torch.maximum(self.sums.apart, apart)
-        self._enter(microbatch, sums.loss)
-        if sums.loss.requires_grad:
-            sums.loss.register_hook(self._arrived)
+            self._references.append((reference.values, given.batch.logprobs))
+        self._enter(microbatch, sums.loss, given)
         return sums.loss
 
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Adds to `sums` what all microbatches together say of ratios, of the reference and of the
+        gradients that came to their losses. Called once, when the last backward has ended.
+        """
+        ratios = [(given.denominators, given.batch.logprobs) for given in self.given]
+        if ratios:
+            self.sums.moved = _any_differs(ratios)
+        if self._references:
+            self.sums.apart = _any_differs(self._references)
+        factors = [given.factor for given in self.given if given.factor is not None]
+        if factors:
+            self.sums.factor_error = (torch.stack(factors).float() - 1.0).abs().max()
+
+    def loss_advantages(self) -> list[float]:
+        """Returns, of the responses that were given to `loss`, in that order, the sum of the
+        advantages with which their tokens were trained. Waits for the device.
+        """
+        lengths = [length for given in self.given for length in given.lengths]
+        values = torch.cat([given.advantages for given in self.given]).float().cpu()
+        index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        sums: list[float] = torch.zeros(len(lengths)).index_add(0, index, values).tolist()
+        return sums
+
     def normaliser(self, totals: Totals, reductions: Reductions) -> float:
-        """The divisor of the update's sum. totals: of all replicas.
+        """Returns the divisor of the update's sum. totals: of all replicas.
 
         Collective if only the last stage knows it.
         """
@@ -240,8 +258,8 @@ class Objective:
         return self._algorithm.normaliser(counts)
 
     def _with_teachers(self, microbatch: Targets, outputs: Outputs) -> dict[str, torch.Tensor]:
-        """The microbatch's columns, and the log-probs of each teacher: of those that trainers hold
-        from the frozen pass, of others as they came with the samples.
+        """Returns the microbatch's columns, and the log-probs of each teacher: of those that
+        trainers hold from the frozen pass, of others as they came with the samples.
 
         Raises InvariantViolation where these are of other weights (I7).
         """
@@ -263,7 +281,9 @@ class Objective:
         return columns
 
     def _choices(self, microbatch: Targets, outputs: Outputs) -> Choices | None:
-        """The policy's and the teachers' distributions over the teachers' most likely tokens."""
+        """Returns the policy's and the teachers' distributions over the teachers' most likely
+        tokens.
+        """
         policy = outputs.policy.choices
         by_model = {
             name: logprobs.choices
@@ -288,40 +308,53 @@ class Objective:
             weights = of_all
         return weights if factors is None else weights * factors
 
-    def _watch(self, microbatch: Targets, outputs: Outputs, batch: TokenBatch) -> None:
+    def _watch(self, microbatch: Targets, outputs: Outputs, batch: TokenBatch) -> GivenLoss:
         """Keeps what the gradient of this microbatch must follow from, its denominators as the
         algorithm names them.
         """
         policy = outputs.policy.values
-        old = policy
+        logprobs = policy.detach()
+        old = logprobs
         if self._algorithm.ratio == "sampling":
             old = microbatch.engine_logprobs
         elif "old" in outputs.frozen:
             old = outputs.frozen["old"].values
-        seen = replace(
-            batch,
-            logprobs=policy.detach(),
-            old_logprobs=old.detach(),
-            engine_logprobs=microbatch.engine_logprobs,
+        seen = TokenBatch(
+            logprobs=logprobs,
             entropy=batch.entropy.detach(),
+            old_logprobs=old,
+            reference_logprobs=batch.reference_logprobs,
+            engine_logprobs=microbatch.engine_logprobs,
             advantages=microbatch.advantages,
-            choices=None,
+            weights=batch.weights,
+            response_index=batch.response_index,
+            num_responses=batch.num_responses,
+            group_size=batch.group_size,
+            ages=batch.ages,
+            columns=batch.columns,
         )
         watched = None
         if batch.choices is not None:
             weights = self._algorithm.choice_weights(batch)
             watched = GivenChoices(batch, weights, every_target=self._watch_all)
-        loss = GivenLoss(
+        given = GivenLoss(
             seen,
             tuple(microbatch.sources),
             tuple(microbatch.response_lengths),
             outputs.head,
             choices=watched,
+            denominators=batch.old_logprobs,
+            advantages=batch.advantages,
         )
-        loss.watch(policy)
-        self.given.append(loss)
+        given.watch(policy)
+        self._heads.add(given)
+        self.given.append(given)
+        return given
 
-    def _enter(self, microbatch: Targets, output: torch.Tensor) -> None:
+    def _enter(
+        self, microbatch: Targets, output: torch.Tensor, given: GivenLoss | None = None
+    ) -> None:
+        """given: of a loss, whose gradient is kept there."""
         self.begin()
         responses = [
             TrainedResponse(group, number, tokens)
@@ -334,14 +367,15 @@ class Objective:
             microbatch.response_lengths, microbatch.leading, microbatch.num_computed_tokens
         )
         if output.requires_grad:
-            output.register_hook(partial(self._passed, responses))
+            output.register_hook(partial(self._passed, responses, given))
 
-    def _passed(self, responses: list[TrainedResponse], gradient: torch.Tensor) -> None:
+    def _passed(
+        self, responses: list[TrainedResponse], given: GivenLoss | None, gradient: torch.Tensor
+    ) -> None:
         self.trained += responses
-
-    def _arrived(self, factor: torch.Tensor) -> None:
-        """factor: the gradient that comes to a loss, which nothing but its sum may be made of."""
-        self.sums.factor_error = torch.maximum(self.sums.factor_error, (factor.float() - 1.0).abs())
+        if given is not None:
+            # of two backwards, which the responses show, the last one's
+            given.factor = gradient.detach()
 
     def _denominator(self, microbatch: Targets, outputs: Outputs) -> Logprobs:
         """Log-probs of the policy that ratios are taken against.
@@ -388,6 +422,12 @@ class Objective:
             f"{microbatch.group_indices} has a KL to {named_weights(reference.weights)}, where the "
             f"reference is {named_weights(self._reference)}; give the log-probs of that one"
         )
+
+
+def _any_differs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Returns 1 if an element of any first tensor is another one than in the second, else 0; fp32."""
+    first, second = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
+    return (first != second).any().float()
 
 
 def measure(
@@ -456,7 +496,9 @@ def _stretches(microbatch: Targets) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_unmoved(outputs: Outputs) -> bool:
-    """Whether the policy, whose entropy is known, is the old one, whose log-probs are compared."""
+    """Returns whether the policy, whose entropy is known, is the old one, whose log-probs are
+    compared.
+    """
     weights = outputs.policy.weights
     return "old" not in outputs.frozen or (
         isinstance(weights, PolicyState) and weights.updates == 0

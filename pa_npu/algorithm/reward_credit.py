@@ -21,7 +21,7 @@ from pa_npu.config.rules.learning import of_preset
 
 
 class RewardCredit(Algorithm):
-    """What algorithms have in common that read a group's rewards and nothing else of it."""
+    """The common part of algorithms whose credit follows from a group's rewards alone."""
 
     @cached_property
     def advantage(self) -> GroupAdvantage | None:

@@ -39,7 +39,7 @@ def broken_rules(config: Config) -> Iterator[str]:
 
 
 def rules_of(algorithm: Algorithm) -> Iterator[str]:
-    """The same of an algorithm whose code is known to import."""
+    """Yields the same of an algorithm whose code is known to import."""
     config = algorithm.config
     yield from broken_source(algorithm)
     yield from unread_keys(config, algorithm.unread)
@@ -153,7 +153,7 @@ def _broken_observations(algorithm: Algorithm) -> Iterator[str]:
         return
     named = f"environment.observations: {', '.join(roles)}"
     environment = config.environment.name
-    if environment in ("single_turn", "agents", "remote"):
+    if environment in ("single_turn", "agents", "remote", "tool_class"):
         yield (
             f"{named} with environment.name = {environment}, which shows no tokens by role; set "
             "environment.name to tools or a class of yours that calls EnvironmentContext.show, or "

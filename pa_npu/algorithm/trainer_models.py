@@ -30,9 +30,7 @@ class TrainerModels:
 
     @property
     def num_choices(self) -> Mapping[str, int]:
-        """By name, how many of its most likely tokens are wanted of a model that trainers hold, for
-        every target.
-        """
+        """Returns, by model, how many most likely tokens trainers compute for every target."""
         return {
             model.name: model.num_choices
             for model in self.teachers
@@ -41,7 +39,7 @@ class TrainerModels:
 
     @property
     def compares_distributions(self) -> bool:
-        """Whether the policy gives log-probs of a teacher's most likely tokens."""
+        """Returns whether the policy gives log-probs of a teacher's most likely tokens."""
         return any(model.num_choices for model in self.teachers)
 
     @property

@@ -111,7 +111,7 @@ def divide(layout: PrefixLayout, ranks: int, multiple: int = 1) -> Division:
 
 
 class _Dealt:
-    """What each rank has been given so far."""
+    """The spans that each rank has so far."""
 
     def __init__(self, ranks: int, mean_rows: float, mean_work: float) -> None:
         self.spans: list[list[Span]] = [[] for _ in range(ranks)]

@@ -1,4 +1,4 @@
-"""What is computed once for the rows of a packed sequence and kept as long as they."""
+"""Values that are computed once for the rows of a packed sequence and live as long as they."""
 
 from __future__ import annotations
 

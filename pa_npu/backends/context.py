@@ -1,6 +1,6 @@
 """Context parallelism in a backend: a microbatch's part on this rank, and what models give for it joined again.
 
-    part = parts.of(microbatch)                 this rank's rows, and the targets predicted from them
+    part = parts.for_microbatch(microbatch)     this rank's rows, and the targets predicted from them
     scores = model(part.tokens, part.layout, part.rows, part.targets, ...)
     scores = part.joined(scores)                of all targets, on every rank of the context group
 
@@ -33,7 +33,7 @@ from pa_npu.samples.replica_feed import ReplicaLinks
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one rank computes of a microbatch.
+    """The part of a microbatch that one rank computes.
 
     tokens: int64 [T], this rank's; its padding has token 0.
     layout: of these tokens.
@@ -81,9 +81,9 @@ class Part:
         if not isinstance(self.layout, RankRows):
             return values
         rows = self.layout.row_numbers(values.device)
-        own = values.index_select(0, rows.clamp(max=len(values) - 1))
-        own[self.layout.total - self.layout.padding :] = blank
-        return own
+        of_rank = values.index_select(0, rows.clamp(max=len(values) - 1))
+        of_rank[self.layout.total - self.layout.padding :] = blank
+        return of_rank
 
     def _joined(self, values: torch.Tensor) -> torch.Tensor:
         whole: torch.Tensor = _Joined.apply(values, self)
@@ -116,7 +116,7 @@ class Parts:
         self._group = group
         self._last: tuple[Microbatch, Part] | None = None
 
-    def of(self, microbatch: Microbatch) -> Part:
+    def for_microbatch(self, microbatch: Microbatch) -> Part:
         """Returns this rank's part; several models take the same one."""
         if self._last is not None and self._last[0] is microbatch:
             return self._last[1]

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
+from pa_npu.backends.model_card import write_model_card
 from pa_npu.checkpoints.directories import CheckpointMeta, check_files, read_meta
 from pa_npu.checkpoints.provenance import model_fingerprint
 from pa_npu.config.mesh import Place
 from pa_npu.config.schema import Config
-from pa_npu.config.sections.inputs import DataConfig
 from pa_npu.data.prompt_format import FILE as PROMPTS_FILE
 from pa_npu.data.prompt_format import kept_template, template_text, write_prompt_format
 from pa_npu.errors import DataError, ExportError, UserError
@@ -88,7 +88,7 @@ def write_hf(
     place: Place,
     device: torch.device,
     *,
-    prompts: DataConfig | None = None,
+    config: Config | None = None,
     template: str | None = None,
     max_file_bytes: int = 2 * 2**30,
     complete: Callable[[Path], None] | None = None,
@@ -101,7 +101,8 @@ def write_hf(
 
     Args:
         device: of collectives.
-        prompts: the run's section `data`, where a run trained the model.
+        config: the run's, where a run trained the model; the directory then has its card and the
+        format of its prompts.
         template: the text of the file that its chat_template names, where that was kept; None reads
         the file.
         max_file_bytes: a leader holds at most so many, or one tensor if that is larger, in host
@@ -138,10 +139,10 @@ def write_hf(
                 assert source is not None, "world rank 0 publishes"
                 _copy_config(Path(spec.path), temporary, source.manifest.buckets[0].dtype)
             _copy_rest(Path(spec.path), temporary)
-            if prompts is not None:
-                write_prompt_format(
-                    temporary, prompts, template if template is not None else kept_template(prompts)
-                )
+            if config is not None:
+                kept = template if template is not None else kept_template(config.data)
+                write_prompt_format(temporary, config.data, kept)
+                write_model_card(temporary, config)
             _put_in_place(temporary, target)
 
     for step, action in (("preparing", prepare), ("writing", write), ("completing", finish)):

@@ -243,7 +243,7 @@ class _ChunkedLogprob(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class _ForwardPass:
-    """What backward needs of the forward pass beside its inputs.
+    """The results of the forward pass that backward needs beside its inputs.
 
     local_targets, is_local: as _localise returns them. maxima: [rows], of the logits.
     log_sums: [rows], log of the sum of exp(logit - maximum). log_rests: [rows], log-prob of all
@@ -410,7 +410,7 @@ def _logits(
     dtype: torch.dtype,
     cap: float | None,
 ) -> torch.Tensor:
-    """A chunk's scaled logits in `dtype`; rounded to the weight's type first, as the engine
+    """Returns a chunk's scaled logits in `dtype`; rounded to the weight's type first, as the engine
     computes them.
     """
     logits = (hidden @ weight.t()).to(dtype)

@@ -1,4 +1,4 @@
-"""What all backends' optimizers share: the learning rate, and state in host memory."""
+"""The learning rate and state in host memory, which all backends' optimizers share."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Routing:
     experts_untouched: of all layers' experts, how many no token has taken since the trainers began.
     With algorithm.router_replay, else None: replay_changed: share of the replayed choices that
     routers would not have made;
-    routes_missing: tokens without routes from which a target follows.
+    expert_choices_missing: tokens without expert choices from which a target follows.
     """
 
     expert_imbalance: float
@@ -55,7 +55,7 @@ class Routing:
     routing_entropy: float
     experts_untouched: int
     replay_changed: float | None = None
-    routes_missing: int | None = None
+    expert_choices_missing: int | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,9 @@ class MicrobatchSource(Protocol):
     def by_rule(self) -> Sequence[Notice]: ...
 
     def settle(self) -> int:
-        """How many groups the update has; waits until that is known. Raises DeadlineExceeded."""
+        """Waits until the number of the update's groups is known, and returns it. Raises
+        DeadlineExceeded.
+        """
 
     def __iter__(self) -> Iterator[Microbatch]: ...
 
@@ -227,15 +229,16 @@ class TrainBackend(Protocol):
         """
 
     def gradient_size(self, first: int = 0, every: int = SAMPLED_EVERY) -> torch.Tensor:
-        """The norm of the gradient that this rank holds, or of one element in `every` from `first`
-        on; fp32 []. 0 where there is none. Not collective."""
+        """Returns the norm of the gradient that this rank holds, or of one element in `every` from
+        `first` on; fp32 []. 0 where there is none. Not collective.
+        """
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the update's gradient."""
 
     def stepped(self) -> list[SteppedTensor]:
-        """All tensors that the optimizer steps, equally many on all replicas, in one order. Not
-        collective.
+        """Returns all tensors that the optimizer steps, equally many on all replicas, in one order.
+        Not collective.
 
         Between `scale_gradients` and `step` their gradients are those that the step clips and
         applies. The step writes into the same memory, except that it makes moments where there are
@@ -258,9 +261,9 @@ class TrainBackend(Protocol):
         """
 
     def evaluate(
-        self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]
+        self, microbatches: list[Microbatch], on_outputs: Callable[[Microbatch, Outputs], None]
     ) -> None:
-        """The policy's log-probs, given to `take` where they are computed; changes nothing.
+        """Calls `on_outputs` with the policy's log-probs where they are computed; changes nothing.
 
         Microbatches come from the host.
         """
@@ -268,13 +271,13 @@ class TrainBackend(Protocol):
     def rounding(
         self,
         microbatches: list[Microbatch],
-        take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
+        on_logprobs: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
     ) -> bool:
-        """Give `take` each microbatch's log-probs twice: as training computes those of the
+        """Calls `on_logprobs` with each microbatch's log-probs twice: as training computes those of the
         iteration's version, and the policy's in a wider type (bf16 in fp32, fp32 in fp64) from the
         same weights. One layer's wide copy at a time is enough.
 
-        False on a device without a wider type. Changes nothing. Microbatches come from the host, as
+        Returns False on a device without a wider type. Changes nothing. Microbatches come from the host, as
         many as each replica likes.
         """
 
@@ -326,8 +329,8 @@ class BackendModule(Protocol):
         """Returns one line, for people, for each change to another package in a trainer's process."""
 
     def fit(self, config: Config, spec: ModelSpec) -> tuple[Config, list[str]]:
-        """The configuration as this model needs it, and a line for people about each thing that was
-        found; before anything starts.
+        """Returns the configuration as this model needs it, and a line for people about each thing
+        that was found; before anything starts.
 
         Raises ConfigError where the backend cannot train the model.
         """

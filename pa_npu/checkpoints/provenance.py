@@ -290,25 +290,25 @@ def changes_the_run(keys: list[str], *, continues: bool) -> list[str]:
     return [key for key in keys if change_of(key) not in same]
 
 
-def check_continuation(saved: dict[str, Any], config: Config, what: str) -> str | None:
+def check_continuation(saved: dict[str, Any], config: Config, checkpoint: str) -> str | None:
     """Checks that a checkpoint of the configuration `saved` can be continued with `config`.
 
     Returns a line that names the other keys with new values, if any, and their former values
-    without secrets. Raises ConfigError. `what` names the checkpoint.
+    without secrets. Raises ConfigError. `checkpoint` names the checkpoint.
     """
     before = _flat(shared_tree(saved))
     changed = [key for key in differences(saved, config) if change_of(key) is not Change.SILENT]
     for key in changed:
         if change_of(key) is Change.NEVER:
             raise ConfigError(
-                f"{key}: {what} was written with {_shown(before.get(key))}, and {REFUSED[key]}; "
+                f"{key}: {checkpoint} was written with {_shown(before.get(key))}, and {REFUSED[key]}; "
                 "restore the value, or start from an HF export of the checkpoint (launcher export) "
                 "as model.path"
             )
     if not changed:
         return None
     former = [f"{key}={_shown(before.get(key))}" for key in changed]
-    line = f"{what} was written with {', '.join(former)}"
+    line = f"{checkpoint} was written with {', '.join(former)}"
     if "schedule.iterations" in changed and config.optimizer.decay != "constant":
         line += (
             f"; the {config.optimizer.decay} decay of the learning rate now ends at iteration "

@@ -146,12 +146,12 @@ class Deadlines:
 
     @property
     def longest_collective_s(self) -> float:
-        """How long any collective may take before a device ends it by itself; equal on engines and
-        trainers, which share groups.
+        """Returns the seconds that any collective may take before a device ends it by itself. They
+        are equal on engines and trainers, which share groups.
         """
         return max(self.collective_timeout_s, self.publish.timeout_s + COLLECTIVE_MARGIN_S)
 
 
 def _rounds(requests: int, at_once: int) -> int:
-    """The most that a group waits for, in times of one request: as reward_limit_s says."""
+    """Returns the most that a group waits for, in times of one request: as reward_limit_s says."""
     return 2 + (-(-requests // at_once) if requests > at_once else 0)

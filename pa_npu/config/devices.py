@@ -52,12 +52,12 @@ class Devices:
 
     @property
     def follows_work(self) -> bool:
-        """Whether devices decode and train inside one iteration."""
+        """Returns whether devices decode and train inside one iteration."""
         return self.placement.colocate and self.schedule.stream
 
     @property
     def unequal_groups(self) -> bool:
-        """Whether replicas may train different numbers of an iteration's groups."""
+        """Returns whether replicas may train different numbers of an iteration's groups."""
         mesh = Mesh.of_trainer(self.trainer)
         replicas_step_together = (
             mesh.pipeline > 1 or mesh.weight_shards > 1 or self.schedule.updates_per_iteration > 1
@@ -67,14 +67,15 @@ class Devices:
 
     @property
     def reduces_in_buckets(self) -> bool:
-        """Whether gradients are reduced during the last backward, because it is known beforehand
-        which one that is. Where groups are trained by rule (Algorithm.trains_by_rule) it is not.
+        """Returns whether gradients are reduced during the last backward, because it is known
+        beforehand which one that is. Where groups are trained by rule (Algorithm.trains_by_rule) it
+        is not.
         """
         return self.schedule.trained_groups is not None and not self.unequal_groups
 
     @property
     def engines_sleep(self) -> bool:
-        """Whether engines on trainers' devices give their memory back while these train
+        """Returns whether engines on trainers' devices give their memory back while these train
         (rollout.sleep).
         """
         if not self.placement.colocate or self.run.device not in ("npu", "cuda"):
@@ -98,6 +99,11 @@ class Devices:
         num_dedicated_engines = self.rollout.engines - self.num_shared_engines
         num_engine_devices = num_dedicated_engines * self.rollout.tensor_parallel
         return self.trainer.devices + num_engine_devices + self.num_teacher_devices
+
+    @property
+    def num_policy_devices(self) -> int:
+        """The number of devices that decode or train, teachers' engines left out."""
+        return self.num_devices - self.num_teacher_devices
 
     @property
     def num_teacher_devices(self) -> int:
@@ -134,5 +140,5 @@ class Devices:
 
     @property
     def deterministic_collectives(self) -> bool:
-        """Whether reductions are done in one order; equal on engines and trainers."""
+        """Returns whether reductions are done in one order; equal on engines and trainers."""
         return self.run.deterministic or self.rollout.batch_invariant

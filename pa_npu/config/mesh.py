@@ -71,7 +71,7 @@ class Mesh:
             )
 
     @classmethod
-    def of(
+    def for_devices(
         cls, devices: int, tensor: int, pipeline: int, expert: int = 1, context: int = 1
     ) -> Mesh:
         """Returns the mesh with as many whole replicas as fit on `devices`, at least one.
@@ -92,7 +92,7 @@ class Mesh:
     @classmethod
     def of_trainer(cls, trainer: TrainerConfig) -> Mesh:
         """Returns the mesh that section trainer describes."""
-        mesh = cls.of(
+        mesh = cls.for_devices(
             trainer.devices,
             trainer.tensor_parallel,
             trainer.pipeline_parallel,

@@ -161,13 +161,33 @@ def fill_preset(tree: Any) -> Any:
         return tree
     name = set_keys(tree.get("algorithm")).get("name")
     preset = PRESETS.get(name) if isinstance(name, str) else None  # type: ignore[call-overload]
-    if preset is None:
-        return tree
     filled = dict(tree)
-    for section, values in preset.sections().items():
+    for section, values in preset.sections().items() if preset is not None else ():
         if values and (section not in tree or isinstance(tree[section], dict | BaseModel)):
             filled[section] = {**values, **set_keys(tree.get(section))}
-    return filled
+    reward = tree.get("reward", {})
+    if not isinstance(reward, dict | BaseModel):
+        return filled
+    return _with_scorer_of_made_rows(filled, chosen="functions" in set_keys(reward))
+
+
+def _with_scorer_of_made_rows(filled: dict[str, Any], chosen: bool) -> dict[str, Any]:
+    """Returns the tree with the scorer of reasoning-gym in place of `math`, if data.train names its
+    tasks.
+
+    filled: the tree with its preset. chosen: whether the user set reward.functions.
+    """
+    train = set_keys(filled.get("data")).get("train")
+    datasets = train if isinstance(train, (list, tuple)) else [train]
+    paths = [set_keys(dataset).get("path", dataset) for dataset in datasets]
+    if chosen or not any(str(path).startswith("reasoning_gym:") for path in paths):
+        return filled
+    reward = set_keys(filled.get("reward"))
+    functions = []
+    for function in reward.get("functions", ({"name": "math"},)):
+        is_math = function["name"] == "math"
+        functions.append({**function, "name": "reasoning_gym"} if is_math else function)
+    return {**filled, "reward": {**reward, "functions": functions}}
 
 
 def set_keys(section: Any) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class ConfigTree(Section):
 
     @property
     def mesh(self) -> Mesh:
-        """How trainer ranks are laid out."""
+        """Returns the layout of the trainer ranks."""
         return Mesh.of_trainer(self.trainer)
 
     @property
@@ -78,7 +78,7 @@ class ConfigTree(Section):
 
     @property
     def teacher_engines(self) -> tuple[str, ...]:
-        """Of each engine that the run starts for a teacher, the teacher's name, in order."""
+        """Returns the teacher's name for each engine that the run starts for a teacher, in order."""
         names: list[str] = []
         for name, teacher in self.teacher.items():
             if teacher.place == "engines":
@@ -87,7 +87,7 @@ class ConfigTree(Section):
 
     @property
     def scored_choices(self) -> int:
-        """How many of the most likely tokens the engines of teachers give at each place."""
+        """Returns how many most likely tokens the teachers' engines give for each position."""
         if not self.scored_teachers or self.algorithm.distill_divergence == "sampled":
             return 0
         return self.algorithm.distill_top_k
@@ -126,12 +126,12 @@ class ConfigTree(Section):
 
     @property
     def has_adapters(self) -> bool:
-        """Whether adapters are trained (LoRA), and the model's weights stay as they are."""
+        """Returns whether adapters are trained (LoRA), and the model's weights stay as they are."""
         return bool(self.lora.rank or self.model.adapter)
 
     @property
     def deadlines(self) -> Deadlines:
-        """How long the run's processes wait for each other."""
+        """Returns the deadlines by which the run's processes wait for each other."""
         return Deadlines(
             run=self.run,
             rollout=self.rollout,
@@ -171,7 +171,7 @@ class ConfigTree(Section):
 
     @property
     def devices(self) -> Devices:
-        """Which devices decode, train, or do both."""
+        """Returns the roles of devices: which decode, which train, which do both."""
         return Devices(
             run=self.run,
             rollout=self.rollout,

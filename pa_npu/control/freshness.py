@@ -85,7 +85,7 @@ class Freshness:
 
     @property
     def iterations_ahead(self) -> int:
-        """How many iterations producing runs ahead of training."""
+        """Returns how many iterations producing may run ahead of training."""
         return self.max_staleness if self.ahead is None else self.ahead
 
     def check_production(self, iteration: int, published_version: int | None) -> None:

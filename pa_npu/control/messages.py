@@ -49,8 +49,8 @@ class UpdateReport:
     whose responses are not all equal, their mean margin, and the share of them with a positive
     margin. preference_chosen_reward, preference_rejected_reward: with loss=preference, whose
     difference the margin is.
-    expert_*, routing_entropy, experts_untouched, replay_changed, routes_missing: of a mixture of
-    experts, see backends.protocol.Routing.
+    expert_*, routing_entropy, experts_untouched, replay_changed, expert_choices_missing: of a
+    mixture of experts, see backends.protocol.Routing.
     tokens_computed: tokens through the model, without padding.
     rollout_*: reads of groups from the buffer, their bytes, the part of these bytes that came from
     the store on the head, and bytes that ranks got from their replica's reader over collectives.
@@ -92,7 +92,7 @@ class UpdateReport:
     routing_entropy: float | None
     experts_untouched: Annotated[int | None, _last]
     replay_changed: float | None
-    routes_missing: Annotated[int | None, sum]
+    expert_choices_missing: Annotated[int | None, sum]
     tokens_response: Annotated[int, sum]
     tokens_computed: Annotated[int, sum]
     microbatches: Annotated[int, sum]
@@ -155,7 +155,8 @@ class AgreementReport:
 
 @dataclass(frozen=True)
 class IterationReport:
-    """The trainers' part of an iteration's line in metrics.jsonl, without its border (BorderReport).
+    """The trainers' part of an iteration's line in metrics.jsonl, without its border
+    (BorderReport).
 
     gradient_norms: of each update, bit by bit, for the run's chain.
     """
@@ -320,7 +321,9 @@ PRODUCED_AHEAD = Topic(
 
 @dataclass(frozen=True)
 class UpdateSize:
-    """How many groups each replica trains in an iteration, with schedule.tokens_per_update."""
+    """The number of groups that each replica trains in an iteration, with
+    schedule.tokens_per_update.
+    """
 
     groups: int
 

@@ -30,15 +30,15 @@ class Milestones:
         )
 
     def is_saved(self, version: int) -> bool:
-        """Whether a checkpoint of `version` is due by checkpoint.every."""
+        """Returns whether a checkpoint of `version` is due by checkpoint.every."""
         return self.save_every > 0 and version % self.save_every == 0
 
     def is_evaluated(self, version: int) -> bool:
-        """Whether an evaluation of `version` is due by schedule.evaluate_every."""
+        """Returns whether an evaluation of `version` is due by schedule.evaluate_every."""
         return self.evaluate_every > 0 and version % self.evaluate_every == 0
 
     def is_measured(self, version: int) -> bool:
-        """Whether `version` is evaluated where there is anything to evaluate on: when it is due, and
-        always as the first or the last one of a run.
+        """Returns whether `version` is evaluated where there is anything to evaluate on: when it is
+        due, and always as the first or the last one of a run.
         """
         return version in (0, self.last) or self.is_evaluated(version)

@@ -1,9 +1,11 @@
-"""What engines answered for a group, compared with the samples that leave the coordinator (I2).
+"""Compares the answers of engines for a group with the samples that leave the coordinator (I2).
 
-    engine ──answer──> noted: seed, length, digest of tokens and log-probs ──> environment ──> samples ──> group
-                         └───────────────── compared ────────────────────────────────────────────┘
+    engine ──answer──> noted: seed, length, version, digests ──> environment ──> samples ──> group
+                         └───────────────── compared ──────────────────────────────────┘
 
-Every stretch of trained tokens that the policy wrote must be whole answers, each trained once.
+Every stretch of trained tokens that the policy wrote must be whole answers of the version that they
+name, each trained once, and where the environment trains answers in their context, behind the very
+tokens that the engine was asked with.
 Seeds must be those of the group's place in the run, by a second derivation: were they those of
 another iteration, the policy
 would answer as it has before. An environment of your own that trains parts of answers on purpose
@@ -33,9 +35,10 @@ _NO_CHANCE = -40.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class EngineAnswer:
     """One answer of an engine. sample, turn: what it was asked for. digest: of its tokens and
-    log-probs. logprob: its sum.
+    log-probs. logprob: its sum. version: of its weights; None if the engine does not state it.
+    context: digest of the tokens that the engine was asked with; empty if nobody compares them.
     """
 
     sample: int
@@ -44,28 +47,57 @@ class Answer:
     length: int
     digest: bytes
     logprob: float
+    version: int | None
+    context: bytes
+
+
+_Part = tuple[int, bytes, bytes]
+"""Length, digest and context of an answer."""
 
 
 class Answers:
     """A group's.
 
     all_trained: whether every answer must be trained. whole: whether a trained one must be so as a
-    whole. is_counted: whether the environment says how many tokens are.
+    whole. is_counted: whether the environment says how many tokens are. in_context: whether an
+    answer must be trained behind the tokens that the engine was asked with.
     """
 
     def __init__(
-        self, *, whole: bool = True, all_trained: bool = False, is_counted: bool = False
+        self,
+        *,
+        whole: bool = True,
+        all_trained: bool = False,
+        is_counted: bool = False,
+        in_context: bool = False,
     ) -> None:
+        self._in_context = whole and in_context
         self._is_counted = is_counted
         self._num_trained: int | None = None
         self._whole = whole
         self._all_trained = all_trained
-        self._answers: list[Answer] = []
+        self._answers: list[EngineAnswer] = []
 
-    def note(self, sample: int, turn: int, seed: int, generation: Generation) -> None:
-        digest = _digest(generation.tokens, generation.logprobs)
-        logprob = float(np.sum(generation.logprobs, dtype=np.float64))
-        self._answers.append(Answer(sample, turn, seed, len(generation.tokens), digest, logprob))
+    def context_of(self, tokens: npt.NDArray[np.int32]) -> bytes:
+        """Returns the digest of what an engine is asked with, or nothing where it is not compared."""
+        return _context(tokens) if self._in_context else b""
+
+    def note(
+        self, sample: int, turn: int, seed: int, generation: Generation, context: bytes = b""
+    ) -> None:
+        """Notes an answer. context: as `context_of` gives it."""
+        self._answers.append(
+            EngineAnswer(
+                sample=sample,
+                turn=turn,
+                seed=seed,
+                length=len(generation.tokens),
+                digest=_digest(generation.tokens, generation.logprobs),
+                logprob=float(np.sum(generation.logprobs, dtype=np.float64)),
+                version=generation.version,
+                context=context,
+            )
+        )
 
     def expect(self, num_trained: int | None) -> None:
         """num_trained: as the environment says it (Generate.num_trained)."""
@@ -84,7 +116,7 @@ class Answers:
                     f"seed {answer.seed} instead of {expected}; the policy would answer as it does "
                     "for another place"
                 )
-        first: dict[bytes, Answer] = {}
+        first: dict[bytes, EngineAnswer] = {}
         for answer in self._answers:
             earlier = first.setdefault(answer.digest, answer)
             if earlier.seed != answer.seed and answer.logprob < _NO_CHANCE:
@@ -99,9 +131,9 @@ class Answers:
         if not self._whole:
             return
         fault = f"I2 exactly once: {group}"
-        left = Counter((answer.length, answer.digest) for answer in self._answers)
-        known = set(left)
-        lengths = sorted({length for length, _ in left}, reverse=True)
+        left = Counter((answer.length, answer.digest, answer.context) for answer in self._answers)
+        known = {(answer.length, answer.digest): answer for answer in self._answers}
+        lengths = sorted({length for length, _, _ in left}, reverse=True)
         bounds = group.offsets().tolist()
         for number, (start, end) in enumerate(pairwise(bounds)):
             trained = np.flatnonzero(
@@ -109,19 +141,27 @@ class Answers:
                     np.concatenate([[False], group.written[start:end], [False]]).astype(np.int8)
                 )
             )
+            row = _Row(group.tokens[start:end], group.logprobs[start:end], self._in_context)
             for first, last in trained.reshape(-1, 2).tolist():
-                tokens = group.tokens[start + first : start + last]
-                logprobs = group.logprobs[start + first : start + last]
-                parts = _split(tokens, logprobs, left, lengths)
+                parts = _split(row, first, last, left, lengths)
                 if parts is None:
-                    twice = (len(tokens), _digest(tokens, logprobs)) in known
-                    why = "it is trained a second time" if twice else self._nearest(len(tokens))
+                    why = self._why(row, first, last, known)
                     raise InvariantViolation(
-                        f"{fault}: {len(tokens)} trained tokens of sample {number}, from its token "
+                        f"{fault}: {last - first} trained tokens of sample {number}, from its token "
                         f"{first} on, are no answers of an engine: {why}; an environment that "
                         "trains parts of answers sets trains_whole_answers = False on its class"
                     )
                 left.subtract(parts)
+                for length, digest, _ in parts:
+                    version = known[length, digest].version
+                    versions = group.versions[start + first : start + first + length]
+                    if version is not None and (versions != version).any():
+                        raise InvariantViolation(
+                            f"I1 version: {group}: {length} tokens of sample {number}, from its "
+                            f"token {first} on, are said to be of versions {versions.min()} to "
+                            f"{versions.max()}, where the engine wrote them with version {version}"
+                        )
+                    first += length
         num_trained = int(np.count_nonzero(group.written))
         if self._num_trained is not None and num_trained != self._num_trained:
             raise InvariantViolation(
@@ -133,7 +173,19 @@ class Answers:
                 f"{fault}: {missing} of {len(self._answers)} answers of engines are not trained"
             )
 
-    def _nearest(self, length: int) -> str:
+    def _why(
+        self, row: _Row, first: int, last: int, known: dict[tuple[int, bytes], EngineAnswer]
+    ) -> str:
+        """Returns why a stretch of trained tokens is no answers."""
+        length = last - first
+        answer = known.get((length, _digest(row.tokens[first:last], row.logprobs[first:last])))
+        if answer is not None and answer.context != row.context(first):
+            return (
+                f"the engine wrote them for sample {answer.sample}, turn {answer.turn}, behind "
+                f"other tokens than the {first} that stand before them"
+            )
+        if answer is not None:
+            return "it is trained a second time"
         lengths = [answer.length for answer in self._answers]
         if length in lengths:
             return f"the one of {length} tokens has others, or other log-probs"
@@ -141,7 +193,7 @@ class Answers:
 
 
 def answers_of(environment: Environment) -> Answers:
-    """Those of a group that this environment makes samples for."""
+    """Returns the answers of a group for which this environment makes samples."""
     kind = type(environment)
     whole = getattr(kind, "trains_whole_answers", True)
     # a subclass may leave some out
@@ -150,27 +202,48 @@ def answers_of(environment: Environment) -> Answers:
         whole=whole,
         all_trained=declared.get("trains_all_answers", False),
         is_counted=declared.get("trains_all_turns", False),
+        in_context=declared.get("trains_in_context", False),
     )
 
 
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """All tokens of a sample, and their log-probs. in_context: whether contexts are compared."""
+
+    tokens: npt.NDArray[Any]
+    logprobs: npt.NDArray[Any]
+    in_context: bool
+
+    def context(self, first: int) -> bytes:
+        """Returns the digest of the tokens before `first`, as Answers.context_of."""
+        return _context(self.tokens[:first]) if self.in_context else b""
+
+
 def _split(
-    tokens: npt.NDArray[Any],
-    logprobs: npt.NDArray[Any],
-    left: Counter[tuple[int, bytes]],
-    lengths: Sequence[int],
-) -> list[tuple[int, bytes]] | None:
-    """The answers that these tokens are, one after another; None where they are none."""
-    if not len(tokens):
+    row: _Row, first: int, last: int, left: Counter[_Part], lengths: Sequence[int]
+) -> list[_Part] | None:
+    """Returns the answers that the tokens from `first` to `last` are, one after another; None where they
+    are none.
+    """
+    if first == last:
         return []
+    context = row.context(first)
     for length in lengths:
-        if length > len(tokens) or not length:
+        if length > last - first or not length:
             continue
-        part = (length, _digest(tokens[:length], logprobs[:length]))
+        end = first + length
+        part = (length, _digest(row.tokens[first:end], row.logprobs[first:end]), context)
         if left[part] > 0:
-            rest = _split(tokens[length:], logprobs[length:], left - Counter([part]), lengths)
+            rest = _split(row, end, last, left - Counter([part]), lengths)
             if rest is not None:
                 return [part, *rest]
     return None
+
+
+def _context(tokens: npt.NDArray[Any]) -> bytes:
+    return hashlib.blake2b(
+        np.ascontiguousarray(tokens, np.int32).tobytes(), digest_size=16
+    ).digest()
 
 
 def _digest(tokens: npt.NDArray[Any], logprobs: npt.NDArray[Any]) -> bytes:
@@ -184,8 +257,9 @@ def _digest(tokens: npt.NDArray[Any], logprobs: npt.NDArray[Any]) -> bytes:
 
 
 def _seed_of(run_seed: int, iteration: int, index: int, sample: int, turn: int) -> int:
-    """The seed of a sample's turn, written out from its definition: a hash of the place, and for
-    first turns of samples the next numbers."""
+    """Returns the seed of a sample's turn, written out from its definition: a hash of the place,
+    and for first turns of samples the next numbers.
+    """
     group = _hash(b"pa_npu.rollout", run_seed, iteration, index)
     return group + sample if turn == 0 else _hash(b"pa_npu.turn", group, sample, turn)
 

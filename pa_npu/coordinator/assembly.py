@@ -32,7 +32,7 @@ from pa_npu.coordinator.updates import EveryGroup, InformativeGroups, Updates
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.stream import TrainingStream
 from pa_npu.engines.http_server import KEY_FILE
-from pa_npu.engines.membership import Fleet
+from pa_npu.engines.membership import EngineMembership
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling
 from pa_npu.environments.protocol import Environment
@@ -68,7 +68,9 @@ def make_updates(
             buffer=buffer,
         )
     if schedule.dynamic_sampling:
-        kind = partial(InformativeGroups, order=schedule.order, another=lambda: train.take(1)[0])
+        kind = partial(
+            InformativeGroups, order=schedule.order, another=lambda: train.next_items(1)[0]
+        )
         return Updates(schedule.prompts_per_iteration, kind)
     return Updates(schedule.prompts_per_iteration, partial(EveryGroup, order=schedule.order))
 
@@ -92,7 +94,7 @@ def make_publication(
     config: Config,
     *,
     channel: StoreChannel,
-    fleet: Fleet,
+    membership: EngineMembership,
     pool: EnginePool,
     connection: Connection,
     sampling: Sampling,
@@ -114,7 +116,7 @@ def make_publication(
         timeout_s=config.publish.timeout_s,
         seed=config.run.seed,
         senders=config.mesh.senders(),
-        fleet=fleet,
+        membership=membership,
         pool=pool,
         channel=channel,
         connection=connection,
@@ -124,7 +126,7 @@ def make_publication(
     kind = publication_kind(config.publish)
     return kind(
         channel=channel,
-        fleet=fleet,
+        membership=membership,
         pool=pool,
         publish=publish,
         timeline=timeline,

@@ -61,7 +61,7 @@ class Delivery:
     # of those that have been taken, by number
     _by_rule: set[int] = field(default_factory=set, init=False)
 
-    async def take(self, number: int, scored: ScoredGroup) -> None:
+    async def accept(self, number: int, scored: ScoredGroup) -> None:
         """Delivers a group that is trained under this number."""
         check_size(self.config, self.algorithm, scored.prompt, scored.samples)
         check_components(self.algorithm, scored)
@@ -83,7 +83,7 @@ class Delivery:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """More of the iteration's numbers for its record."""
+        """Returns further numbers of the iteration for its record."""
         return {}
 
     async def close(self) -> None:
@@ -156,7 +156,7 @@ class HeldDelivery(Delivery):
 
 
 def _known(values: TokenValues, group: ScoredSamples) -> TokenValues:
-    """Credit that is known already, of all groups together."""
+    """Returns the credit of all groups together that is known already."""
     return values
 
 
@@ -222,8 +222,8 @@ class Production(Feature):
         self._no_verdict: Sums = defaultdict(int)
 
     def scored(self, index: int, group: ScoredGroup) -> None:
-        """A scored group, trained or not: the policy's accuracy is over these, whatever is chosen
-        for training.
+        """Counts a scored group, trained or not: the policy's accuracy is over these, whatever is
+        chosen for training.
         """
         prompt = group.prompt
         result = group.result
@@ -238,7 +238,7 @@ class Production(Feature):
         self._outcomes[index] = Outcome(prompt.source, None if result.errors else right, reward)
 
     def add(self, index: int, group: ScoredGroup) -> None:
-        """A group that is trained, under this number."""
+        """Adds a group that is trained under this number."""
         samples = group.samples
         result = group.result
         lengths = group.lengths
@@ -322,7 +322,7 @@ class Production(Feature):
                         keep_image(self._run_dir, attachment.digest.hex(), attachment.array)
 
     def end(self, replica_imbalance: float) -> Produced:
-        """All groups are in the buffer. replica_imbalance: Assignment's."""
+        """Ends the iteration: all groups are in the buffer. replica_imbalance: Assignment's."""
         counted = self._counted
         groups = len(self._trained)
         samples, prompts, others, tokens, shortest, longest, finished = zip(
@@ -366,7 +366,7 @@ class Production(Feature):
         )
 
     def _reward_numbers(self, groups: int, responses: int) -> dict[str, Any]:
-        """What the iteration's groups were worth, of a source that rewards them."""
+        """Returns the metrics of the iteration's rewards, for a source that rewards its groups."""
         correct, reward, deviation, errors, equal = zip(*self._judged, strict=True)
         return {
             "accuracy_dispatched": self._dispatched_correct / len(self._outcomes),
@@ -381,18 +381,22 @@ class Production(Feature):
 
 
 def _mean(values: Sequence[float]) -> float:
-    """numpy takes ten times as long for the few values of a group."""
+    """Returns the mean; numpy takes ten times as long for the few values of a group."""
     return sum(values) / len(values)
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """That of a sample: divided by one less than their number."""
+    """Returns the standard deviation of a sample: with one less than the number of values as
+    divisor.
+    """
     mean = _mean(values)
     return math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, len(values) - 1))
 
 
 def _sample(group: Group, scored: ScoredGroup) -> dict[str, Any]:
-    """What was dispatched, in short; what a group does not hold is its prompt's."""
+    """Returns a line about each dispatched response, in short. Fields that a group does not hold
+    are its prompt's.
+    """
     prompt = scored.prompt
     result = scored.result
     responses: list[dict[str, Any]] = []
@@ -418,7 +422,9 @@ def _sample(group: Group, scored: ScoredGroup) -> dict[str, Any]:
 
 
 def _kept(group: Group, scored: ScoredGroup) -> list[KeptResponse]:
-    """What was dispatched, token by token; what a group does not hold is its prompt's."""
+    """Returns the dispatched responses token by token. Fields that a group does not hold are its
+    prompt's.
+    """
     prompt = scored.prompt
     result = scored.result
     kept = []

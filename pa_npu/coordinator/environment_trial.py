@@ -45,6 +45,7 @@ def check_environment(config: Config, prompt: Prompt | None) -> None:
             "answer": prompt.answer,
             "text": prompt.text,
             "row": prompt.row,
+            "messages": prompt.messages,
         }
     request = {"config": config.model_dump(mode="json"), "prompt": prompt_fields}
     own_s = (

@@ -104,7 +104,9 @@ class Evaluator:
             )
         wishes = self.config.evaluate
         length = wishes.max_response_tokens or self.sampling.max_tokens
-        plain = dataclasses.replace(self.sampling, logprobs=False, routes=None, max_tokens=length)
+        plain = dataclasses.replace(
+            self.sampling, logprobs=False, expert_choices=None, max_tokens=length
+        )
         self._kinds = [(GREEDY, 1, dataclasses.replace(plain, temperature=0.0))]
         if wishes.samples:
             drawn = dataclasses.replace(plain, temperature=wishes.temperature, top_p=wishes.top_p)
@@ -119,7 +121,7 @@ class Evaluator:
         self._start_s = 0.0
 
     async def evaluate(self, version: int) -> Evaluation:
-        """All questions, on the version that the engines hold."""
+        """Asks all questions, on the version that the engines hold."""
         self._answers = {}
         self._start_s = time.perf_counter()
         async with TaskScope() as scope:
@@ -229,7 +231,8 @@ def final_answer(text: str, prompt: Prompt) -> str | None:
 
 
 class Evaluations:
-    """The points at which a run's evaluations take part in an iteration. This one evaluates nothing.
+    """The points at which a run's evaluations take part in an iteration. This one evaluates
+    nothing.
 
     Their other points are those of a guest on the engines (publication.EngineGuest).
     """
@@ -249,7 +252,7 @@ class Evaluations:
 
     @property
     def is_running(self) -> bool:
-        """Whether an evaluation in the background may have requests in flight."""
+        """Returns whether an evaluation in the background may have requests in flight."""
         return False
 
     async def make_way(self, version: int) -> None:
@@ -278,7 +281,7 @@ class ForegroundEvaluations(Evaluations):
             return self._record(await self.evaluator.evaluate(version))
 
     def is_due(self, version: int) -> bool:
-        """Whether the version is evaluated: the first and the last of a run always are."""
+        """Returns whether the version is evaluated: the first and the last of a run always are."""
         return self.milestones.is_measured(version)
 
     def _record(self, evaluation: Evaluation) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class HeldOutLosses(Evaluations):
 
     @property
     def _is_cross_entropy(self) -> bool:
-        """Whether a set's loss is the mean surprise of a token, which has a perplexity."""
+        """Returns whether a set's loss is the mean surprise of a token, which has a perplexity."""
         return build_algorithm(self.config).row_is == "sequence"
 
     def send(self) -> None:
@@ -87,8 +87,8 @@ class HeldOutLosses(Evaluations):
         return record
 
     def _chosen(self, sets: Mapping[str, Mapping[str, Any]]) -> float:
-        """The loss that checkpoint.keep_best goes by: of the set that evaluate.metric names, or the
-        first.
+        """Returns the loss that checkpoint.keep_best goes by: of the set that evaluate.metric
+        names, or the first.
         """
         name = (self.config.evaluate.metric or "").partition("/")[0]
         chosen = sets.get(name) or next(iter(sets.values()))

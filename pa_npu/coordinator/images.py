@@ -31,8 +31,8 @@ async def with_images(prompt: Prompt, samples: Sequence[Sample]) -> list[Sample]
                 )
             attached_samples.append(sample)
             continue
-        given = [run for run in sample.placeholders if run.start >= len(prompt.tokens)]
-        attached_samples.append(replace(sample, placeholders=(*runs, *given)))
+        sent_with_response = [run for run in sample.placeholders if run.start >= len(prompt.tokens)]
+        attached_samples.append(replace(sample, placeholders=(*runs, *sent_with_response)))
     return attached_samples
 
 

@@ -1,4 +1,4 @@
-"""What a run with engines reads before it meets engines and trainers."""
+"""Reads model, tokenizer, data and settings of a run with engines, before it meets engines and trainers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pa_npu.environments.registry import make_environment
 from pa_npu.families.model_directory import load_tokenizer
 from pa_npu.families.spec import ModelSpec
 from pa_npu.rewards.functions import needs_answers
-from pa_npu.samples.routes import routes_of
+from pa_npu.samples.expert_choices import ExpertChoices
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ def training_sampling(config: Config, spec: ModelSpec) -> Sampling:
         temperature=config.rollout.temperature,
         stop_token_ids=spec.eos_token_ids,
         ignore_eos=config.rollout.ignore_eos,
-        routes=routes_of(config, spec),
+        expert_choices=ExpertChoices.from_config(config, spec),
     )
 
 

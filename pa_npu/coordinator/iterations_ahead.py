@@ -83,7 +83,7 @@ class IterationsAhead:
 
     # what an interrupted run left
 
-    def take_up(self, buffer: RolloutBuffer) -> None:
+    def restore_groups(self, buffer: RolloutBuffer) -> None:
         """Puts the groups that the run had produced ahead of the checkpoint that it goes on from
         into the buffer again.
 
@@ -115,7 +115,7 @@ class IterationsAhead:
             self.train.restore(iteration.data)
             self.updates.resumed(iteration.iteration, len(dispatched))
             message = Dispatched(iteration.iteration, tuple(dispatched))
-            self._take(
+            self._announce(
                 Produced(
                     iteration.iteration,
                     iteration.numbers,
@@ -132,7 +132,7 @@ class IterationsAhead:
     # before a border
 
     def begin(self) -> None:
-        """Before the first border: what was resumed is all there is."""
+        """Begins before the first border: the iterations that were resumed are all there are."""
         self._put_position(self.next)
 
     def draw(self, last: int) -> Prompt:
@@ -195,7 +195,7 @@ class IterationsAhead:
     # producing
 
     def _drawn(self, iteration: int) -> Sequence[Prompt]:
-        return self.train.take(self.updates.num_new(iteration))
+        return self.train.next_items(self.updates.num_new(iteration))
 
     async def _produce_whole(self, prompts: Sequence[Prompt], held: int) -> None:
         """Produces the next iteration by the version that engines hold."""
@@ -233,15 +233,15 @@ class IterationsAhead:
         )
         self.updates.produced(iteration, choice)
         # with what the stream of prompts says of it
-        self._take(
+        self._announce(
             replace(produced, numbers=produced.numbers | self.train.observe(produced.outcomes))
         )
 
     # telling trainers and checkpoints
 
-    def _take(self, produced: Produced) -> None:
-        """All of an iteration's groups are in the buffer: for the trainers to check (I2), and to
-        put into checkpoints.
+    def _announce(self, produced: Produced) -> None:
+        """Tells the trainers that all of an iteration's groups are in the buffer, so that they
+        check them (I2) and put them into checkpoints.
         """
         iteration = produced.iteration
         self._produced[iteration] = produced
@@ -251,13 +251,13 @@ class IterationsAhead:
             PRODUCED_AHEAD.put(self.channel, message, iteration=iteration)
 
     def _put_position(self, iteration: int) -> None:
-        """Which prompts were taken before an iteration, for checkpoints."""
+        """Tells checkpoints which prompts were taken before an iteration."""
         DATA_POSITION.put(self.channel, DataPosition(self.train.state()), iteration=iteration)
 
 
 def usable_ahead(config: Config, freshness: Freshness) -> list[AheadIteration]:
-    """The iterations that checkpoint.load has ahead of its version, by number, where this run may
-    train them.
+    """Returns the iterations that checkpoint.load has ahead of its version, by number, as far as
+    this run may train them.
 
     None where the run's keys are others, so that these groups would not be its own: they are
     produced anew, from the same prompts.
@@ -282,7 +282,7 @@ def usable_ahead(config: Config, freshness: Freshness) -> list[AheadIteration]:
 def carried_of(
     iteration: AheadIteration, columns: RunColumns = NONE
 ) -> tuple[list[ScoredGroup], float | None]:
-    """The groups that are carried, and TokenBudget.group_tokens.
+    """Returns the groups that are carried, and TokenBudget.group_tokens.
 
     Raises DataError where they cannot be read.
     """

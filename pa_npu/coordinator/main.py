@@ -59,7 +59,7 @@ from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.coordinator.start import lead, make_records
 from pa_npu.coordinator.teachers import Teachers, open_teachers
 from pa_npu.dispatch.assignment import GroupWork
-from pa_npu.engines.membership import Fleet
+from pa_npu.engines.membership import EngineMembership
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import RolloutEngine
 from pa_npu.engines.registry import engine_kind
@@ -104,15 +104,15 @@ async def run(config: Config) -> None:
         shared = await open_shared(stack, config, inputs)
         teachers, known_teachers = await open_teachers(stack, config, inputs)
         production = await open_production(stack, config, inputs, engines.pool, shared, teachers)
-        await engines.fleet.wait_all_ready()
+        await engines.membership.wait_all_ready()
         if any(teacher.place == "policy" for teacher in config.teacher.values()):
-            engines.fleet.check_scores(config.rollout.temperature)
+            engines.membership.check_scores(config.rollout.temperature)
         for teacher in known_teachers:
             await teacher.ready()
         if config.devices.engines_sleep:
-            engines.fleet.check_sleep()
+            engines.membership.check_sleep()
         connection, trainers = await connect_to_trainers(config, channel, inputs.store)
-        runs_on = RunsOn(trainers, engines.fleet.run_on())
+        runs_on = RunsOn(trainers, engines.membership.run_on())
         shared.records.write_runs_on(runs_on)
         chain = stack.enter_context(RunChain(config, channel, inputs.first, runs_on))
         milestones = Milestones.from_sections(
@@ -143,7 +143,7 @@ class Engines:
     """The engines of a run, and who of them is a member."""
 
     pool: EnginePool
-    fleet: Fleet
+    membership: EngineMembership
 
 
 async def open_engines(stack: AsyncExitStack, config: Config, inputs: RunInputs) -> Engines:
@@ -160,21 +160,21 @@ async def open_engines(stack: AsyncExitStack, config: Config, inputs: RunInputs)
     pool = await stack.enter_async_context(
         EnginePool(probe_timeout_s=config.rollout.probe_timeout_s, decode=decode)
     )
-    fleet = Fleet(
+    membership = EngineMembership(
         config=config.rollout,
         pool=pool,
         roster=roster,
         make_engine=make_engine,
-        needs_routes=inputs.sampling.routes is not None,
+        needs_expert_choices=inputs.sampling.expert_choices is not None,
         startup_timeout_s=config.run.startup_timeout_s,
     )
-    await stack.enter_async_context(fleet)
-    return Engines(pool, fleet)
+    await stack.enter_async_context(membership)
+    return Engines(pool, membership)
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What several parts of a run use.
+    """The objects that several parts of a run use.
 
     store_thread: where groups are put into the store.
     """
@@ -200,7 +200,7 @@ async def open_shared(stack: AsyncExitStack, config: Config, inputs: RunInputs) 
 
 @dataclass(frozen=True)
 class ProductionParts:
-    """Who produces the groups of iterations.
+    """The parts that produce the groups of iterations.
 
     service: what other programs see of the run; None if it serves none.
     """
@@ -312,7 +312,8 @@ async def open_evaluated(
 async def connect_to_trainers(
     config: Config, channel: StoreChannel, store: tuple[str, int]
 ) -> tuple[Connection, TrainersRunOn]:
-    """Waits until each stage has said how engines reach its groups, and rank 0 what trainers run on.
+    """Waits until each stage has said how engines reach its groups, and rank 0 what trainers run
+    on.
 
     Raises DeadlineExceeded.
     """
@@ -377,7 +378,7 @@ def make_coordinator(
     publication = make_publication(
         config,
         channel=channel,
-        fleet=engines.fleet,
+        membership=engines.membership,
         pool=engines.pool,
         connection=connection,
         sampling=inputs.sampling,
@@ -387,7 +388,7 @@ def make_coordinator(
         milestones=milestones,
         first=inputs.first,
     )
-    ahead.take_up(production.buffer)
+    ahead.restore_groups(production.buffer)
     iteration_end = IterationEnd(
         config=config,
         channel=channel,

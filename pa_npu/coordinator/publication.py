@@ -33,7 +33,7 @@ from pa_npu.control.tasks import TaskScope, cancel
 from pa_npu.coordinator.record import BorderOutcome
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.member import Member
-from pa_npu.engines.membership import Fleet
+from pa_npu.engines.membership import EngineMembership
 from pa_npu.engines.pool import EnginePool
 from pa_npu.publish.coordinator_side import CoordinatorPublish
 from pa_npu.publish.engines_hold import EnginesHold
@@ -50,7 +50,7 @@ class EngineGuest(Protocol):
 
     @property
     def is_running(self) -> bool:
-        """Whether it may have requests in flight."""
+        """Returns whether it may have requests in flight."""
 
     async def make_way(self, version: int) -> None:
         """Ends its requests, because `version` is about to come."""
@@ -68,7 +68,9 @@ class Publication(ABC):
     @property
     @abstractmethod
     def version(self) -> int:
-        """The version that writes new groups. Defined once the first border has been crossed."""
+        """Returns the version that writes new groups. Defined once the first border has been
+        crossed.
+        """
 
     @abstractmethod
     async def cross(
@@ -83,8 +85,9 @@ class Publication(ABC):
         """
 
     def swaps_in_turn(self, version: int) -> bool:
-        """Whether the border of `version` begins before the groups of all earlier versions are
-        written."""
+        """Returns whether the border of `version` begins before the groups of all earlier versions
+        are written.
+        """
         return False
 
     @abstractmethod
@@ -110,7 +113,7 @@ class BlockingPublication(Publication):
     """
 
     channel: StoreChannel
-    fleet: Fleet
+    membership: EngineMembership
     pool: EnginePool
     publish: CoordinatorPublish
     timeline: Timeline
@@ -136,13 +139,13 @@ class BlockingPublication(Publication):
         return await self._load(version, prompt, on_crossed)
 
     def expect(self, version: int, crossed: asyncio.Future[BorderOutcome]) -> None:
-        """Nothing comes while engines generate."""
+        """Does nothing: no version comes while engines generate."""
 
     async def close(self) -> None:
-        """Nothing is under way between two borders."""
+        """Does nothing: no version is under way between two borders."""
 
     def is_probed(self, version: int) -> bool:
-        """Whether engines answer a probe after they have loaded `version`."""
+        """Returns whether engines answer a probe after they have loaded `version`."""
         ends = (self.first, self.milestones.last)
         return version in ends or not self.probes.rides
 
@@ -159,14 +162,14 @@ class BlockingPublication(Publication):
     async def _load(
         self, version: int, prompt: Prompt, on_crossed: OnCrossed
     ) -> asyncio.Future[BorderOutcome]:
-        """All engines load `version` when the trainers send it."""
+        """Loads `version` into all engines when the trainers send it."""
         await self.written(version)
         probe_prompt = prompt if self.is_probed(version) else None
         held = await self.publish.publish(version, probe_prompt, self._within_s(version))
         return await ended(self._note_held(version, held), on_crossed)
 
     def _within_s(self, version: int) -> float:
-        """How long the trainers may take until they send `version`."""
+        """Returns the seconds that the trainers may take until they send `version`."""
         return self.startup_timeout_s if version == self.first else self.wait_timeout_s
 
     def _note_held(self, version: int, held: EnginesHold) -> BorderOutcome:
@@ -180,7 +183,7 @@ class BlockingPublication(Publication):
         """Tells the guests which version the engines hold, and returns what the border left."""
         for guest in self.guests:
             guest.engines_hold(self.version)
-        return BorderOutcome(held, self.pool.use(), self.fleet.size)
+        return BorderOutcome(held, self.pool.use(), self.membership.size)
 
 
 class SkippingPublication(BlockingPublication):
@@ -218,7 +221,7 @@ class DelayedPublication(BlockingPublication):
     _swapping: asyncio.Task[EnginesHold] | None = field(default=None, init=False)
 
     def is_delayed(self, version: int) -> bool:
-        """Whether `version` is sent while engines generate."""
+        """Returns whether `version` is sent while engines generate."""
         return 0 < version < self.milestones.last
 
     def is_probed(self, version: int) -> bool:
@@ -268,14 +271,14 @@ class DelayedPublication(BlockingPublication):
     async def _swap(
         self, version: int, prepared: Sequence[Member], on_crossed: OnCrossed, scope: TaskScope
     ) -> asyncio.Future[BorderOutcome]:
-        """All engines swap to what they have prepared."""
+        """Swaps all engines to the version that they have prepared."""
         self._start_swap(version, prepared, asyncio.Event())
         return await ended(await self._swapped(version), on_crossed)
 
     def _start_swap(
         self, version: int, prepared: Sequence[Member], begun: asyncio.Event
     ) -> asyncio.Task[EnginesHold]:
-        """begun: set when the first engines have swapped."""
+        """Starts the swap. begun: is set when the first engines have swapped."""
         self._swapping = asyncio.create_task(
             self.publish.swap(version, prepared, begun.set),
             name=f"swap to weight version {version}",

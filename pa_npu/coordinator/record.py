@@ -13,7 +13,13 @@ from pa_npu.config.schema import Config
 from pa_npu.control.messages import BorderReport, IterationReport, RunsOn
 from pa_npu.coordinator.delivery import Produced
 from pa_npu.engines.pool import EngineUse
-from pa_npu.evaluation.results import Judged, Progress, kept_versions, results_file, write_results
+from pa_npu.evaluation.results import (
+    EvaluationProgress,
+    Judged,
+    kept_versions,
+    results_file,
+    write_results,
+)
 from pa_npu.planning.iteration_model.subjects import Prediction
 from pa_npu.platform.memory_peaks import ResidentPeak
 from pa_npu.publish.engines_hold import EnginesHold
@@ -26,7 +32,7 @@ from pa_npu.telemetry.records import (
     attempt,
     drop_records,
     json_line,
-    say,
+    print_line,
 )
 from pa_npu.telemetry.report import throughput
 from pa_npu.telemetry.sample_store import KeptResponse, SampleStore
@@ -68,13 +74,13 @@ class RunRecords:
             if version >= first_iteration:
                 file = results_file(run_dir, version)
                 attempt(file, file.unlink)
-        self._progress = Progress(run_dir)
+        self._progress = EvaluationProgress(run_dir)
         self._kept = SampleStore(run_dir, first_iteration, piece)
         self._trackers = Trackers(
             run_dir, config.telemetry, tracked_config(config), first_iteration
         )
         self._memory = ResidentPeak(lambda: [os.getpid()])
-        self._memory.take()
+        self._memory.pop_peak()
 
     def __enter__(self) -> RunRecords:
         return self
@@ -90,9 +96,9 @@ class RunRecords:
         file = Path(self._config.run.dir) / RUNS_ON
         attempt(file, lambda: file.write_text(json_line(asdict(runs_on)) + "\n", encoding="utf-8"))
         for line in runs_on.lines():
-            say(PREFIX + line)
+            print_line(PREFIX + line)
         if self._config.rollout.has_engines:
-            say(f"{PREFIX}sending the first weights to the engines")
+            print_line(f"{PREFIX}sending the first weights to the engines")
 
     def write_iteration(
         self,
@@ -101,7 +107,9 @@ class RunRecords:
         kept: Sequence[KeptResponse] = (),
     ) -> RecordDigests:
         """Writes one finished iteration, and its line on the console."""
-        written = self._metrics.write({**record, "memory_coordinator_bytes": self._memory.take()})
+        written = self._metrics.write(
+            {**record, "memory_coordinator_bytes": self._memory.pop_peak()}
+        )
         self._trackers.write_iteration(written, kept)
         lines = [json_line(sample) for sample in samples]
         for line in lines:
@@ -109,25 +117,25 @@ class RunRecords:
         self._kept.write(record["iteration"], kept)
         self._seconds.append(record["iteration_s"])
         if record.get("checkpoint_failed") is not None:
-            say(
+            print_line(
                 f"| checkpoint of version {record['checkpoint_failed']} could not be written: see "
                 "logs/trainer-0.log; the run goes on"
             )
         if missing := record.get("reward_no_verdict"):
             names = ", ".join(f"{name} on {count} responses" for name, count in missing.items())
-            say(
+            print_line(
                 f"| no verdict by {names}, which count as the mean of their group's others: see "
                 "logs/coordinator.log"
             )
         is_without_gradient = record.get("groups_skipped", 0) == record.get("groups")
         if is_without_gradient and not self._has_said_without_gradient:
             self._has_said_without_gradient = True
-            say(
+            print_line(
                 f"{PREFIX}the rewards inside each group of this iteration are equal, so that its "
                 "gradient is 0 and nothing is learned; said once, groups_skipped counts them"
             )
         total = self._config.schedule.iterations
-        say(progress_line(record, total, remaining_s(self._seconds, total - self._first)))
+        print_line(progress_line(record, total, remaining_s(self._seconds, total - self._first)))
         return RecordDigests(lines_digest([json_line(written)]), lines_digest(lines))
 
     def write_evaluation(self, record: Mapping[str, Any], responses: Sequence[Judged] = ()) -> None:
@@ -137,7 +145,7 @@ class RunRecords:
         if responses:
             write_results(results_file(self._config.run.dir, record["version"]), responses)
         part = "" if record["questions"] == record["planned"] else f" of {record['planned']}"
-        say(
+        print_line(
             f"| evaluation of version {record['version']}: accuracy {record['accuracy']:.3f} on "
             f"{record['questions']}{part} questions, {record['seconds']:.1f} s"
         )
@@ -146,7 +154,7 @@ class RunRecords:
                 metrics = ", ".join(
                     f"{metric} {value['value']:.3f}" for metric, value in numbers["metrics"].items()
                 )
-                say(
+                print_line(
                     f"|   {name}: {metrics}; {numbers['length_mean']:.0f} tokens, "
                     f"{numbers['truncated_ratio']:.0%} cut"
                 )
@@ -158,11 +166,13 @@ class RunRecords:
             f"{name} {numbers['loss']:.4f} ({_held_out_metrics(numbers)}, {numbers['rows']} rows)"
             for name, numbers in record["sets"].items()
         )
-        say(f"| evaluation of version {record['version']}: loss {sets}, {record['seconds']:.1f} s")
+        print_line(
+            f"| evaluation of version {record['version']}: loss {sets}, {record['seconds']:.1f} s"
+        )
 
 
 def _held_out_metrics(numbers: Mapping[str, Any]) -> str:
-    """What a held-out set has beside its loss."""
+    """Returns the metrics of a held-out set beside its loss."""
     return ", ".join(
         f"{name.replace('_', ' ')} {metric['value']:.3f}"
         for name, metric in numbers["metrics"].items()
@@ -171,8 +181,8 @@ def _held_out_metrics(numbers: Mapping[str, Any]) -> str:
 
 
 def tracked_config(config: Config) -> dict[str, Any]:
-    """The resolved configuration for trackers, by key, without secrets; of the engines' environment
-    the names alone.
+    """Returns the resolved configuration for trackers, by key, without secrets; of the engines'
+    environment the names alone.
     """
     tree = config.model_dump(mode="json")
     tree["rollout"]["env"] = sorted(tree["rollout"]["env"])

@@ -174,12 +174,14 @@ class Roles(Feature):
 
     @property
     def all_written(self) -> bool:
-        """Whether nothing is in flight any more, so that whoever still decodes is about to train."""
+        """Returns whether nothing is in flight any more, so that whoever still decodes is about to
+        train.
+        """
         return self._dispatched and not self._flights
 
     @property
     def all_scored(self) -> bool:
-        """Whether no group is to come any more."""
+        """Returns whether no group is to come any more."""
         return self._dispatched and not self._unscored
 
     # deciding
@@ -253,16 +255,16 @@ class Roles(Feature):
     async def _change(self, units: Sequence[RoleUnit]) -> None:
         """Lets these units hand on what they decode, and train."""
         begin_s = time.perf_counter()
-        seats = {seat for unit in units for seat in unit.engines}
-        self.pool.devices.move(seats)
-        await self.pool.vacate(seats, self.config.rollout.probe_timeout_s)
-        await self.pool.sleep(seats)
+        engine_indices = {engine_index for unit in units for engine_index in unit.engines}
+        self.pool.devices.move(engine_indices)
+        await self.pool.vacate(engine_indices, self.config.rollout.probe_timeout_s)
+        await self.pool.sleep(engine_indices)
         for unit in units:
             self._train(unit)
         self._change_s = 0.5 * (self._change_s + time.perf_counter() - begin_s)
 
     def _trains(self, unit: RoleUnit) -> bool:
-        """Whether no engine of the unit decodes."""
+        """Returns whether no engine of the unit decodes."""
         return self.pool.devices.trains(unit.engines)
 
     def _train(self, unit: RoleUnit) -> None:
@@ -275,7 +277,7 @@ class Roles(Feature):
 
     def _show(self, unit: RoleUnit, role: str, start_s: float, end_s: float) -> None:
         """Draws a role of the unit on the timeline."""
-        lanes = ", ".join(f"engine {seat}" for seat in unit.engines)
+        lanes = ", ".join(f"engine {engine_index}" for engine_index in unit.engines)
         ranks = [rank for replica in unit.replicas for rank in self.config.mesh.replica(replica)]
         self.timeline.complete(role, start_s, end_s, f"role of {lanes}", ranks=ranks)
 

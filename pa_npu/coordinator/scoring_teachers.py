@@ -9,13 +9,11 @@ give them again, in later attempts of the run too.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,11 +22,12 @@ import numpy.typing as npt
 from pa_npu.config.schema import Config
 from pa_npu.control.roster import Roster, teacher_prefix
 from pa_npu.coordinator.inputs import RunInputs
+from pa_npu.coordinator.teacher_witness import Witness, Witnesses
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.client import EngineClient
 from pa_npu.engines.group_session import GroupSession
 from pa_npu.engines.member import Member
-from pa_npu.engines.membership import Fleet
+from pa_npu.engines.membership import EngineMembership
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import (
     EngineError,
@@ -47,9 +46,6 @@ from pa_npu.samples.types import Sample
 
 logger = logging.getLogger(__name__)
 
-WITNESSES = "teachers.json"
-"""In the run directory: the tokens by which each teacher is known, and their log-probs."""
-
 # The version under which a teacher's engines serve: theirs never changes.
 _VERSION = 0
 _WITNESS_TOKENS = 16
@@ -63,56 +59,27 @@ AGREES_WITHIN = {"fp32": 1e-4, "bf16": 0.05}
 
 
 @dataclass(frozen=True, eq=False)
-class Witness:
-    """Tokens that a teacher has written, the last `written` of them, and their log-probs as it
-    scores them.
-    """
+class TaughtRun:
+    """What the teachers of a run share. scoring: how their engines are asked."""
 
-    tokens: npt.NDArray[np.int32]
-    logprobs: npt.NDArray[np.float32]
-
-
-class Witnesses:
-    """The witnesses of a run's teachers, in its directory."""
-
-    def __init__(self, run_dir: str) -> None:
-        self._file = Path(run_dir) / WITNESSES
-
-    def read(self, name: str) -> Witness | None:
-        """Returns what an earlier attempt of the run has kept; None if there is nothing."""
-        try:
-            entry = json.loads(self._file.read_text(encoding="utf-8"))[name]
-            return Witness(
-                np.asarray(entry["tokens"], np.int32), np.asarray(entry["logprobs"], np.float32)
-            )
-        except (OSError, ValueError, LookupError, TypeError):
-            return None
-
-    def keep(self, name: str, witness: Witness) -> None:
-        try:
-            kept = json.loads(self._file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            kept = {}
-        kept[name] = {
-            "tokens": witness.tokens.tolist(),
-            "logprobs": [float(value) for value in witness.logprobs],
-        }
-        draft = self._file.with_suffix(".draft")
-        draft.write_text(json.dumps(kept) + "\n", encoding="utf-8")
-        draft.replace(self._file)
+    config: Config
+    inputs: RunInputs
+    scoring: Scoring
+    witnesses: Witnesses
 
 
 class ScoringTeacher(ABC):
     """A teacher whose log-probs come from an engine.
 
     Args:
-        key: the teacher's key in the configuration, for messages.
+        name: the teacher's in the configuration.
         config: the run's.
-        scoring: how its engines are asked.
+        scoring: how its engine is asked.
     """
 
-    def __init__(self, key: str, config: Config, scoring: Scoring) -> None:
-        self.key = key
+    def __init__(self, name: str, config: Config, scoring: Scoring) -> None:
+        self.name = name
+        self.key = f"teacher.{name}"
         self.config = config
         self.scoring = scoring
 
@@ -131,23 +98,16 @@ class ScoringTeacher(ABC):
 
 
 class _KnownTeacher(ScoringTeacher):
-    """A teacher with weights of its own, which is known by a witness."""
+    """A teacher with weights of its own, which is known by a witness. dtype: of its weights."""
 
-    def __init__(
-        self,
-        key: str,
-        config: Config,
-        scoring: Scoring,
-        witnesses: Witnesses,
-        prompt: npt.NDArray[np.int32],
-        dtype: str,
-    ) -> None:
-        super().__init__(key, config, scoring)
-        self._witnesses = witnesses
-        self._witness = witnesses.read(key)
-        self._prompt = prompt
+    def __init__(self, name: str, run: TaughtRun, dtype: str) -> None:
+        super().__init__(name, run.config, run.scoring)
+        self._witnesses = run.witnesses
+        self._witness = run.witnesses.read(self.key)
+        self._prompt = run.inputs.train.first.tokens
+        self._vocab_size = run.inputs.spec.vocab_size
         self._limit = AGREES_WITHIN[dtype]
-        self._deadline_s = config.rollout.request_timeout_s
+        self._deadline_s = run.config.rollout.request_timeout_s
 
     async def score(
         self, prompt: Prompt, sample: Sample, label: str, session: GroupSession | None
@@ -216,43 +176,36 @@ class _KnownTeacher(ScoringTeacher):
 class EngineTeacher(_KnownTeacher):
     """A teacher with engines of the run's, which the launcher starts, watches and starts again."""
 
-    def __init__(
-        self,
-        name: str,
-        config: Config,
-        scoring: Scoring,
-        witnesses: Witnesses,
-        inputs: RunInputs,
-    ) -> None:
-        prompt = inputs.train.first.tokens
-        super().__init__(f"teacher.{name}", config, scoring, witnesses, prompt, config.model.dtype)
-        own = teacher_engine_config(config, name)
-        kind = engine_kind(own.rollout.backend)
+    def __init__(self, name: str, run: TaughtRun) -> None:
+        super().__init__(name, run, run.config.model.dtype)
+        config = run.config
+        teacher_config = teacher_engine_config(config, name)
+        kind = engine_kind(teacher_config.rollout.backend)
         self._concurrent = config.teacher[name].concurrent
-        self.pool = EnginePool(probe_timeout_s=own.rollout.probe_timeout_s)
+        self.pool = EnginePool(probe_timeout_s=teacher_config.rollout.probe_timeout_s)
 
         def make_engine(url: str) -> RolloutEngine:
-            return kind.client(url, inputs.spec.vocab_size, inputs.key)
+            return kind.client(url, self._vocab_size, run.inputs.key)
 
-        self.fleet = Fleet(
-            config=own.rollout,
+        self.membership = EngineMembership(
+            config=teacher_config.rollout,
             pool=self.pool,
-            roster=Roster(inputs.channel(teacher_prefix(config, name)), inputs.key or ""),
+            roster=Roster(run.inputs.channel(teacher_prefix(config, name)), run.inputs.key or ""),
             make_engine=make_engine,
             startup_timeout_s=config.run.startup_timeout_s,
         )
 
     async def open(self, stack: AsyncExitStack) -> None:
         await stack.enter_async_context(self.pool)
-        await stack.enter_async_context(self.fleet)
+        await stack.enter_async_context(self.membership)
 
     async def ready(self) -> None:
         """Waits until all its engines answer, and lets them serve."""
-        await self.fleet.wait_all_ready()
-        members = await self.fleet.members()
+        await self.membership.wait_all_ready()
+        members = await self.membership.members()
         for member in members:  # one after another: the first makes the witness
             await self._welcome(member)
-        self.fleet.serve(members, _VERSION, self._deliver)
+        self.membership.serve(members, _VERSION, self._deliver)
 
     async def _deliver(self, member: Member, version: int) -> bool:
         await self._welcome(member)
@@ -310,21 +263,11 @@ class ServerTeacher(_KnownTeacher):
     take to start.
     """
 
-    def __init__(
-        self,
-        name: str,
-        config: Config,
-        scoring: Scoring,
-        witnesses: Witnesses,
-        inputs: RunInputs,
-    ) -> None:
-        prompt = inputs.train.first.tokens
-        super().__init__(f"teacher.{name}", config, scoring, witnesses, prompt, "bf16")
-        teacher = config.teacher[name]
-        self._teacher = teacher
-        self._vocab_size = inputs.spec.vocab_size
-        self._secret = inputs.teacher_key
-        self._at_once = asyncio.Semaphore(teacher.concurrent)
+    def __init__(self, name: str, run: TaughtRun) -> None:
+        super().__init__(name, run, "bf16")
+        self._teacher = run.config.teacher[name]
+        self._secret = run.inputs.teacher_key
+        self._at_once = asyncio.Semaphore(self._teacher.concurrent)
         self._meeting = asyncio.Lock()
         self._engine: EngineClient | None = None  # that has been met
 
@@ -397,11 +340,10 @@ class PolicyTeacher(ScoringTeacher):
     log-probs that it was sampled with.
     """
 
-    def __init__(self, name: str, config: Config, scoring: Scoring) -> None:
-        super().__init__(f"teacher.{name}", config, scoring)
-        self._name = name
+    def __init__(self, name: str, run: TaughtRun) -> None:
+        super().__init__(name, run.config, run.scoring)
         self._is_checked = False
-        self._limit = AGREES_WITHIN[config.model.dtype]
+        self._limit = AGREES_WITHIN[run.config.model.dtype]
 
     async def check(self, iteration: int) -> None:
         self._is_checked = False
@@ -420,7 +362,7 @@ class PolicyTeacher(ScoringTeacher):
         if not self._is_checked and sample.written.any():
             self._is_checked = True
             await self._check_sample(sample, label, session)
-        hinted = np.concatenate([prompt.hinted[self._name], sample.tokens[length:]])
+        hinted = np.concatenate([prompt.hinted[self.name], sample.tokens[length:]])
         scores = await session.score(hinted, self.scoring)
         self._check_version(scores, sample, label)
         first = len(hinted) - (len(sample.tokens) - length)

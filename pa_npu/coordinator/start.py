@@ -1,4 +1,4 @@
-"""What every coordinator begins with, whether engines write its groups or rows are trained."""
+"""The first steps of every coordinator, whether engines write its groups or rows are trained."""
 
 from __future__ import annotations
 

@@ -24,8 +24,9 @@ from pa_npu.coordinator.scoring_teachers import (
     PolicyTeacher,
     ScoringTeacher,
     ServerTeacher,
-    Witnesses,
+    TaughtRun,
 )
+from pa_npu.coordinator.teacher_witness import Witnesses
 from pa_npu.data.prompts import Prompt
 from pa_npu.data.teachers import teacher_number
 from pa_npu.engines.group_session import GroupSession
@@ -58,7 +59,7 @@ class Teachers:
         return self.by_number.get(number)
 
     def is_session_needed(self, prompt: Prompt) -> bool:
-        """Whether the engine that writes the group scores it."""
+        """Returns whether the engine that writes the group scores it."""
         return isinstance(self.teacher_of(prompt), PolicyTeacher)
 
     async def score(
@@ -96,9 +97,9 @@ class Teachers:
             self._iteration = iteration
 
     def _with_scores(self, sample: Sample, scores: Scores) -> Sample:
-        given = (scores.logprobs, scores.choices, scores.choice_logprobs)
+        arrays = (scores.logprobs, scores.choices, scores.choice_logprobs)
         values = {}
-        for column, array in zip(self.columns, given, strict=False):
+        for column, array in zip(self.columns, arrays, strict=False):
             values[column] = column.blank(len(sample.tokens))
             values[column][sample.trained] = array[sample.trained]
         return with_columns(sample, values)
@@ -114,18 +115,18 @@ async def open_teachers(
     if not config.scored_teachers:
         return None, []
     scoring = Scoring(config.rollout.temperature, config.scored_choices)
-    witnesses = Witnesses(config.run.dir)
+    run = TaughtRun(config, inputs, scoring, Witnesses(config.run.dir))
     by_number: dict[int, ScoringTeacher] = {}
-    known: list[EngineTeacher | ServerTeacher] = []
+    need_to_be_ready: list[EngineTeacher | ServerTeacher] = []
     for number, (name, teacher) in enumerate(config.teacher.items(), start=1):
         if teacher.place == "engines":
-            known.append(EngineTeacher(name, config, scoring, witnesses, inputs))
-            by_number[number] = known[-1]
+            need_to_be_ready.append(EngineTeacher(name, run))
+            by_number[number] = need_to_be_ready[-1]
         elif teacher.place == "server":
-            known.append(ServerTeacher(name, config, scoring, witnesses, inputs))
-            by_number[number] = known[-1]
+            need_to_be_ready.append(ServerTeacher(name, run))
+            by_number[number] = need_to_be_ready[-1]
         elif teacher.place == "policy":
-            by_number[number] = PolicyTeacher(name, config, scoring)
-    for one in known:
-        await one.open(stack)
-    return Teachers(config, by_number, score_columns(config)), known
+            by_number[number] = PolicyTeacher(name, run)
+    for teacher_with_server in need_to_be_ready:
+        await teacher_with_server.open(stack)
+    return Teachers(config, by_number, score_columns(config)), need_to_be_ready

@@ -43,21 +43,27 @@ class Updates:
         return self._groups
 
     def choose(self, iteration: int, prompts: Sequence[Prompt]) -> EveryGroup:
-        """The choice among the iteration's groups, which begin with these prompts."""
+        """Returns the choice among the iteration's groups, which begin with these prompts."""
         return self._kind(prompts)
 
     def produced(self, iteration: int, choice: EveryGroup) -> None:
-        """The iteration is complete; `choice` is the one that `choose` gave."""
+        """Notes that the iteration is complete; `choice` is the one that `choose` returned."""
 
     def resumed(self, iteration: int, num_groups: int) -> None:
-        """An iteration, with this many groups, was produced before the run was interrupted."""
+        """Notes an iteration with this many groups that was produced before the run was
+        interrupted.
+        """
 
     def carry_on(self, groups: Sequence[ScoredGroup], group_tokens: float | None) -> None:
-        """Take what was carried when the run was interrupted. group_tokens: TokenBudget's."""
+        """Takes the groups that were carried when the run was interrupted. group_tokens:
+        TokenBudget's.
+        """
         raise AssertionError("only updates by a budget of tokens carry groups")
 
     def save(self, version: int) -> None:
-        """Before `version` may be saved: what a checkpoint needs beside complete iterations."""
+        """Stores what a checkpoint needs beside complete iterations; called before `version` may be
+        saved.
+        """
 
 
 @dataclass(eq=False, repr=False)
@@ -83,22 +89,22 @@ class EveryGroup:
 
     @property
     def size(self) -> int:
-        """How many groups are trained, once all are scored."""
+        """Returns how many groups are trained; known once all are scored."""
         return self.max_groups
 
     @property
     def num_wanted(self) -> int:
-        """How many groups are to be dispatched, by what is known now."""
+        """Returns how many groups are to be dispatched, as far as is known."""
         return len(self.prompts)
 
     @property
     def must_wait(self) -> bool:
-        """Whether nothing can be dispatched before another group is scored."""
+        """Returns whether nothing can be dispatched before another group is scored."""
         return self.num_dispatched >= self.num_wanted
 
     @property
     def is_dispatched(self) -> bool:
-        """Whether the last group that the iteration began with has just gone."""
+        """Returns whether the last group that the iteration began with has just gone."""
         return self.num_dispatched == len(self.prompts)
 
     def begin(self) -> list[tuple[int, ScoredGroup]]:
@@ -106,7 +112,8 @@ class EveryGroup:
         return []
 
     async def next_index(self) -> int | None:
-        """The next dispatch index; waits while unscored groups may be enough, None when they were.
+        """Waits while unscored groups may be enough, and returns the next dispatch index; None if
+        they were enough.
 
         Unscored groups end by their own deadlines, hence so does this wait.
         """
@@ -119,11 +126,11 @@ class EveryGroup:
         return self.num_dispatched - 1
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt of a dispatch index; asked for once for each."""
+        """Returns the prompt of a dispatch index; called once for each index."""
         return self.prompts[index]
 
     def trains(self, group: ScoredGroup) -> bool:
-        """Whether a group with these rewards is trained at all."""
+        """Returns whether a group with these rewards is trained at all."""
         return True
 
     def scored(self, index: int, group: ScoredGroup) -> list[tuple[int, ScoredGroup]]:
@@ -161,7 +168,9 @@ class InformativeGroups(EveryGroup):
         return len(self.prompts) + self._num_discarded
 
     async def next_index(self) -> int | None:
-        """As EveryGroup's. Raises UserError beyond the limit."""
+        """Returns the index of the next group, as EveryGroup does. Raises UserError beyond the
+        limit.
+        """
         index = await super().next_index()
         if index is not None and index >= self._limit:
             raise UserError(

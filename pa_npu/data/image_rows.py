@@ -24,7 +24,7 @@ rest only the headers are read. An image of a megapixel takes 10 to 20 ms.
 
 @dataclass(eq=False, repr=False)
 class ImageInput:
-    """How a run's model reads images. column: data.images_column."""
+    """The way in which a run's model reads images. column: data.images_column."""
 
     model: VisionModel
     reader: ImageReader

@@ -14,7 +14,9 @@ _AGAIN_S = 0.1
 
 
 class TimeLimitReached(BaseException):
-    """Not an Exception, so that what is interrupted does not take it for one of its own."""
+    """Raised when a time limit is reached. It is no Exception, so that the code that is interrupted
+    does not catch it as one of its own.
+    """
 
 
 @contextmanager

@@ -30,8 +30,8 @@ _BY_NAME = ("auto", "always", "never")
 
 @functools.cache
 def template_text(named: str) -> str | None:
-    """The template that data.chat_template names by its file, as it was when this process first
-    asked.
+    """Returns the template that data.chat_template names by its file, as it was when this process
+    first asked.
 
     None where the key names none. Raises DataError where the file cannot be read.
     """
@@ -39,8 +39,8 @@ def template_text(named: str) -> str | None:
 
 
 def kept_template(data: DataConfig) -> str | None:
-    """The same; logs a warning, and returns None, where the file cannot be read, as on another
-    machine.
+    """Returns the same; logs a warning, and returns None, where the file cannot be read, as on
+    another machine.
     """
     try:
         return template_text(data.chat_template)
@@ -62,7 +62,7 @@ class PromptFormat:
     instruction: str | None = None
 
     @classmethod
-    def of(cls, data: DataConfig) -> PromptFormat:
+    def from_config(cls, data: DataConfig) -> PromptFormat:
         return cls(
             chat_template="never" if data.chat_template == "never" else "auto",
             template_options=data.template_options,
@@ -71,8 +71,8 @@ class PromptFormat:
         )
 
     def given_to(self, data: DataConfig) -> tuple[DataConfig, list[str]]:
-        """The section with these values, and the names of those that it had otherwise; what was set
-        in it stays.
+        """Returns the section with these values, and the names of those that it had otherwise; what
+        was set in it stays.
         """
         changed = {
             name: value
@@ -86,7 +86,7 @@ def write_prompt_format(directory: Path, data: DataConfig, template: str | None)
     """Puts the format into a directory that holds a tokenizer. template: what data.chat_template
     named, where that was a file.
     """
-    prompts = PromptFormat.of(data)
+    prompts = PromptFormat.from_config(data)
     if prompts != PromptFormat():
         text = json.dumps(asdict(prompts), indent=2, ensure_ascii=False)
         (directory / FILE).write_text(text + "\n", encoding="utf-8")
@@ -105,7 +105,7 @@ def write_prompt_format(directory: Path, data: DataConfig, template: str | None)
 
 
 def read_prompt_format(directory: Path) -> PromptFormat:
-    """What an export says of itself; of a directory that says nothing the defaults.
+    """Returns the prompt format that an export states; the defaults if the directory states none.
 
     Raises DataError.
     """

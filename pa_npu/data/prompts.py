@@ -17,6 +17,7 @@ from pa_npu.config.sections.inputs import DataConfig, Dataset, TrainingDataset
 from pa_npu.config.words import counted
 from pa_npu.data.hints import Hint
 from pa_npu.data.image_rows import ImageInput
+from pa_npu.data.made_rows import DEFAULT_ROWS, MadeRows
 from pa_npu.data.messages import Message, left_out, with_image_parts
 from pa_npu.data.records import Columns, Record, read_records
 from pa_npu.data.template import TemplateFailed, check_options, chosen_template, rendered
@@ -45,7 +46,7 @@ class Prompt:
     other. tokens: int32 [P]. text: the rendered prompt. answer: the final answer, without GSM8K's
     reasoning. row: the dataset row as it was read, with names in place of images. source: what its
     dataset is called. hinted: by teacher, the tokens of the prompt with its hint. images: those
-    that placeholders among the tokens stand for.
+    that placeholders among the tokens stand for. messages: what the template rendered.
     """
 
     prompt_id: int
@@ -56,6 +57,7 @@ class Prompt:
     source: str = ""
     hinted: Mapping[str, npt.NDArray[np.int32]] = field(default_factory=dict)
     images: tuple[ShownImage, ...] = ()
+    messages: tuple[Message, ...] = ()
 
     @property
     def identity(self) -> bytes:
@@ -77,7 +79,7 @@ class PromptSet:
 
     @property
     def items(self) -> tuple[Prompt, ...]:
-        """What a stream gives of the set."""
+        """Returns the items that a stream gives."""
         return self.prompts
 
     @property
@@ -124,7 +126,7 @@ def load_prompts(
     limit = config.max_prompt_tokens
     prompts: list[Prompt] = []
     used: list[Record] = []
-    too_long: list[_Encoded] = []
+    too_long: list[_EncodedPrompt] = []
     shortest = sys.maxsize
     for number, encoded in enumerate(_encoded(records, tokenizer, config, images)):
         record = encoded.record
@@ -152,6 +154,7 @@ def load_prompts(
             row=record.row,
             source=source,
             images=encoded.images,
+            messages=tuple(compose_messages(record, config)),
         )
         prompts.append(prompt)
         used.append(record)
@@ -166,6 +169,15 @@ def load_prompts(
         prompts = _with_hint(hint, prompts, used, tokenizer, config, images)
     num_skipped = len(records) - len(prompts)
     return PromptSet(path, tuple(prompts), len(records), len(too_long) - num_skipped, num_skipped)
+
+
+def made_of(dataset: Dataset) -> MadeRows:
+    """Returns how the rows of a dataset are made, if tasks make them."""
+    return MadeRows(
+        num_rows=dataset.max_rows or DEFAULT_ROWS,
+        seed=dataset.seed,
+        options=dataset.task_options,
+    )
 
 
 def _read(
@@ -186,7 +198,7 @@ def _read(
         images=config.images_column,
     )
     usual = ("train",) if is_training else ("test", "validation")
-    rows = read_records(dataset.path, key, columns, dataset.split, usual)
+    rows = read_records(dataset.path, key, columns, dataset.split, usual, made_of(dataset))
     records = []
     for record in islice(rows, dataset.max_rows):
         if isinstance(images, ImageInput):
@@ -200,7 +212,7 @@ def _read(
     return records
 
 
-def _too_long(prompts: Sequence[_Encoded], limit: int) -> DataError:
+def _too_long(prompts: Sequence[_EncodedPrompt], limit: int) -> DataError:
     """Returns the refusal of prompts that are longer than `limit` tokens."""
     first = prompts[0]
     longest = max(prompts, key=lambda encoded: encoded.num_tokens)
@@ -223,7 +235,7 @@ def _with_hint(
     """Returns the prompts with their tokens behind which a hint's teacher scores their responses."""
     shown = [hint.shown_with(record) for record in records if hint.is_for(record)]
     with_hint = _encoded(shown, tokenizer, config, images)
-    found = []
+    with_hints = []
     for prompt, record in zip(prompts, records, strict=True):
         if hint.is_for(record):
             encoded = next(with_hint)
@@ -235,8 +247,8 @@ def _with_hint(
                 )
             tokens = np.asarray(encoded.tokens, np.int32)
             prompt = replace(prompt, hinted={**prompt.hinted, hint.teacher: tokens})
-        found.append(prompt)
-    return found
+        with_hints.append(prompt)
+    return with_hints
 
 
 def load_training(
@@ -246,7 +258,7 @@ def load_training(
     hints: Sequence[Hint] = (),
     images: ImageInput | str = "no model was given",
 ) -> list[PromptSet]:
-    """The training datasets, in the configuration's order, with prompt_ids of their own.
+    """Returns the training datasets, in the configuration's order, with prompt_ids of their own.
 
     Raises DataError.
     """
@@ -301,7 +313,7 @@ def first_prompt_lines(prompt: Prompt, tokenizer: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Encoded:
+class _EncodedPrompt:
     """A rendered record and its tokens; of a text far too long the last ones, and how many it has
     at least.
 
@@ -330,8 +342,8 @@ def _encoded(
     tokenizer: Any,
     config: DataConfig,
     images: ImageInput | str,
-) -> Iterator[_Encoded]:
-    """Every record with its text and tokens. images: as load_prompts.
+) -> Iterator[_EncodedPrompt]:
+    """Yields every record with its text and tokens. images: as load_prompts.
 
     What a template makes of all rows together need not fit in memory.
     """
@@ -377,7 +389,7 @@ def _encoded(
             shown: tuple[ShownImage, ...] = ()
             if isinstance(images, ImageInput) and not least:
                 tokens, shown = images.shown(encoded_record, tokens)
-            yield _Encoded(encoded_record, whole, tokens, least, shown)
+            yield _EncodedPrompt(encoded_record, whole, tokens, least, shown)
         batch = []
         num_characters = 0
 
@@ -406,7 +418,9 @@ def _tokens(texts: list[str], tokenizer: Any, with_template: bool) -> list[list[
 
 
 def _render(record: Record, tokenizer: Any, config: DataConfig, template: Any) -> str:
-    """The prompt's text up to the place where the response begins, with all that the row says."""
+    """Returns the prompt's text up to the place where the response begins, with all that the row
+    says.
+    """
     messages = compose_messages(record, config)
     if record.images and template is None:
         raise DataError(
@@ -451,12 +465,16 @@ def _render(record: Record, tokenizer: Any, config: DataConfig, template: Any) -
 
 
 def knows_reasoning(template: Any) -> bool:
-    """Whether the template may read an assistant's reasoning, which plain text does not need to."""
+    """Returns whether the template may read an assistant's reasoning, which plain text does not
+    need to.
+    """
     return not isinstance(template, str) or _REASONING in template
 
 
 def with_reasoning(message: Message) -> Message:
-    """The message with its reasoning in the content, for a template that does not know the field."""
+    """Returns the message with its reasoning in the content, for a template that does not know the
+    field.
+    """
     reasoning = message.get(_REASONING)
     if not isinstance(reasoning, str) or not reasoning:
         return message
@@ -465,8 +483,9 @@ def with_reasoning(message: Message) -> Message:
 
 
 def compose_messages(record: Record, config: DataConfig) -> list[Message]:
-    """The row's messages with the configured system prompt before (a row's own takes precedence)
-    and the instruction appended to the last of the user's messages."""
+    """Returns the row's messages with the configured system prompt before (a row's own takes
+    precedence) and the instruction appended to the last of the user's messages.
+    """
     messages = [dict(message) for message in record.messages]
     if config.instruction:
         asked = [message for message in messages if message["role"] == "user"]

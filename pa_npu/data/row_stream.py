@@ -30,7 +30,7 @@ class RowGroup(Prompt):
     rows: tuple[Row, ...] = ()
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> RowGroup:
+    def from_rows(cls, rows: Sequence[Row]) -> RowGroup:
         first = rows[0]
         tokens = first.tokens[: num_common([row.tokens for row in rows])]
         sources = {row.source for row in rows}
@@ -61,18 +61,20 @@ class RowGroupStream:
         self._size = size
         self._groups_of = groups_of_rows if groups_of is None else groups_of
 
-    def take(self, num_groups: int) -> list[RowGroup]:
-        """The next groups, of the next num_groups x size items, in an order by which replicas that
-        take turns get about as many tokens.
+    def next_items(self, num_groups: int) -> list[RowGroup]:
+        """Returns the next groups, of the next num_groups x size items, in an order by which
+        replicas that take turns get about as many tokens.
         """
-        return _longest_first(self._groups_of(self._rows.take(num_groups * self._size), self._size))
+        return _longest_first(
+            self._groups_of(self._rows.next_items(num_groups * self._size), self._size)
+        )
 
     def observe(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         """Numbers for the record of an iteration: how many times the data has been gone through."""
         return {"epoch": self._rows.epochs}
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, JSON."""
+        """Returns the state for a checkpoint, JSON."""
         return self._rows.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -81,14 +83,16 @@ class RowGroupStream:
 
 
 def groups_of_rows(rows: Sequence[Row], size: int) -> list[RowGroup]:
-    """The rows in groups of `size`, of which the last may be smaller; neighbours begin alike."""
+    """Returns the rows in groups of `size`, of which the last may be smaller; neighbours begin
+    alike.
+    """
     ordered = sorted(rows, key=lambda row: (row.tokens.tolist(), row.row_id))
     starts = range(0, len(ordered), size)
-    return [RowGroup.of(ordered[start : start + size]) for start in starts]
+    return [RowGroup.from_rows(ordered[start : start + size]) for start in starts]
 
 
 def in_order_of_work(rows: Sequence[Row], size: int) -> list[RowGroup]:
-    """The same, the groups with the most tokens first."""
+    """Returns the same, the groups with the most tokens first."""
     return _longest_first(groups_of_rows(rows, size))
 
 
@@ -101,7 +105,7 @@ def _num_tokens(group: RowGroup) -> tuple[int, int]:
 
 
 def num_common(arrays: Sequence[npt.NDArray[np.int32]]) -> int:
-    """How many tokens all of them begin with."""
+    """Returns the number of tokens with which all arrays begin alike."""
     shortest = min(len(array) for array in arrays)
     heads = np.stack([array[:shortest] for array in arrays])
     differs = np.flatnonzero((heads != heads[0]).any(axis=0))

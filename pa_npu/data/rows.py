@@ -5,8 +5,9 @@
     DIR/state.json, DIR/*.arrow            datasets.Dataset.save_to_disk
     DIR/**/*.parquet (or .jsonl, .csv, ...) a hub's repository: files and directories named by
     split, train-00000-of-00002.parquet
+    datasets:NAME                          what the library itself loads (library_rows.py)
 
-pyarrow reads all of these; the library itself is not needed.
+pyarrow reads the files; only the last needs the library.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from pa_npu.config.plain_file import open_plain, reason
 from pa_npu.config.words import as_json
+from pa_npu.data.library_rows import are_of_library, library_batches
 from pa_npu.errors import DataError
 
 PARQUET_MAGIC = b"PAR1"
@@ -58,6 +60,9 @@ def read_rows(
     key: the configuration key that names it, for messages. split: of a directory; None takes the
     first of `usual` that is there, or the only one. Raises DataError.
     """
+    if are_of_library(path):
+        yield from _library_rows(path, key, split, usual)
+        return
     file = Path(path)
     if not file.exists():
         raise DataError(
@@ -79,7 +84,7 @@ def read_rows(
 def read_objects(
     path: str, key: str, split: str | None, usual: Sequence[str]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The rows of a dataset, each with its location; arguments as read_rows.
+    """Yields the rows of a dataset, each with its location; arguments as read_rows.
 
     Raises DataError at the first that is no JSON object.
     """
@@ -116,7 +121,7 @@ def _file_rows(file: Path, key: str) -> Rows:
 
 
 def _parts(directory: Path, key: str, split: str | None, usual: Sequence[str]) -> list[Path]:
-    """The files of one split of a directory, in order."""
+    """Returns the files of one split of a directory, in order."""
     if (listing := directory / "dataset_dict.json").exists():
         splits = _read_json(listing, key, lambda content: [str(name) for name in content["splits"]])
         chosen = _choose(splits, split, usual, directory, key)
@@ -187,7 +192,9 @@ def _loose_files(directory: Path, key: str, split: str | None, usual: Sequence[s
 
 
 def _split_of(file: Path) -> str:
-    """The split that a directory or the first word of the file's name says; "" where none does."""
+    """Returns the split that a directory or the first word of the file's name says; "" where none
+    does.
+    """
     for part in reversed([*file.parts[:-1], file.stem]):
         if (split := _SPLITS.get(re.split(r"[-_.]", part.lower(), maxsplit=1)[0])) is not None:
             return split
@@ -219,7 +226,7 @@ def _read_json(file: Path, key: str, take: Callable[[Any], list[str]]) -> list[s
 
 
 def _csv_rows(file: Path, separator: str) -> Rows:
-    """A first line of names, then one row after another; cells are texts."""
+    """Yields the rows behind a first line of names; cells are texts."""
     csv.field_size_limit(LONGEST_ROW_BYTES)  # of the whole process; the library's own is 128 KiB
     first_line = 1  # of the row that is being read, which may be several lines long
     try:
@@ -245,7 +252,7 @@ def _csv_rows(file: Path, separator: str) -> Rows:
 
 
 def _refuse_repeated(location: str, names: Sequence[str]) -> None:
-    """Of two columns of one name only one could be read."""
+    """Raises if two columns have one name, since only one of them could be read."""
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
         raise DataError(
             f"{location}: two columns are called {as_json(repeated[0])}; rename or remove one of "
@@ -288,7 +295,7 @@ def _jsonl_rows(file: Path) -> Rows:
 
 
 def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON.
+    """Returns an object of JSON from its pairs.
 
     Raises ValueError where a name occurs twice, of which the first would be lost.
     """
@@ -300,8 +307,8 @@ def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_text(row: Any) -> bool:
-    """Whether a JSON value can be written as UTF-8: escapes can name code points that are no
-    characters.
+    """Returns whether a JSON value can be written as UTF-8: escapes can name code points that are
+    no characters.
     """
     try:
         json.dumps(row, ensure_ascii=False).encode()
@@ -332,9 +339,17 @@ def _table_rows(file: Path, form: str) -> Rows:
         ) from None
 
 
+def _library_rows(path: str, key: str, split: str | None, usual: Sequence[str]) -> Rows:
+    number = 0
+    for rows in library_batches(path, key, split, usual):
+        for row in rows:
+            number += 1
+            yield f"{path}: row {number}", TableRow(_plain_numbers(row))
+
+
 def _plain_numbers(value: Any) -> Any:
-    """The value without decimals, which JSON does not know: as numbers, as texts where a float is
-    not exact.
+    """Returns the value without decimals, which JSON does not know: as numbers, as texts where a
+    float is not exact.
     """
     if isinstance(value, Decimal):
         if value == value.to_integral_value():

@@ -46,7 +46,7 @@ Given = TypeVar("Given", bound=StreamItem, covariant=True)
 
 
 class ItemSet(Protocol[Given]):
-    """What a dataset gives to a stream, in its order."""
+    """The items that a dataset gives to a stream, in its order."""
 
     @property
     def items(self) -> Sequence[Given]: ...
@@ -77,8 +77,8 @@ class PromptStream(Generic[Item]):
         """The first prompt of the dataset."""
         return self._prompts[0]
 
-    def take(self, num_prompts: int) -> list[Item]:
-        """The next prompts; runs over into the next epoch where needed."""
+    def next_items(self, num_prompts: int) -> list[Item]:
+        """Returns the next prompts; runs over into the next epoch where needed."""
         return [self._next() for _ in range(num_prompts)]
 
     def _next(self) -> Item:
@@ -102,7 +102,7 @@ class PromptStream(Generic[Item]):
 
     @property
     def epochs(self) -> float:
-        """How often the dataset has been gone through."""
+        """Returns how often the dataset has been gone through."""
         return self._position / len(self._prompts)
 
     def state(self) -> dict[str, Any]:
@@ -157,8 +157,8 @@ class TrainingStream(Generic[Item]):
         """The first prompt of the first dataset, wherever the stream is."""
         return self._streams[0].first
 
-    def take(self, num_prompts: int) -> list[Item]:
-        """The next prompts."""
+    def next_items(self, num_prompts: int) -> list[Item]:
+        """Returns the next prompts."""
         return [self._next() for _ in range(num_prompts)]
 
     def _next(self) -> Item:
@@ -166,11 +166,11 @@ class TrainingStream(Generic[Item]):
             range(len(self._streams)), key=lambda i: (2 * self._taken[i] + 1) / self._weights[i]
         )
         self._taken[turn] += 1
-        return self._streams[turn].take(1)[0]
+        return self._streams[turn].next_items(1)[0]
 
     @property
     def epochs(self) -> float:
-        """How often the data has been gone through, of the dataset that is furthest."""
+        """Returns how often the dataset that is furthest has been gone through."""
         return max(stream.epochs for stream in self._streams)
 
     def observe(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -240,6 +240,6 @@ class TrainingStream(Generic[Item]):
 
 
 def _mean_of_known(values: Sequence[float | None]) -> float | None:
-    """The mean of those that are not None; None where all are."""
+    """Returns the mean of those that are not None; None where all are."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None

@@ -1,4 +1,4 @@
-"""Which teacher a row of data is for, in a run that learns from several."""
+"""Finds the teacher that a row of data is for, in a run that learns from several."""
 
 from __future__ import annotations
 

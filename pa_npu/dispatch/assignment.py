@@ -129,7 +129,7 @@ class Assignment:
 
     @property
     def by_index(self) -> bool:
-        """Whether a group's replica follows from its index."""
+        """Returns whether a group's replica follows from its index."""
         return self.order == "prompt"
 
     def replica_of(self, index: int) -> int:

@@ -105,7 +105,7 @@ class DispatchTurn:
 
 
 @dataclass(frozen=True)
-class Reach:
+class SlowEngineLimit:
     """Limits the groups that slower engines take to those that they are expected to end in time.
 
     lengths: by group's index, expected tokens of its longest response.
@@ -139,14 +139,15 @@ class Schedule:
     order: indices in order of dispatch. Groups beyond it (replacements) follow as they come.
     windows: by rising from_group, the first from 0.
     turns: for the first groups in order; those beyond them have none.
-    reach: the groups that slower engines take; None where every engine takes the next in order.
+    slow_engine_limit: the groups that slower engines take; None where every engine takes the next
+    in order.
     """
 
     name: str
     order: tuple[int, ...]
     windows: tuple[Windows, ...]
     turns: tuple[DispatchTurn, ...] = ()
-    reach: Reach | None = None
+    slow_engine_limit: SlowEngineLimit | None = None
 
     @property
     def largest_window(self) -> int:
@@ -184,19 +185,19 @@ class Dispatching:
     num_engines: int
     num_dispatched: int = 0
     _completed_s: list[float] = field(default_factory=list)
-    _level: int = 0  # place of the windows in force
+    _windows_index: int = 0  # which of schedule.windows is in force
 
-    def dispatched(self) -> None:
+    def note_dispatched(self) -> None:
         """Notes that the next group has been given to an engine."""
         self.num_dispatched += 1
         windows = self.schedule.windows
         while (
-            self._level + 1 < len(windows)
-            and windows[self._level + 1].from_group <= self.num_dispatched
+            self._windows_index + 1 < len(windows)
+            and windows[self._windows_index + 1].from_group <= self.num_dispatched
         ):
-            self._level += 1
+            self._windows_index += 1
 
-    def completed(self, at_s: float) -> None:
+    def note_completed(self, at_s: float) -> None:
         """Notes that a group's last response is there."""
         self._completed_s.append(at_s)
 
@@ -208,7 +209,7 @@ class Dispatching:
 
     def window(self, engine: str) -> int:
         """Returns the sequences that the engine may have in flight with the next group."""
-        return self.schedule.windows[self._level].on_engine(engine)
+        return self.schedule.windows[self._windows_index].on_engine(engine)
 
 
 class Load(Protocol):

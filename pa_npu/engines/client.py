@@ -29,6 +29,10 @@ from pa_npu.engines.codec import (
     encode_generate_request,
     encode_request,
 )
+from pa_npu.engines.expert_choice_codec import (
+    recorded_expert_choices,
+    with_expert_choices,
+)
 from pa_npu.engines.http_client import ANSWER_BYTES, EngineHttp
 from pa_npu.engines.http_server import (
     COMPACT_TYPE,
@@ -53,10 +57,6 @@ from pa_npu.engines.protocol import (
     Scoring,
     WeightGroups,
 )
-from pa_npu.engines.route_codec import (
-    recorded_routes,
-    with_routes,
-)
 from pa_npu.engines.score_codec import (
     decode_places,
     decode_scores,
@@ -70,7 +70,7 @@ from pa_npu.engines.worker_answers import (
     stated_version,
 )
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
-from pa_npu.samples.routes import Routes
+from pa_npu.samples.expert_choices import ExpertChoices
 from pa_npu.vision.images import ShownImage
 
 _GET_TIMEOUT_S = 10.0
@@ -81,7 +81,7 @@ _WORKERS_ANSWER_S = 10.0
 # Pauses between two requests whether a version has been received.
 _SHORTEST_PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.5
-# Of an answer with routes, beside the routes.
+# Of an answer with expert choices, beside the expert choices.
 _FRAME_BYTES = 2**16
 _PROBE_PROMPT = np.zeros(1, np.int32)
 _PROBE_SAMPLING = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=False)
@@ -139,8 +139,8 @@ class EngineClient(EngineHttp):
         num_given = len(prompt_tokens) + len(written)
         max_bytes = ANSWER_BYTES
         max_bytes += n * (_TOKEN_BYTES * sampling.max_tokens + _PROMPT_TOKEN_BYTES * num_given)
-        if sampling.routes is not None:
-            max_bytes += n * (sampling.max_tokens + num_given) * sampling.routes.max_bytes
+        if sampling.expert_choices is not None:
+            max_bytes += n * (sampling.max_tokens + num_given) * sampling.expert_choices.max_bytes
         self._generating += 1
         try:
             if images:
@@ -162,9 +162,11 @@ class EngineClient(EngineHttp):
                 answer.prompt_tokens, np.concatenate([prompt_tokens, written]), self.name
             )
         generations = checked_generations(answer, sampling, self._vocab_size, self.name, version)
-        if sampling.routes is None:
+        if sampling.expert_choices is None:
             return generations
-        return await self._with_routes(generations, answer, num_given, sampling.routes, deadline_s)
+        return await self._with_expert_choices(
+            generations, answer, num_given, sampling.expert_choices, deadline_s
+        )
 
     async def _ask(
         self, body: bytes, deadline_s: float, max_bytes: int
@@ -226,49 +228,52 @@ class EngineClient(EngineHttp):
         self._sent_images.have_arrived(images)
         return data, headers
 
-    async def _with_routes(
+    async def _with_expert_choices(
         self,
         generations: list[Generation],
         answer: DecodedAnswer,
         num_given: int,
-        routes: Routes,
+        expert_choices: ExpertChoices,
         deadline_s: float,
     ) -> list[Generation]:
-        """Returns the generations with the routes of all their tokens.
+        """Returns the generations with the expert choices of all their tokens.
 
         Args:
             generations: the n responses of one request.
             answer: that they are of.
             num_given: tokens of the prompt and of the beginning of the response.
-            routes: the column.
-            deadline_s: of a further request to the workers, if the answer has no routes.
+            expert_choices: the column.
+            deadline_s: of a further request to the workers, if the answer has no expert choices.
         """
         try:
-            recorded = recorded_routes(answer, routes.layers)
+            recorded = recorded_expert_choices(answer, expert_choices.layers)
             if recorded is None:
                 arguments = [answer.request, len(generations), num_given]
                 num_tokens = sum(num_given + len(response.tokens) for response in generations)
                 results, _ = await self._on_workers(
-                    "pa_routes",
+                    "pa_expert_choices",
                     arguments,
                     deadline_s,
-                    max_bytes=_FRAME_BYTES + num_tokens * routes.max_bytes,
+                    max_bytes=_FRAME_BYTES + num_tokens * expert_choices.max_bytes,
                 )
                 recorded = recorded_by_workers(results[0])
             if len(recorded) != len(generations):
                 raise ValueError(f"{len(recorded)} of {len(generations)} responses")
         except (IndexError, KeyError, ValueError, TypeError) as error:
             raise EngineError(
-                f"engine {self.name}: its answer has no routes ({type(error).__name__}: {error}); "
+                f"engine {self.name}: its answer has no expert choices "
+                f"({type(error).__name__}: {error}); "
                 "does it record them?"
             ) from None
-        size = int(np.prod(routes.column.shape))
+        size = int(np.prod(expert_choices.column.shape))
         completed = []
         for response, ids in zip(generations, recorded, strict=True):
             # The engine may have computed more than it answers, behind a text that ends a response.
             end = (num_given + len(response.tokens)) * size
             completed.append(
-                with_routes(response, ids.reshape(-1)[:end], num_given, routes, self.name)
+                with_expert_choices(
+                    response, ids.reshape(-1)[:end], num_given, expert_choices, self.name
+                )
             )
         return completed
 
@@ -440,7 +445,7 @@ class EngineClient(EngineHttp):
             num_workers=len(workers),
             continues=all_can("continues"),
             sleeps=all_can("sleeps"),
-            records_routes=all_can("routes"),
+            records_expert_choices=all_can("expert_choices"),
             scores_at_temperature=all_can("scores_at_temperature"),
             reads_images=all_can("images"),
         )

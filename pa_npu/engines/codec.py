@@ -139,12 +139,12 @@ def encode_request(
         body |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
     if sampling.logprobs:
         body["logprobs"] = 0
-    # Read by vllm/streams.py and vllm/routes.py, which run in the engine.
+    # Read by vllm/streams.py and vllm/expert_choices.py, which run in the engine.
     extra: dict[str, int] = {}
     if len(written):
         extra["drawn"] = len(written)
-    if sampling.routes is not None:
-        extra["routes"] = 1
+    if sampling.expert_choices is not None:
+        extra["expert_choices"] = 1
     if extra:
         body["vllm_xargs"] = extra
     if images:
@@ -201,7 +201,8 @@ class DecodedAnswer:
         tokens: ids of all responses, one after another, int64 or int32.
         logprobs: float32, one after another too; None if the answer has none.
         num_logprobs: of each response.
-        route_files: an .npy file of each response's routes; None for a response without.
+        expert_choice_files: an .npy file of each response's expert choices; None for a response
+            without.
         prompt_tokens: that the engine made of a prompt with images; None if it does not say.
     """
 
@@ -212,7 +213,7 @@ class DecodedAnswer:
     tokens: npt.NDArray[np.integer[Any]]
     logprobs: npt.NDArray[np.float32] | None
     num_logprobs: list[int]
-    route_files: list[bytes | None]
+    expert_choice_files: list[bytes | None]
     prompt_tokens: npt.NDArray[np.integer[Any]] | None = None
 
 
@@ -292,7 +293,7 @@ def _as_arrays(
         tokens=tokens,
         logprobs=logprobs,
         num_logprobs=num_logprobs,
-        route_files=[_base64(choice.routed_experts) for choice in choices],
+        expert_choice_files=[_base64(choice.routed_experts) for choice in choices],
         prompt_tokens=prompt_tokens,
     )
 
@@ -325,7 +326,7 @@ def _decode_compact(data: bytes, engine: str) -> DecodedAnswer:
         tokens=answer.tokens,
         logprobs=answer.logprobs,
         num_logprobs=header.lengths if header.has_logprobs else [0] * number,
-        route_files=list(answer.expert_choices) or [None] * number,
+        expert_choice_files=list(answer.expert_choices) or [None] * number,
         prompt_tokens=answer.prompt_tokens,
     )
 

@@ -27,11 +27,13 @@ def echo_logprobs(
     texts = [decode([token]) for token in tokens]
     top: list[dict[str, float] | None] = [None]
     for place, (text, logprob) in enumerate(zip(texts[1:], logprobs, strict=True)):
-        said: dict[str, float] = {}
+        logprob_by_text: dict[str, float] = {}
         for token, of_token in likely[place] if place < len(likely) else ():
-            said.setdefault(decode([token]), of_token)  # of several with one text, the likeliest
-        said.setdefault(text, logprob)
-        top.append(said)
+            logprob_by_text.setdefault(
+                decode([token]), of_token
+            )  # of several with one text, the likeliest
+        logprob_by_text.setdefault(text, logprob)
+        top.append(logprob_by_text)
     offsets = []
     length = 0
     for text in texts:

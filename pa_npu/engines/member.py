@@ -44,19 +44,19 @@ class Member:
 
     @property
     def sleeps(self) -> bool:
-        """Whether it can sleep."""
+        """Returns whether it can sleep."""
         return self.capabilities is not None and self.capabilities.sleeps
 
     @property
     def is_falling_asleep(self) -> bool:
-        """Whether it is being put to sleep, or has to start before it can be."""
+        """Returns whether it is being put to sleep, or has to start before it can be."""
         if self.state == "starting":
             return True
         return self.sleep is not None and not self.sleep.done()
 
 
 def check_capabilities(
-    member: Member, config: RolloutConfig, *, needs_routes: bool
+    member: Member, config: RolloutConfig, *, needs_expert_choices: bool
 ) -> EngineCapabilities:
     """Returns the abilities of a ready member.
 
@@ -70,7 +70,7 @@ def check_capabilities(
             f"rollout.tensor_parallel = {config.tensor_parallel}; start it with the "
             "same, or change the key"
         )
-    if needs_routes and not capabilities.records_routes:
+    if needs_expert_choices and not capabilities.records_expert_choices:
         raise ConfigError(
             f"engine {member.name} ({capabilities.version}) does not say which experts a token "
             "took, as algorithm.router_replay wants; set that to none, or use another release of "

@@ -1,4 +1,4 @@
-"""The fleet: which engines belong to the run, and which of them serve.
+"""The membership: which engines belong to the run, and which of them serve.
 
     starting ──answers──> ready ──next publish, or late delivery──> serving ──wants to leave──┐
         ^                   └─ asleep until that publish <──its device trains──┤              │
@@ -6,9 +6,9 @@
                                                                                               │
                                                             left <──nothing in flight─────────┘
 
-Engines appear in the roster, which the launcher and joining engines write. The fleet makes a client
-for each start of each engine. It lets the pool give an engine requests once the engine holds the
-iteration's weights (I1).
+Engines appear in the roster, which the launcher and joining engines write. The membership makes a
+client for each start of each engine. It lets the pool give an engine requests once the engine holds
+the iteration's weights (I1).
 
 A serving engine is probed by generating a token, because its health page stays green when its
 worker hangs. When it is gone, the launcher is asked for a replacement if the launcher started it;
@@ -49,7 +49,7 @@ Returns False if the trainers have begun to change that version, or could not se
 
 
 @dataclass(frozen=True)
-class _Running:
+class _RunningIteration:
     """The iteration that runs: the version that serves in it, and what gives that version to an
     engine that comes late.
     """
@@ -58,7 +58,7 @@ class _Running:
     deliver_late: DeliverLate
 
 
-class Fleet:
+class EngineMembership:
     """Owns the membership of `pool`. Use it with `async with`, inside the event loop.
 
     Args:
@@ -66,7 +66,7 @@ class Fleet:
         pool: of the engines that serve.
         roster: of the engines that the run has.
         make_engine: makes the client of the engine at a URL.
-        needs_routes: whether engines must record the experts of tokens.
+        needs_expert_choices: whether engines must record the experts of tokens.
         startup_timeout_s: run.startup_timeout_s, within which an engine must become ready.
     """
 
@@ -76,7 +76,7 @@ class Fleet:
         pool: EnginePool,
         roster: Roster,
         make_engine: Callable[[str], RolloutEngine],
-        needs_routes: bool = False,
+        needs_expert_choices: bool = False,
         startup_timeout_s: float = 600.0,
     ) -> None:
         self._config = config
@@ -84,22 +84,22 @@ class Fleet:
         self._pool = pool
         self._roster = roster
         self._make_engine = make_engine
-        self._needs_routes = needs_routes
+        self._needs_expert_choices = needs_expert_choices
         self._members: dict[int, Member] = {}
-        self._running: _Running | None = None  # None between two iterations
+        self._running: _RunningIteration | None = None  # None between two iterations
         self._weights_lock = asyncio.Lock()
         self._needed: list[Member] = []  # members that a publish or a late delivery waits for
         self._changed = asyncio.Event()
         self._failure: PaNpuError | None = None
         self._watcher: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> Fleet:
+    async def __aenter__(self) -> EngineMembership:
         self._pool.subscribe(on_lost=self.report_lost, on_sleep=self.sleep)
         for entry in self._roster.entries():
             if entry.shared:
                 self._roster.lend_device(entry.index, to_trainer=False)
         self._update()
-        self._watcher = asyncio.create_task(self._or_fail(self._watch), name="fleet")
+        self._watcher = asyncio.create_task(self._or_fail(self._watch), name="membership")
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -218,7 +218,7 @@ class Fleet:
         for member in members:
             if member.state in ("ready", "serving"):
                 self._serves(member, version)
-        self._running = _Running(version, deliver_late)
+        self._running = _RunningIteration(version, deliver_late)
 
     async def sleep(self, places: Collection[int]) -> None:
         """Lets engines give their memory back: their devices train until `wake`.
@@ -247,12 +247,12 @@ class Fleet:
 
     @property
     def has_lent_devices(self) -> bool:
-        """Whether a trainer has a device alone, on which an engine sleeps or would sleep."""
+        """Returns whether a trainer has a device alone, on which an engine sleeps or would sleep."""
         return self._pool.devices.any_lent
 
     def reclaim_devices(self) -> None:
         """Lets engines start again on devices that trained."""
-        for place in self._pool.devices.take_back():
+        for place in self._pool.devices.return_all():
             self._roster.lend_device(place, to_trainer=False)
 
     async def wake(self, member: Member) -> None:
@@ -395,7 +395,7 @@ class Fleet:
         self._members[entry.index] = member
         self._pool.add(
             member.engine,
-            seat=entry.index,
+            engine_index=entry.index,
             shared=member.shared,
             settings=self._config.settings_of(entry.index),
         )
@@ -406,7 +406,7 @@ class Fleet:
         try:
             member.capabilities = await member.engine.wait_ready(deadline_s=self._startup_timeout_s)
             self._pool.continues &= check_capabilities(
-                member, self._config, needs_routes=self._needs_routes
+                member, self._config, needs_expert_choices=self._needs_expert_choices
             ).continues
             if member.state != "starting":  # it leaves already
                 return

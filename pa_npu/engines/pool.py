@@ -3,8 +3,8 @@
 One task (the producer, or the evaluation) asks for admission in dispatch order. Admission returns a
 lease on an engine: among those with room, the one with the fewest in-flight tokens for its window
 (pa_npu/dispatch/schedule.py). A group's session (group_session.py) sends its requests under the
-lease and closes it. Groups that an engine lost are admitted again before anything new. The fleet
-decides which engines serve (membership.py).
+lease and closes it. Groups that an engine lost are admitted again before anything new. The
+membership decides which engines serve (membership.py).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class EngineUse:
     """Integral of in_flight_sequences over time."""
     busy_s: float = 0.0
     """Time with anything in flight."""
-    seat: int | None = None
+    engine_index: int | None = None
     """The engine's index; its successor has the same."""
     shared: bool = False
     """Whether the engine is on a trainer's device."""
@@ -167,7 +167,7 @@ class EnginePool:
 
         Args:
             on_lost: called for an engine that is gone, with the reason.
-            on_sleep: called with the seats of engines that are to sleep.
+            on_sleep: called with the indices of engines that are to sleep.
         """
         self._on_lost = on_lost
         self._on_sleep = on_sleep
@@ -190,14 +190,14 @@ class EnginePool:
         self,
         engine: RolloutEngine,
         *,
-        seat: int | None = None,
+        engine_index: int | None = None,
         shared: bool = False,
         settings: EngineSettings | None = None,
     ) -> None:
         """Adds an engine, which does not serve yet. Arguments as for EngineUse."""
         self._engines[engine.name] = engine
         use = self._uses.setdefault(engine.name, EngineUse())
-        use.seat = seat
+        use.engine_index = engine_index
         use.shared = shared
         if settings is not None:
             use.settings = settings
@@ -328,7 +328,9 @@ class EnginePool:
         others may: what they write is fresher, but not what the run would have had.
         """
         uses = {engine.name: self._uses[engine.name] for engine in self.engines}
-        uses = {name: use for name, use in uses.items() if self.devices.takes_work(use.seat)}
+        uses = {
+            name: use for name, use in uses.items() if self.devices.takes_work(use.engine_index)
+        }
         if version is None:
             return uses
         able = {name: use for name, use in uses.items() if use.version in (None, version)}
@@ -368,12 +370,12 @@ class EnginePool:
     def is_resting(self, engine: RolloutEngine) -> bool:
         """Returns whether an engine takes nothing because its device has other work."""
         use = self._uses.get(engine.name)
-        return use is not None and not self.devices.takes_work(use.seat)
+        return use is not None and not self.devices.takes_work(use.engine_index)
 
     def by_seat(self) -> dict[int, EngineUse]:
         """Returns the uses of the engines that serve, by index."""
         uses = (self._uses[engine.name] for engine in self.engines)
-        return {use.seat: use for use in uses if use.seat is not None}
+        return {use.engine_index: use for use in uses if use.engine_index is not None}
 
     def count_open(self, version: int | None, change: int) -> None:
         """Counts a session for which this version writes: 1 as it begins, -1 as it ends."""
@@ -392,7 +394,7 @@ class EnginePool:
             use.num_requests_sent -= 1
             self._room.set()
 
-    async def vacate(self, seats: Collection[int], deadline_s: float) -> None:
+    async def vacate(self, engine_indices: Collection[int], deadline_s: float) -> None:
         """Waits until no request is left on these engines, which rest.
 
         If engines can continue each other's responses, these cut theirs as they stand; else they
@@ -418,21 +420,26 @@ class EnginePool:
                 again.cancel()
 
         engines = [
-            engine for engine in self._engines.values() if self._uses[engine.name].seat in seats
+            engine
+            for engine in self._engines.values()
+            if self._uses[engine.name].engine_index in engine_indices
         ]
         await gather([empty(engine) for engine in engines])
 
-    async def sleep(self, seats: Collection[int] | None = None) -> None:
+    async def sleep(self, engine_indices: Collection[int] | None = None) -> None:
         """Lets engines that can sleep give their memory back until a publish.
 
-        `seats`: their indices; None: of all on trainers' devices. They have nothing in flight.
+        `engine_indices`: None: of all on trainers' devices. They have nothing in
+        flight.
         """
         if self._on_sleep is None:
             return
-        if seats is None:
+        if engine_indices is None:
             uses = self._uses.values()
-            seats = {use.seat for use in uses if use.shared and use.seat is not None}
-        await self._on_sleep(seats)
+            engine_indices = {
+                use.engine_index for use in uses if use.shared and use.engine_index is not None
+            }
+        await self._on_sleep(engine_indices)
 
     async def wait_until(self, is_so: Callable[[], bool]) -> None:
         """Waits until `is_so` returns True.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pa_npu.errors import PaNpuError
 from pa_npu.platform.memory_peaks import MemoryPeak
 from pa_npu.samples.columns import Values
-from pa_npu.samples.routes import Routes
+from pa_npu.samples.expert_choices import ExpertChoices
 from pa_npu.vision.images import ShownImage
 
 if TYPE_CHECKING:  # imports torch, for which a command's help need not wait
@@ -48,7 +48,8 @@ class Sampling:
     stop: texts that end a response. It keeps the tokens up to the one that completes a text
         (finish_reason stop).
     top_p: nucleus sampling, for evaluation; training samples with 1.
-    routes: return the experts of every token as this column, from an engine that records them.
+    expert_choices: return the experts of every token as this column, from an engine that records
+    them.
     """
 
     max_tokens: int
@@ -58,7 +59,7 @@ class Sampling:
     logprobs: bool = True
     stop: tuple[str, ...] = ()
     top_p: float = 1.0
-    routes: Routes | None = None
+    expert_choices: ExpertChoices | None = None
 
 
 @dataclass(eq=False)  # not frozen, for the same reason as Sample
@@ -110,7 +111,7 @@ class Scoring:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """What a model says of the T tokens of a sequence, each behind those before it. Read only.
+    """A model's log-probs of the T tokens of a sequence, each behind those before it. Read only.
 
     The first token follows from nothing: it has log-prob 0 and no likely tokens.
 
@@ -176,7 +177,7 @@ class EngineCapabilities:
     num_workers: of the engine.
     continues: whether it continues responses that another engine has begun, and can cut its own.
     sleeps: whether it can give its device's memory back for a time.
-    records_routes: whether it reports the experts of a mixture that each token took.
+    records_expert_choices: whether it reports the experts of a mixture that each token took.
     scores_at_temperature: whether it scores at other temperatures than 1.
     reads_images: whether its model and its server take images.
     """
@@ -186,7 +187,7 @@ class EngineCapabilities:
     num_workers: int | None = None
     continues: bool = False
     sleeps: bool = False
-    records_routes: bool = False
+    records_expert_choices: bool = False
     scores_at_temperature: bool = False
     reads_images: bool = False
 
@@ -221,8 +222,8 @@ class RolloutEngine(Protocol):
             prompt_tokens: int32 [P], the chat template's tokens included.
             n: number of responses, at least 1.
             seed: of the first response, below 2^63.
-            sampling: lengths in tokens, temperature, ends, and whether log-probs and routes are
-                returned.
+            sampling: lengths in tokens, temperature, ends, and whether log-probs and expert choices
+                are returned.
             deadline_s: seconds from now until all n are there.
             written: int32 [W], the beginning of the response, if n = 1 and the engine continues
                 responses. The rest is returned, and sampling.max_tokens is that of the rest.

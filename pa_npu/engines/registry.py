@@ -63,12 +63,13 @@ class EngineKind:
     describe: returns what the engines' interpreter has, in words, and in one line what is missing,
         or None.
     served_model: returns the model directory that the engine at a URL was started with, given an
-        API key. Raises OSError, ValueError, LookupError or TypeError if the engine does not name it.
+        API key. Raises OSError, ValueError, LookupError or TypeError if the engine does not name
+        it.
     tool_parser: returns a function that finds tool calls in a text, from the parser's name and a
         tokenizer. Raises ConfigError. None if the kind has no parsers.
     merges_adapters: whether its engines load adapters that are sent alone (publish.lora=adapter,
         Receiver.whole).
-    records_routes: whether its engines can report which experts each token took
+    records_expert_choices: whether its engines can report which experts each token took
         (algorithm.router_replay, EngineCapabilities).
     reads_images: whether its engines take images in requests.
     """
@@ -81,7 +82,7 @@ class EngineKind:
     served_model: Callable[[str, str], str]
     tool_parser: Callable[[str, Any], Callable[..., Any]] | None = None
     merges_adapters: bool = False
-    records_routes: bool = False
+    records_expert_choices: bool = False
     reads_images: bool = False
 
 
@@ -117,7 +118,7 @@ def check_engine_keys(config: Config, spec: ModelSpec | None) -> None:
             f"publish.lora: adapter with rollout.backend={config.rollout.backend}, whose engines "
             "merge no adapters; set publish.lora=merged"
         )
-    if config.algorithm.router_replay != "none" and not kind.records_routes:
+    if config.algorithm.router_replay != "none" and not kind.records_expert_choices:
         raise ConfigError(
             f"algorithm.router_replay: {config.algorithm.router_replay} with "
             f"rollout.backend={config.rollout.backend}, whose engines do not say which experts a "

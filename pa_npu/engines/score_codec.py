@@ -110,18 +110,18 @@ def decode_scores(
     count = scoring.num_choices
     ids = np.full((len(tokens), count), -1, np.int32)
     of_choices = np.zeros((len(tokens), count + 1 if count else 0), np.float32)
-    for place, (token, said) in enumerate(zip(tokens.tolist(), places, strict=True)):
-        if place == 0 or said is None:
+    for place, (token, by_token) in enumerate(zip(tokens.tolist(), places, strict=True)):
+        if place == 0 or by_token is None:
             continue
-        own = said.get(str(token))
-        if own is None:
+        scored = by_token.get(str(token))
+        if scored is None:
             raise EngineError(
                 f"engine {engine}: place {place} has no log-prob of its own token {token}"
             )
-        logprobs[place] = own.logprob
+        logprobs[place] = scored.logprob
         if count:
             ids[place], of_choices[place, :count] = _most_likely(
-                said, token, count, vocab_size, engine
+                by_token, token, count, vocab_size, engine
             )
     _check(logprobs, engine)
     if count:
@@ -132,14 +132,14 @@ def decode_scores(
 
 
 def _most_likely(
-    said: Mapping[str, Scored], token: int, count: int, vocab_size: int, engine: str
+    by_token: Mapping[str, Scored], token: int, count: int, vocab_size: int, engine: str
 ) -> tuple[list[int], list[float]]:
     """Returns ids and log-probs of the `count` most likely tokens, the likeliest first.
 
     The place's own token comes besides, where it is none of them.
     """
     try:
-        entries = [(entry.logprob, int(name)) for name, entry in said.items()]
+        entries = [(entry.logprob, int(name)) for name, entry in by_token.items()]
     except ValueError:
         raise EngineError(f"engine {engine}: a token id is no number") from None
     if len(entries) == count + 1:
@@ -185,11 +185,11 @@ def score_bytes(num_tokens: int, num_choices: int) -> int:
 
 def texts(places: Sequence[Mapping[str, Scored] | None]) -> list[Mapping[int, str]]:
     """Returns for each place the texts of the tokens that the server names there, by id."""
-    found: list[Mapping[int, str]] = []
+    texts_by_token: list[Mapping[int, str]] = []
     for place in places:
         named: dict[int, str] = {}
         for name, entry in (place or {}).items():
             if entry.decoded_token is not None and name.isdigit():
                 named[int(name)] = entry.decoded_token
-        found.append(named)
-    return found
+        texts_by_token.append(named)
+    return texts_by_token

@@ -164,7 +164,7 @@ class WeightCalls:
         peak = self._pa_resident_peak
         counts = self.rank == 0 or session_leader() is None
         return {
-            "host": peak.take() if counts else 0,
+            "host": peak.pop_peak() if counts else 0,
             "device": device_peak_bytes(torch.device(self.device).type),
         }
 

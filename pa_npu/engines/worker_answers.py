@@ -73,10 +73,14 @@ def memory_peak(results: Sequence[Mapping[str, Any]]) -> MemoryPeak | None:
 
 
 def recorded_by_workers(result: Mapping[str, Any]) -> list[npt.NDArray[np.uint16]]:
-    """Returns the routes of each response from the first worker's answer to pa_routes, flat."""
+    """Returns the expert choices of each response from the first worker's answer to
+    pa_expert_choices, flat.
+    """
     of_given_tokens = base64.b64decode(result["given"], validate=True)
     of_responses = [base64.b64decode(text, validate=True) for text in result["own"]]
-    return [np.frombuffer(of_given_tokens + routes, "<u2") for routes in of_responses]
+    return [
+        np.frombuffer(of_given_tokens + expert_choices, "<u2") for expert_choices in of_responses
+    ]
 
 
 def stated_version(headers: Mapping[str, str]) -> int | None:

@@ -29,7 +29,8 @@ ENVIRONMENTS: dict[str, Callable[[EnvironmentContext], Environment]] = {
 # Classes of a package above this one, which are therefore named and not imported.
 _NAMED = {
     "agents": "pa_npu.agents.environment:AgentEnvironment",
-    "remote": "pa_npu.agents.remote:RemoteEnvironment",
+    "remote": "pa_npu.agents.remote_protocols:make_remote",
+    "tool_class": "pa_npu.agents.tool_class:ToolClassEnvironment",
 }
 
 

@@ -20,6 +20,7 @@ class SingleTurn:
 
     waits_are_bounded = True  # it waits only for the policy
     trains_all_answers = True  # every response is a sample
+    trains_in_context = True
 
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("single_turn")

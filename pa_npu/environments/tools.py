@@ -64,6 +64,7 @@ class ToolEnvironment:
     """Runs num_samples independent dialogues of the policy with a tool."""
 
     waits_are_bounded = True  # every call of the tool has a time limit
+    trains_in_context = True
 
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("tools", _OPTIONS)

@@ -20,7 +20,7 @@ from typing import Any
 from pa_npu.config.plain_file import reason
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
-from pa_npu.data.prompts import dataset_options
+from pa_npu.data.prompts import dataset_options, made_of
 from pa_npu.data.records import Columns, Record, read_records
 from pa_npu.errors import DataError
 from pa_npu.evaluation.results import Judged
@@ -110,8 +110,8 @@ def check_written_rows(path: str, key: str) -> dict[str, Any] | None:
     if not about.exists():
         return None
     try:
-        said: dict[str, Any] = json.loads(about.read_text(encoding="utf-8"))
-        digest = said["digest"]
+        description: dict[str, Any] = json.loads(about.read_text(encoding="utf-8"))
+        digest = description["digest"]
         content = Path(path).read_bytes()
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(
@@ -119,10 +119,10 @@ def check_written_rows(path: str, key: str) -> dict[str, Any] | None:
         ) from None
     if digest != _digest(content):
         raise DataError(
-            f"{key}: {path} is not what {said.get('model')} wrote, by the digest in {about}; "
+            f"{key}: {path} is not what {description.get('model')} wrote, by the digest in {about}; "
             "restore it, or remove that file if you have changed the rows on purpose"
         )
-    return said
+    return description
 
 
 def _records(config: Config, name: str) -> list[Record]:
@@ -136,7 +136,8 @@ def _records(config: Config, name: str) -> list[Record]:
         needs_answer=False,
     )
     key = config.evaluate.key_of(name)
-    return list(read_records(dataset.path, key, columns, dataset.split, _USUAL_SPLITS))
+    made = made_of(dataset)
+    return list(read_records(dataset.path, key, columns, dataset.split, _USUAL_SPLITS, made))
 
 
 def _row(record: Record, text: str) -> dict[str, Any]:

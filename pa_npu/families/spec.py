@@ -89,7 +89,7 @@ class ModelSpec(ModelShape):
 
     @property
     def is_any(self) -> bool:
-        """Whether it has no family of its own, and is read by transformers."""
+        """Returns whether it has no family of its own, and is read by transformers."""
         return self.family.startswith(PREFIX)
 
     @cached_property

@@ -44,7 +44,7 @@ from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree
 from pa_npu.launcher.process.processes import engine_answers
 from pa_npu.launcher.quiet import quiet_libraries
 from pa_npu.rewards.pool import RewardPool
-from pa_npu.telemetry.records import say
+from pa_npu.telemetry.records import print_line
 
 _POLL_S = 0.5
 _VERSION = 0  # of a model that nobody trains
@@ -72,7 +72,7 @@ def evaluate(
         )
     before = read_results(compared_file) if compared_file else None
     directory = Path(config.run.dir)
-    say("checking model, data and rewards")
+    print_line("checking model, data and rewards")
     if checkpoint:
         with quiet_libraries():
             from pa_npu.backends.registry import export_checkpoint
@@ -95,12 +95,12 @@ def evaluate(
     file = results_file(directory, _VERSION)
     write_results(file, evaluation.responses)
     for line in summary_lines(evaluation.responses):
-        say(line)
-    say(f"answered in {evaluation.seconds:.1f} s")
+        print_line(line)
+    print_line(f"answered in {evaluation.seconds:.1f} s")
     if compared_file is not None and before is not None:
         for line in difference_lines(before, evaluation.responses, compared_file):
-            say(line)
-    say(f"results by question: {file}")
+            print_line(line)
+    print_line(f"results by question: {file}")
     if rows_file is not None:
         rows = Path(rows_file)
         written = write_rows(
@@ -110,7 +110,7 @@ def evaluate(
             fingerprint=model_fingerprint(config.model.path),
             only_correct=only_correct,
         )
-        say(written.line(rows))
+        print_line(written.line(rows))
     return 0
 
 
@@ -122,7 +122,9 @@ def _asked_as_trained(config: Config) -> Config:
     data, changed = prompts.given_to(config.data)
     if changed:
         names = ", ".join(f"data.{name}" for name in changed)
-        say(f"{names}: as in the run that trained {config.model.path}; set a key to ask otherwise")
+        print_line(
+            f"{names}: as in the run that trained {config.model.path}; set a key to ask otherwise"
+        )
     return config.model_copy(update={"data": data})
 
 
@@ -135,7 +137,7 @@ def show(results: str, compared_file: str | None = None) -> int:
     if compared_file is not None:
         lines += difference_lines(read_results(compared_file), responses, compared_file)
     for line in lines:
-        say(line)
+        print_line(line)
     return 0
 
 
@@ -194,7 +196,7 @@ def _engines(config: Config, platform: Any, key: str, directory: Path) -> Iterat
         urls = [cluster.engine_url(engine) for engine in cluster.engines()]
         deadline = time.monotonic() + config.run.startup_timeout_s
         logs = directory / "logs"
-        say(f"starting {counted(len(urls), 'engine')}, half a minute or more; logs: {logs}")
+        print_line(f"starting {counted(len(urls), 'engine')}, half a minute or more; logs: {logs}")
         while not all(map(engine_answers, urls)):
             if ended := tree.ended():
                 raise PaNpuError(

@@ -44,7 +44,7 @@ from pa_npu.launcher.engine_key import checked_key, read_key
 from pa_npu.launcher.placement import Placement, available_cores, free_ports, port_problem
 from pa_npu.launcher.process.commands import engine_command, engine_url
 from pa_npu.launcher.process.console import Console
-from pa_npu.launcher.process.process_tree import Process, ProcessTree
+from pa_npu.launcher.process.process_tree import ProcessTree, TreeProcess
 from pa_npu.launcher.process.processes import engine_answers
 from pa_npu.launcher.process.supervisor import StopSignals, stop_signals
 from pa_npu.platform.base import Platform
@@ -93,7 +93,7 @@ def join(
         ProcessTree(site.log_dir, _GRACE_S, signals.insisted) as tree,
     ):
         for note in site.notes:
-            console.complain(f"note: {note}")
+            console.print_error(f"note: {note}")
         process = tree.launch(replace(command, name=name))
         url = engine_url(host, site.port)
         return JoinedEngine(
@@ -253,7 +253,7 @@ def _free_port(host: str) -> int:
 
 
 def local_address(host: str, port: int) -> str:
-    """The address of this machine from which the store's is reached."""
+    """Returns the address of this machine from which the store's is reached."""
     try:
         with socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S) as connection:
             return str(connection.getsockname()[0])
@@ -264,8 +264,8 @@ def local_address(host: str, port: int) -> str:
 
 
 def find_key(claimed: Mapping[str, Any], run_name: str) -> tuple[str, str]:
-    """The run's API key, and where it was found. claimed: a configuration that nobody has vouched
-    for yet.
+    """Returns the run's API key, and where it was found. claimed: a configuration that nobody has
+    vouched for yet.
     """
     remedy = _KEY_REMEDY.format(run_name)
     if key := os.environ.get(KEY_VARIABLE, ""):
@@ -323,7 +323,7 @@ class JoinedEngine:
 
     config: Config
     roster: Roster
-    process: Process
+    process: TreeProcess
     url: str
     run_name: str
     console: Console
@@ -338,10 +338,10 @@ class JoinedEngine:
         except _Ended as end:
             return end.code
         except StoreError:
-            self.console.say(f"{self.run_name} has ended; stopping {self.url}")
+            self.console.print_line(f"{self.run_name} has ended; stopping {self.url}")
             return 0
         except NoAnswer as error:
-            self.console.complain(
+            self.console.print_error(
                 f"failed: the store of {self.run_name}: {error}; stopping {self.url}"
             )
             return FAILED
@@ -349,14 +349,14 @@ class JoinedEngine:
     def _until_ready(self) -> None:
         began = time.monotonic()
         timeout_s = self.config.run.startup_timeout_s
-        self.console.say(
+        self.console.print_line(
             f"starting an engine for {self.run_name} at {self.url}; log: {self.process.log}"
         )
         while not engine_answers(self.url):
             self._check_server()
             self.asked(self.roster.is_open)
             if self.signals.received:
-                self.console.say("stopped before it has joined")
+                self.console.print_line("stopped before it has joined")
                 raise _Ended(0)
             if time.monotonic() - began > timeout_s:
                 self._show_log(
@@ -364,11 +364,11 @@ class JoinedEngine:
                 )
                 raise _Ended(FAILED)
             time.sleep(_PROBE_EVERY_S)
-        self.console.say(f"ready after {time.monotonic() - began:.0f} s")
+        self.console.print_line(f"ready after {time.monotonic() - began:.0f} s")
 
     def _until_asked(self) -> int:
         index = self.asked(lambda: self.roster.announce(self.url, restarts=False))
-        self.console.say(
+        self.console.print_line(
             f"joined as engine {index}: it serves from the next publish on; SIGTERM or Ctrl-C lets "
             "it leave"
         )
@@ -387,7 +387,7 @@ class JoinedEngine:
         began = time.monotonic()
         deadline_s = self.config.deadlines.request_limit_s + self.config.publish.timeout_s
         number = self.signals.received[0]
-        self.console.say(
+        self.console.print_line(
             f"{signal.Signals(number).name}: leaving after what is in flight, within "
             f"{deadline_s:g} s (once more: at once)"
         )
@@ -395,16 +395,20 @@ class JoinedEngine:
         while not self._has_left(index):
             self._check_server(index)
             if self.signals.insisted():
-                self.console.say("stopping at once; other engines generate what was in flight here")
+                self.console.print_line(
+                    "stopping at once; other engines generate what was in flight here"
+                )
                 return 128 + number
             if time.monotonic() - began > deadline_s:
-                self.console.complain(
+                self.console.print_error(
                     f"failed: the coordinator has not let this engine go within {deadline_s:g} s "
                     "(rollout.request_timeout_s + publish.timeout_s); stopping it all the same"
                 )
                 return FAILED
             time.sleep(_TICK_S)
-        self.console.say(f"has left after {time.monotonic() - began:.1f} s; stopping {self.url}")
+        self.console.print_line(
+            f"has left after {time.monotonic() - began:.1f} s; stopping {self.url}"
+        )
         return 0
 
     def _check_server(self, index: int | None = None) -> None:
@@ -416,9 +420,9 @@ class JoinedEngine:
         raise _Ended(FAILED)
 
     def _show_log(self, reason: str) -> None:
-        self.console.complain(f"failed: {reason}; last lines of {self.process.log}:")
+        self.console.print_error(f"failed: {reason}; last lines of {self.process.log}:")
         for line in self.process.last_lines(_LOG_LINES):
-            self.console.complain(f"    {line}")
+            self.console.print_error(f"    {line}")
 
     def _has_left(self, index: int) -> bool:
         return self.asked(lambda: self.roster.has_left(index))

@@ -46,7 +46,7 @@ class Placement:
         return (*(index for unit in units for index in unit), *self.trainer_devices)
 
     def lines(self) -> list[str]:
-        """For people: who runs where."""
+        """Returns lines that say who runs where."""
         if self.shared_cores:
             names = [f"engine-{index}" for index in self.engines]
             names += [f"trainer-{rank}" for rank in self.ranks]
@@ -87,7 +87,7 @@ class Placement:
 
 
 def placement_lines(placements: Sequence[Placement]) -> list[str]:
-    """For people: who runs where, on all nodes."""
+    """Returns lines that say who runs where, on all nodes."""
     if len(placements) == 1:
         return placements[0].lines()
     return [
@@ -194,8 +194,8 @@ def _teacher_units(config: Config, free: list[list[int]]) -> list[tuple[int, ...
     units: list[tuple[int, ...]] = []
     begin = 0
     for name, size in zip(config.teacher_engines, config.devices.teacher_sizes, strict=True):
-        own = None if listed is None else listed[begin : begin + size]
-        units += _units(f"teacher.{name}", size, 1, own, free)
+        devices = None if listed is None else listed[begin : begin + size]
+        units += _units(f"teacher.{name}", size, 1, devices, free)
         begin += size
     return units
 
@@ -242,7 +242,8 @@ def _units(
 def settle_on_node(
     config: Config, placement: Placement, num_devices: int | None, cores: Sequence[int]
 ) -> Placement:
-    """A node's share with its cores. num_devices and cores: what the node has, as for `place`.
+    """Returns a node's share with its cores. num_devices and cores: what the node has, as for
+    `place`.
 
     Raises ConfigError when the node has fewer devices than its share needs.
     """
@@ -272,8 +273,8 @@ def settle_on_node(
 def visible_devices(
     variable: str | None, indices: Sequence[int], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment that shows a process just these devices; indices count within what the user
-    made visible.
+    """Returns the environment that shows a process just these devices; indices count within what
+    the user made visible.
     """
     if variable is None:
         return {}

@@ -61,7 +61,7 @@ def replay(run_dir: Path, span: str, work: str | None, overrides: Sequence[str])
         run_dir,
         settings,
         directory,
-        Progress(scratch, begin, end),
+        ReplayProgress(scratch, begin, end),
         must_stop=not _ends_by_itself(config),
     )
     comparison = compare_chains(read_chain(run_dir), read_chain(scratch), begin, end)
@@ -96,7 +96,8 @@ def _span(run_dir: Path, span: str) -> tuple[int, int]:
 
 
 def _checkpoint(run_dir: Path, version: int, loaded: str | None) -> Path | None:
-    """Where the repetition goes on from; None for the model that the run began with.
+    """Returns the checkpoint from which the repetition continues; None for the model that the run
+    began with.
 
     loaded: the checkpoint that the run itself went on from at last, which may be another run's.
     """
@@ -115,7 +116,7 @@ def _checkpoint(run_dir: Path, version: int, loaded: str | None) -> Path | None:
 
 
 def _settings(config: Config, checkpoint: Path | None, scratch: Path, end: int) -> list[str]:
-    """The keys in which the repetition differs from the run; none changes what is computed."""
+    """Returns the keys in which the repetition differs from the run; none changes what is computed."""
     settings = [
         f"run.dir={scratch}",
         f"checkpoint.load={'null' if checkpoint is None else checkpoint}",
@@ -139,12 +140,13 @@ def _settings(config: Config, checkpoint: Path | None, scratch: Path, end: int) 
 
 
 def _ends_by_itself(config: Config) -> bool:
-    """Whether a run of fewer iterations does the same until then; a rate that decays depends on
-    their number."""
+    """Returns whether a run of fewer iterations does the same until then; a rate that decays
+    depends on their number.
+    """
     return config.optimizer.decay == "constant" and config.publish.divergence is None
 
 
-class Progress:
+class ReplayProgress:
     """Says which iterations of a span a run has done. run_dir: the run's, which need not be there
     yet.
     """
@@ -173,7 +175,11 @@ class Progress:
 
 
 def _run(
-    run_dir: Path, settings: Sequence[str], directory: Path, progress: Progress, must_stop: bool
+    run_dir: Path,
+    settings: Sequence[str],
+    directory: Path,
+    progress: ReplayProgress,
+    must_stop: bool,
 ) -> None:
     """Starts the launcher as a user would, and waits for its end.
 

@@ -116,14 +116,14 @@ def _run(
         if config.teacher_engines:
             of_teachers = counted(len(config.teacher_engines), "engine")
             engines = f"{engines}{of_teachers} of teachers and "
-        console.say(
+        console.print_line(
             f"pa_npu {__version__}: {engines}{counted(config.trainer.devices, 'trainer rank')} "
             f"on {platform.name}{f', {nodes} nodes' if nodes > 1 else ''}; run directory {run_dir}"
         )
         for line in (*findings.counts, *placement_lines(findings.placements)):
-            console.say(line)
+            console.print_line(line)
         for note in findings.notes:
-            console.complain(f"note: {note}")
+            console.print_error(f"note: {note}")
         timeline = Timeline.for_run(run_dir, "launcher")
         begun_s = now()
         with (
@@ -166,7 +166,7 @@ def supervise(plan: Plan, timeline: Timeline, signals: StopSignals) -> int:
     record_engines(timeline, urls)
     roster = announce(config, plan.store, urls, plan.key)
     if config.rollout.has_engines:
-        console.say(f"engines can join with: pa-npu join {plan.store.address}")
+        console.print_line(f"engines can join with: pa-npu join {plan.store.address}")
     teachers = announce_teachers(config, plan)
     recovery = Recovery(
         config=config,
@@ -203,7 +203,7 @@ def run_engines(config: Config) -> int:
         cluster = local_cluster(config, platform, placement, tree, key)
         engines = cluster.engines()
         urls = [cluster.engine_url(engine) for engine in engines]
-        console.say(
+        console.print_line(
             f"attach with rollout.attach=[{','.join(urls)}] and {KEY_VARIABLE}=$(cat "
             f"{file.resolve()}) in the environment"
         )
@@ -213,7 +213,7 @@ def run_engines(config: Config) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """How to start coordinator and trainers, as often as it takes."""
+    """Starts coordinator and trainers, as often as it takes."""
 
     config: Config
     platform: Platform
@@ -226,7 +226,7 @@ class Plan:
     damaged: dict[Path, str] = field(default_factory=dict)
 
     def attempt(self, config: Config, number: int) -> Attempt:
-        """The commands of an attempt that has `config` in the run directory."""
+        """Returns the commands of an attempt that has `config` in the run directory."""
         store = replace(self.store, attempt=number)
         limit_s = config.run.startup_timeout_s
         channel = StoreChannel(connect(store.host, store.port, limit_s), store.prefix)
@@ -240,7 +240,7 @@ class Plan:
         return Attempt(commands, [Awaited("trainers", announced, limit_s, "trainer-0")])
 
     def attempt_again(self, number: int) -> Attempt:
-        """From the newest checkpoint of the run, or where it began if it has none.
+        """Starts again from the run's newest checkpoint, or from where it began if it has none.
 
         Raises Failure where a node is missing.
         """
@@ -251,17 +251,17 @@ class Plan:
         )
         self.cluster.await_nodes()
         config = resolve_resume(
-            self.config, self.console.complain, restart=True, damaged=self.damaged
+            self.config, self.console.print_error, restart=True, damaged=self.damaged
         )
-        begin_attempt(config, self.console.complain)
+        begin_attempt(config, self.console.print_error)
         return self.attempt(config, number)
 
     def newest_checkpoint(self) -> Path | None:
         return directories.newest(checkpoints_directory(self.config), self.damaged)[0]
 
     def is_damaged(self, number: int) -> bool:
-        """Whether attempt `number` went on with a chosen checkpoint whose content is damaged; no
-        later attempt takes that one.
+        """Returns whether attempt `number` went on with a chosen checkpoint whose content is
+        damaged; no later attempt takes that one.
         """
         chosen = (
             self.newest_checkpoint() if number or self.config.checkpoint.resume == "auto" else None
@@ -273,8 +273,8 @@ class Plan:
 
 
 def announce(config: Config, store: Store, urls: Sequence[str], key: str) -> Roster:
-    """The roster of the run's store, with its engines: those to start, which are started again when
-    they end, or the attached.
+    """Returns the roster of the run's store, with its engines: those to start, which are started
+    again when they end, or the attached.
     """
     channel = StoreChannel(
         connect(store.host, store.port, config.run.startup_timeout_s), ROSTER_PREFIX
@@ -289,7 +289,7 @@ def announce(config: Config, store: Store, urls: Sequence[str], key: str) -> Ros
 
 
 def announce_teachers(config: Config, plan: Plan) -> list[StartedTeacher]:
-    """The rosters of the run's store with the engines of teachers, one for each teacher."""
+    """Returns the rosters of the run's store with the engines of teachers, one for each teacher."""
     rosters: dict[str, Roster] = {}
     started = []
     for role, name in zip(plan.cluster.teachers(), config.teacher_engines, strict=True):
@@ -313,8 +313,8 @@ def await_teachers(plan: Plan) -> list[Awaited]:
 
 
 def _for_joining(config: Config) -> dict[str, Any]:
-    """The tree for engines that join, from other directories than this one; whoever reaches the
-    store can read it.
+    """Returns the tree for engines that join, from other directories than this one; whoever reaches
+    the store can read it.
     """
     tree: dict[str, Any] = config.model_dump(mode="json")
     tree["rollout"]["env"] = dict.fromkeys(tree["rollout"]["env"], HIDDEN)
@@ -356,14 +356,14 @@ def finish(config: Config, run_dir: Path, console: Console, code: int, seconds: 
     """
     attempt(run_dir / MERGED, lambda: merge(run_dir))
     if code:
-        console.complain(f"logs: {run_dir / 'logs'}")
+        console.print_error(f"logs: {run_dir / 'logs'}")
         if code != BAD_INPUT:
-            console.complain(hint_to_continue(config))
+            console.print_error(hint_to_continue(config))
         return
     try:
-        console.say("\n" + summarise(run_dir))
+        console.print_line("\n" + summarise(run_dir))
     except DataError as error:
-        console.complain(str(error))
+        console.print_error(str(error))
     if note := busy_note():
-        console.say(f"\n{note}")
-    console.say(f"Total time {format_duration(seconds)}")
+        console.print_line(f"\n{note}")
+    console.print_line(f"Total time {format_duration(seconds)}")

@@ -126,10 +126,10 @@ def check_surroundings(
         local.run(partial(check, config))
     for name, teacher in config.teacher.items():
         if teacher.place == "engines":
-            own = teacher_engine_config(config, name)
+            teacher_config = teacher_engine_config(config, name)
             spec = engine_teacher_specs(config)[name]
-            check_engine_keys(own, spec)
-            local.run(partial(engine_kind(own.rollout.backend).check, own))
+            check_engine_keys(teacher_config, spec)
+            local.run(partial(engine_kind(teacher_config.rollout.backend).check, teacher_config))
     _check_machine(config, findings, local)
     return findings
 

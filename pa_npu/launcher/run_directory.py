@@ -216,8 +216,8 @@ def done_line(config: Config) -> str | None:
 
 
 def _is_exported_behind(exported: Path, checkpoint: Path) -> bool:
-    """Whether there are final weights, written later than the checkpoint: those of an earlier end
-    are another version's.
+    """Returns whether there are final weights, written later than the checkpoint: those of an
+    earlier end are another version's.
     """
     files = [
         file
@@ -265,11 +265,11 @@ def _check_kinds(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def own_run_directory(config: Config, say: Callable[[str], None] = print) -> Iterator[Path]:
+def own_run_directory(config: Config, print_line: Callable[[str], None] = print) -> Iterator[Path]:
     """Create the directory, keep other runs out of it, and write config.yaml.
 
     Files of an earlier run of the same configuration move to earlier/<n>; where this run continues
-    one of its checkpoints, only those that are newer. `say` hears what was tidied up. Raises
+    one of its checkpoints, only those that are newer. `print_line` gets a line about all that was tidied up. Raises
     UserError when another run is at work in it.
     """
     directory = Path(config.run.dir)
@@ -283,15 +283,15 @@ def own_run_directory(config: Config, say: Callable[[str], None] = print) -> Ite
             ) from None
         if not continues_own_run(config) and (target := _set_aside(directory)):
             begin = config.checkpoint.load or "the beginning"
-            say(
+            print_line(
                 f"{directory} held a run of this configuration, which moves to {target}; this run "
                 f"starts from {begin} (checkpoint.resume=auto continues a run)"
             )
-        begin_attempt(config, say)
+        begin_attempt(config, print_line)
         yield directory
 
 
-def begin_attempt(config: Config, say: Callable[[str], None]) -> None:
+def begin_attempt(config: Config, print_line: Callable[[str], None]) -> None:
     """Make the directory ready for processes that start with `config`; call it while none runs.
 
     Half-written checkpoints are removed. Checkpoints newer than the one that is continued would be
@@ -300,12 +300,12 @@ def begin_attempt(config: Config, say: Callable[[str], None]) -> None:
     directory = Path(config.run.dir)
     checkpoints = checkpoints_directory(config)
     for line in clean(checkpoints):
-        say(line)
+        print_line(line)
     if continues_own_run(config):
         first = version_of(Path(str(config.checkpoint.load))) or 0
         newer = sorted(path for path in checkpoints.iterdir() if (version_of(path) or 0) > first)
         for path in newer:
-            say(
+            print_line(
                 f"checkpoint {path} is newer than what the run continues from and moves to earlier/"
             )
         _move_to_earlier(directory, newer)
@@ -359,7 +359,7 @@ def _move_to_earlier(directory: Path, paths: Sequence[Path]) -> Path | None:
 
 
 def _writable(directory: Path) -> bool:
-    """By trying: permissions bits say nothing for root, read-only mounts and full disks."""
+    """Tries to write: permission bits say nothing for root, read-only mounts and full disks."""
     probe = directory / ".pa_npu_write_probe"
     try:
         probe.write_bytes(b"x")

@@ -70,7 +70,13 @@ def load(paths: Iterable[str], overrides: Sequence[str], report: Callable[[str],
             "no engines (rollout.engines = 0); give a number"
         )
     check_algorithm(base)  # the models that it needs take memory
-    devices = _num_devices(base, auto_keys[0])
+    devices = _num_devices(base, auto_keys[0]) - base.devices.num_teacher_devices
+    if devices < 1:
+        raise ConfigError(
+            f"{auto_keys[0]}: auto has no device for engines and trainers: teachers have "
+            f"{base.devices.num_teacher_devices} of {_num_devices(base, auto_keys[0])}; give more "
+            "devices, or teachers fewer"
+        )
     try:
         spec = _spec(base)
         typical = _typical(base)

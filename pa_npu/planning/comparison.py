@@ -206,7 +206,7 @@ def _share_line(basis: Basis, config: Config) -> str:
 
 def _work_s(basis: Basis, config: Config) -> float | None:
     """Returns Compared.work_s."""
-    free = size_choices(config, basis.spec, config.devices.num_devices, _FREE)
+    free = size_choices(config, basis.spec, config.devices.num_policy_devices, _FREE)
     together = replace(free, colocate=(True,))
     return min((combination.work_s for combination in fitting(basis, together)), default=None)
 
@@ -221,7 +221,7 @@ def _ways(basis: Basis, config: Config) -> Iterator[tuple[str, PlannedWay | None
     """Yields each way by its name with its best sizes, the configured sizes being among those tried;
     None for a way in which nothing fits.
     """
-    devices = config.devices.num_devices
+    devices = config.devices.num_policy_devices
     is_periodic = config.schedule.stream and not config.schedule.max_staleness
     if is_periodic and not config.placement.colocate:  # where colocated, it is in turns
         yield _SYNCHRONOUS, _way(basis.predict(config, streams=False), config, _SYNCHRONOUS)
@@ -347,7 +347,7 @@ def _best_change(basis: Basis, config: Config) -> tuple[dict[str, Any] | None, f
     for keys in _SINGLE_CHANGES:
         if behind and keys[0] == "placement.colocate":
             continue
-        sizes = size_choices(config, basis.spec, config.devices.num_devices, keys)
+        sizes = size_choices(config, basis.spec, config.devices.num_policy_devices, keys)
         candidate = first_allowed(basis, fitting(basis, sizes))
         if candidate is None:
             continue

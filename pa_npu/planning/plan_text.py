@@ -21,9 +21,10 @@ from pa_npu.planning.memory import (
     wanted_sequences,
     wanted_tokens,
 )
+from pa_npu.planning.prediction.teachers import teacher_seconds
 from pa_npu.planning.prediction.virtual_run import planned_basis
 from pa_npu.platform.typical import typical_speed
-from pa_npu.samples.routes import routes_of
+from pa_npu.samples.expert_choices import ExpertChoices
 
 
 def derived_lines(
@@ -105,14 +106,14 @@ def _model_lines(config: Config, spec: ModelSpec) -> list[str]:
     lines = [
         f"model                 {spec.family}, {spec.num_parameters / 1e6:.1f} M parameters{active}"
     ]
-    routes = routes_of(config, spec)
-    if routes is not None:
+    expert_choices = ExpertChoices.from_config(config, spec)
+    if expert_choices is not None:
         amount = work(config)
-        token_bytes = routes.column.type.itemsize * math.prod(routes.column.shape)
+        token_bytes = expert_choices.column.type.itemsize * math.prod(expert_choices.column.shape)
         prompt_tokens = amount.prompt_tokens // config.rollout.responses_per_prompt
         total_bytes = token_bytes * (amount.response_tokens + prompt_tokens)
         lines.append(
-            f"routes                {token_bytes} bytes per token, a shared prompt's once: at most "
+            f"expert choices        {token_bytes} bytes per token, a shared prompt's once: at most "
             f"{format_bytes(total_bytes)} per iteration to the trainers"
         )
     return lines
@@ -205,10 +206,12 @@ def _teacher_lines(config: Config, device_bytes: int | None) -> list[str]:
             "policy": "the run's engines, behind a prompt with its hint",
         }[teacher.place]
         memory = f"; {memories[name].line()}" if name in memories else ""
-        lines.append(
-            f"teacher {name:<13} scored by {who}, beside the rewards{memory}; its time is not in "
-            "the prediction"
-        )
+        if teacher.place == "engines":
+            seconds = three_digits(teacher_seconds(config, name))
+            time = f"an iteration's scores take {seconds} s, beside what is predicted"
+        else:
+            time = "its time is not in the prediction"
+        lines.append(f"teacher {name:<13} scored by {who}, beside the rewards{memory}; {time}")
     return lines
 
 
@@ -240,7 +243,7 @@ def predicted_line(config: Config, spec: ModelSpec) -> str:
     periodic = basis.predict(config)
     iteration_s = periodic.iteration_s - periodic.border_s
     idle = f"engines idle {periodic.engines_idle:.0%}, trainers {periodic.trainers_idle:.0%}"
-    if config.trainer.devices == config.devices.num_devices:  # each device does both
+    if config.trainer.devices == config.devices.num_policy_devices:  # each device does both
         idle = f"devices idle {periodic.engines_idle:.0%}"
     return (
         f"predicted             waves {periodic.waves:.1f}, "

@@ -1,4 +1,4 @@
-"""Whether a run fits into its devices' memory, and if not, which keys would make it fit.
+"""Checks whether a run fits into its devices' memory, and names the keys that would make it fit.
 
 A tenth of a device is kept free for what the figures of `memory` leave out (allocator, workspaces,
 communication buffers, the device's own context).
@@ -173,12 +173,12 @@ def _teacher_shortages(config: Config, device_bytes: int) -> Iterator[Shortage]:
     """Yields each teacher whose engines cannot hold one sequence."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     for name, teacher in engine_teacher_specs(config).items():
-        own = teacher_engine_config(config, name)
-        tokens = cache_tokens(own, teacher, device_bytes)
+        teacher_config = teacher_engine_config(config, name)
+        tokens = cache_tokens(teacher_config, teacher, device_bytes)
         if tokens < longest:
             problem = (
-                f"{own.devices.memory_fraction:.0%} of {format_bytes(device_bytes)} hold the "
-                f"weights of teacher.{name} on {own.rollout.tensor_parallel} devices each "
+                f"{teacher_config.devices.memory_fraction:.0%} of {format_bytes(device_bytes)} hold the "
+                f"weights of teacher.{name} on {teacher_config.rollout.tensor_parallel} devices each "
                 f"(teacher.{name}.tensor_parallel) and a KV cache of {tokens} tokens, less than "
                 f"one sequence of {longest}"
             )

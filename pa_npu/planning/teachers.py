@@ -54,8 +54,8 @@ def teacher_engine_config(config: Config, name: str) -> Config:
         rollout |= {"extra_args": (), "graph_mode": None}
     if config.run.device != "cpu":
         # a step has the logits of all its tokens; on cpu sequences are not cut
-        most = min(config.rollout.max_num_batched_tokens, _SCORED_AT_ONCE)
-        rollout["max_num_batched_tokens"] = max(most, config.rollout.max_num_seqs)
+        max_scored = min(config.rollout.max_num_batched_tokens, _SCORED_AT_ONCE)
+        rollout["max_num_batched_tokens"] = max(max_scored, config.rollout.max_num_seqs)
     # a request that scores also writes one token
     data = {"max_prompt_tokens": config.data.max_prompt_tokens + 1}
     changed = of_teacher(config, teacher.model)
@@ -118,8 +118,8 @@ def check_teacher(config: Config, spec: ModelSpec, name: str, teacher: ModelSpec
     key = f"{name}.model"
     try:
         if name in engine_teachers(config):
-            own = teacher_engine_config(config, name.removeprefix("teacher."))
-            check_engine(own, teacher)
+            teacher_config = teacher_engine_config(config, name.removeprefix("teacher."))
+            check_engine(teacher_config, teacher)
         else:
             check_division(config, teacher)
     except ConfigError as error:

@@ -83,17 +83,17 @@ class Platform(ABC):
 
     @abstractmethod
     def device_count(self) -> int:
-        """Number of devices this process may use."""
+        """Returns the number of devices that this process may use."""
 
     @abstractmethod
     def memory_bytes(self) -> int:
-        """Bytes that this process has allocated on the current device."""
+        """Returns the bytes that this process has allocated on the current device."""
 
-    def take_memory_peak(self) -> MemoryPeak:
+    def pop_memory_peak(self) -> MemoryPeak:
         """Returns the largest memory of this process and its children on the host, and of this
         process on the current device, since the last call.
         """
-        return MemoryPeak(self._resident_peak.take(), device_peak_bytes(self.name))
+        return MemoryPeak(self._resident_peak.pop_peak(), device_peak_bytes(self.name))
 
     @abstractmethod
     def total_memory_bytes(self) -> int:

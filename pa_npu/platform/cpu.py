@@ -38,7 +38,7 @@ class CpuPlatform(Platform):
 
     def memory_bytes(self) -> int:
         """Returns the resident memory of this process; its peak on systems that do not tell."""
-        return resident_bytes(os.getpid()) or ResidentPeak(own_processes).take()
+        return resident_bytes(os.getpid()) or ResidentPeak(own_processes).pop_peak()
 
     def total_memory_bytes(self) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -56,7 +56,7 @@ class ResidentPeak:
         self._processes = processes
         self._proc = proc
 
-    def take(self) -> int:
+    def pop_peak(self) -> int:
         """Returns the peak since the last call and begins a new one."""
         processes = self._processes()
         if not processes:

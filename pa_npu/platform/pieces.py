@@ -1,4 +1,4 @@
-"""How keys and values travel between the ranks of a context group: a few heads at a time.
+"""Passes keys and values between the ranks of a context group, a few heads at a time.
 
 Attention gathers by this, and the planner counts the memory that it takes, without importing torch.
 """

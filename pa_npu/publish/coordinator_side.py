@@ -29,13 +29,13 @@ from pa_npu.control.freshness import Freshness
 from pa_npu.control.tasks import cancel, gather, guarded
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.member import Member
-from pa_npu.engines.membership import Fleet
+from pa_npu.engines.membership import EngineMembership
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, LoadedWeights, Sampling, WeightGroups
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish.engine_loads import EngineLoads
 from pa_npu.publish.engine_swaps import EngineSwaps, largest_peak
-from pa_npu.publish.engines import Connection, EngineGroups
+from pa_npu.publish.engines import Connection, EngineProcessGroups
 from pa_npu.publish.engines_hold import EnginesHold
 from pa_npu.publish.late_delivery import LateDelivery
 from pa_npu.publish.messages import BROKEN, MEMBERS, READY, VERDICT, PublishVerdict
@@ -50,7 +50,7 @@ _ATTEMPTS = 4
 
 
 class CoordinatorPublish:
-    """Loads weight versions into the engines of a fleet."""
+    """Loads weight versions into the engines of a membership."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class CoordinatorPublish:
         timeout_s: float,
         seed: int,
         senders: Sequence[int],
-        fleet: Fleet,
+        membership: EngineMembership,
         pool: EnginePool,
         channel: StoreChannel,
         connection: Connection,
@@ -70,7 +70,7 @@ class CoordinatorPublish:
         self._rollout = rollout
         self._seed = seed
         self._senders = senders
-        self._fleet = fleet
+        self._membership = membership
         self._pool = pool
         self._channel = channel
         self._connection = connection
@@ -85,7 +85,7 @@ class CoordinatorPublish:
         self._epoch = -1
         # the members of the groups of this epoch, while these are whole
         self._connected: list[Member] | None = None
-        self._groups = EngineGroups(rollout, connection, timeout_s)
+        self._groups = EngineProcessGroups(rollout, connection, timeout_s)
         self._loads = EngineLoads(
             num_workers=rollout.tensor_parallel,
             limit_s=timeout_s + GRACE_S,
@@ -104,7 +104,7 @@ class CoordinatorPublish:
             checks=self._checks,
         )
         self._swaps = EngineSwaps(
-            fleet=fleet,
+            membership=membership,
             pool=pool,
             channel=channel,
             loads=self._loads,
@@ -137,14 +137,14 @@ class CoordinatorPublish:
         first_attempt = 1 if self._failed_ahead == version else 0
         reason = ""
         try:
-            async with self._fleet.border():
+            async with self._membership.border():
                 # trainers that are ready have given back what memory they could
-                if self._fleet.has_lent_devices:
+                if self._membership.has_lent_devices:
                     await ready
-                    self._fleet.reclaim_devices()
+                    self._membership.reclaim_devices()
                 for attempt in range(first_attempt, _ATTEMPTS):
                     place = {"version": version, "attempt": attempt}
-                    members = await self._fleet.members()
+                    members = await self._membership.members()
                     try:
                         held = await self._attempt(
                             version, attempt, members, prompt, ready, trainers_within_s
@@ -162,7 +162,7 @@ class CoordinatorPublish:
                         counted(len(members), "engine"),
                         held.done_s - held.ready_s,
                     )
-                    self._fleet.serve(members, version, self.deliver_late)
+                    self._membership.serve(members, version, self.deliver_late)
                     VERDICT.put(self._channel, PublishVerdict(True, probe=held.probe), **place)
                     return held
         finally:
@@ -180,7 +180,7 @@ class CoordinatorPublish:
         received something else than was sent.
         """
         await self._trainers.ready(version, trainers_within_s)
-        members = self._fleet.serving()
+        members = self._membership.serving()
         if not members or self._connected != members:
             return None
         place = {"version": version, "attempt": 0}
@@ -286,7 +286,7 @@ class CoordinatorPublish:
             sending = ready
 
         async def load(member: Member, joins: WeightGroups | None) -> LoadedWeights:
-            await self._fleet.wake(member)
+            await self._membership.wake(member)
             return await self._loads.load(member.engine, version, joins, begins_within_s)
 
         loads = []
@@ -301,7 +301,7 @@ class CoordinatorPublish:
         """Ends an attempt on both sides, and finds out which engines are left."""
         self._connection.abandon(self._connection.stages, self._epoch, reason)
         self._connected = None
-        await self._fleet.check(members)
+        await self._membership.check(members)
         VERDICT.put(self._channel, PublishVerdict(False, reason), **place)
 
 

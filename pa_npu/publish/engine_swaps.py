@@ -14,7 +14,7 @@ from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness
 from pa_npu.control.tasks import gather
 from pa_npu.engines.member import Member
-from pa_npu.engines.membership import Fleet
+from pa_npu.engines.membership import EngineMembership
 from pa_npu.engines.pool import CHANGING, EnginePool
 from pa_npu.engines.protocol import EngineError, LoadedWeights
 from pa_npu.errors import DeadlineExceeded
@@ -35,19 +35,19 @@ DeliverLate = Callable[[Member, int], Awaitable[bool]]
 
 
 class EngineSwaps:
-    """Swaps the engines of a fleet to a version that they have prepared."""
+    """Swaps the engines of a membership to a version that they have prepared."""
 
     def __init__(
         self,
         *,
-        fleet: Fleet,
+        membership: EngineMembership,
         pool: EnginePool,
         channel: StoreChannel,
         loads: EngineLoads,
         checks: WeightChecks,
         deliver_late: DeliverLate,
     ) -> None:
-        self._fleet = fleet
+        self._membership = membership
         self._pool = pool
         self._channel = channel
         self._loads = loads
@@ -68,8 +68,8 @@ class EngineSwaps:
         start_s = time.perf_counter()
         in_turn = self._pool.writes_before(version)
         swaps = _Swaps()
-        async with self._fleet.border():
-            present = await self._fleet.members()
+        async with self._membership.border():
+            present = await self._membership.members()
             waiting = [member for member in present if member in prepared]
             while waiting:
                 free_or_gone = await self._next(waiting, version)
@@ -84,9 +84,9 @@ class EngineSwaps:
                 begins()
             # where all of them were lost, those that came in their place may be writing
             await self._pool.wait_until(lambda: not self._pool.in_flight_before(version))
-            self._fleet.serve(swaps.members, version, self._deliver_late)
+            self._membership.serve(swaps.members, version, self._deliver_late)
             ENGINES_SWAPPED.put(self._channel, EnginesSwapped(version), version=version)
-        self._fleet.catch_up([member for member in present if member not in swaps.members])
+        self._membership.catch_up([member for member in present if member not in swaps.members])
         end_s = time.perf_counter()
         still_s = max(swaps.seconds, default=0.0)
         logger.info(
@@ -116,7 +116,7 @@ class EngineSwaps:
             loaded = await self._loads.swap(member.engine, version)
             self._checks.check_live(version, {member.name: loaded})
         except (EngineError, DeadlineExceeded) as error:
-            await self._fleet.report_lost(member.engine, str(error))
+            await self._membership.report_lost(member.engine, str(error))
             return
         swaps.seconds.append(time.perf_counter() - start_s)
         swaps.members.append(member)

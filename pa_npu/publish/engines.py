@@ -28,7 +28,7 @@ from pa_npu.weight_transfer.transport import HOST_BACKEND, Abandonment, Way, epo
 
 @dataclass(frozen=True)
 class Connection:
-    """How engines reach the trainers' groups.
+    """The address and names under which engines reach the trainers' process groups.
 
     Args:
         store: host and port of the run's store.
@@ -57,13 +57,15 @@ class Connection:
 
     @property
     def sends_late_alike(self) -> bool:
-        """Whether a late engine gets the tensors, in the types, that all engines get in a publish."""
+        """Returns whether a late engine gets the tensors, in the types, that all engines get in a
+        publish.
+        """
         return [stage.manifest for stage in self.late_stages] == [
             stage.manifest for stage in self.stages
         ]
 
 
-class EngineGroups:
+class EngineProcessGroups:
     """Names the groups that engines join, by the way to each engine.
 
     timeout_s: publish.timeout_s.
@@ -146,7 +148,7 @@ class ArrivalCheck:
 
     @property
     def applies(self) -> bool:
-        """Whether trainers have said what they will send.
+        """Returns whether trainers have said what they will send.
 
         Stand-ins for trainers say nothing, and send nothing.
         """

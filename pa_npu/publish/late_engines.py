@@ -77,22 +77,22 @@ class VersionGate:
         """Closes the gate if it guards the policy, which is about to change."""
         self.close()
 
-    def offer(self, version: int, hold_offered: Callable[[], None]) -> None:
+    def offer(self, version: int, switch_to_offered: Callable[[], None]) -> None:
         """Announces that engines receive `version` and will swap to it.
 
-        Until they do, the version before is held. hold_offered: makes `version` what is held.
+        Until they do, the version before is held. switch_to_offered: makes `version` what is held.
         """
         with self._changed:
-            self._offered = (version, hold_offered)
+            self._offered = (version, switch_to_offered)
 
-    def take_offer(self) -> None:
+    def accept_offer(self) -> None:
         """Holds from now on what was offered, since engines have swapped.
 
         Does nothing if a request for it has come before, as that holds it too.
         """
         with self._changed:
             self._wait_released()
-            self._hold_offered()
+            self._switch_to_offered()
 
     def _wait_released(self) -> None:
         if not self._changed.wait_for(lambda: not self._held, self._timeout_s):
@@ -101,19 +101,19 @@ class VersionGate:
                 f"{self._timeout_s:g} s; look at that engine's log, or raise publish.timeout_s"
             )
 
-    def _hold_offered(self) -> None:
+    def _switch_to_offered(self) -> None:
         if self._offered is not None:
-            self._version, hold_offered = self._offered
+            self._version, switch_to_offered = self._offered
             self._offered = None
-            hold_offered()
+            switch_to_offered()
 
     # a thread that sends
 
-    def hold(self, version: int) -> bool:
+    def acquire(self, version: int) -> bool:
         """Keeps the weights as they are until `release`, if they are those of `version`."""
         with self._changed:
             if self._offered is not None and self._offered[0] == version:
-                self._hold_offered()  # who asks for it knows that engines have swapped
+                self._switch_to_offered()  # who asks for it knows that engines have swapped
             self._held = self._version == version
             return self._held
 
@@ -131,7 +131,7 @@ class CopyGate(VersionGate):
         """Stays open: late engines still get the version that was copied."""
 
 
-class LateEngines:
+class LateEngineSender:
     """The thread that sends to late engines, while it is entered with `with`."""
 
     def __init__(
@@ -155,7 +155,7 @@ class LateEngines:
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="late engines", daemon=True)
 
-    def __enter__(self) -> LateEngines:
+    def __enter__(self) -> LateEngineSender:
         self._thread.start()
         return self
 
@@ -194,7 +194,7 @@ class LateEngines:
 
     def _answer(self, number: int) -> None:
         request = LATE_REQUEST.get(self._channel, number=number)
-        held = self._gate.hold(request.version)
+        held = self._gate.acquire(request.version)
         try:
             LATE_ANSWER.put(self._channel, LateAnswer(held), number=number, rank=self._place.rank)
             if LATE_DECISION.wait(self._channel, self._timeout_s, number=number).held:

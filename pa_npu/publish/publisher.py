@@ -62,11 +62,11 @@ class WeightSource(Protocol):
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank sends its stage's weights."""
+        """Returns whether this rank sends its stage's weights."""
 
     @property
     def manifest(self) -> Manifest:
-        """What will be sent, equal on all TP ranks."""
+        """Returns the manifest of what will be sent, equal on all TP ranks."""
 
     def contents(self) -> dict[str, str]:
         """Sums up this rank's part of each of the manifest's tensors (weight_transfer.contents).
@@ -117,7 +117,7 @@ class Publisher:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank sends its stage's weights, and puts manifest() into the store."""
+        """Returns whether this rank sends its stage's weights, and puts manifest() into the store."""
         return self._source is not None and self._source.is_leader
 
     @property

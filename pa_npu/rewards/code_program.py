@@ -86,10 +86,10 @@ def whole_program(response: str, row: Mapping[str, Any], needed: Collection[str]
     beginning = _beginning(row, needed)
     if beginning is None:
         return program
-    given = _defined(beginning)
-    asked = given & set(needed)
+    defined_before = _defined(beginning)
+    asked = defined_before & set(needed)
     if program is not None and asked <= _defined(program):
-        is_whole = given <= _defined(program) or "from __future__" in program
+        is_whole = defined_before <= _defined(program) or "from __future__" in program
         return program if is_whole else f"{beginning}\n\n{program}"
     body = response if program is None else program
     if _has_return(_tree(body)):  # a body without its margin

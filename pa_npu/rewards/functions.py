@@ -40,9 +40,10 @@ JUDGE_SCORES = "judge_scores.sqlite"
 def needs_answers(reward: RewardConfig, environment: EnvironmentConfig) -> bool:
     """Returns whether every row of the data must have a reference answer.
 
-    It need not where agents or a remote environment may give the rewards.
+    It need not where agents, or an environment with rewards of its own, may give them.
     """
-    return reward.reads_answers and environment.name not in ("agents", "remote")
+    gives_rewards = environment.name in ("agents", "remote", "tool_class")
+    return reward.reads_answers and not gives_rewards
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ class RewardResult:
 
     @cached_property
     def is_informative(self) -> bool:
-        """Whether rewards for content (not for form, such as length) differ within the group."""
+        """Returns whether rewards for content (not for form, such as length) differ within the
+        group.
+        """
         return len(set(self.judged.tolist())) > 1
 
 
@@ -191,6 +194,10 @@ def build_function(spec: FunctionSpec) -> Function:
         return format_reward(spec.pattern or "")
     if spec.name == "overlong":
         return overlong_reward(spec.max_tokens, spec.buffer_tokens)
+    if spec.name == "reasoning_gym":
+        from pa_npu.rewards.gym_reward import gym_reward
+
+        return gym_reward
     return import_reward(spec.name)
 
 

@@ -218,7 +218,7 @@ class JudgeReward:
 
     @property
     def _pools(self) -> bool:
-        """Whether the judge is a reward model behind vLLM's pooling API."""
+        """Returns whether the judge is a reward model behind vLLM's pooling API."""
         return self._config.api == "pooling"
 
     def _open(self) -> Any:

@@ -48,7 +48,7 @@ class RewardPool:
 
     Entering starts the workers and raises DataError if a function cannot be used. A function that
     raises, returns nonsense, crashes every worker or exceeds reward.timeout_s costs the group that
-    reward, with a warning. `score` raises DataError if that happens too often (FailingShare), and
+    reward, with a warning. `score` raises DataError if that happens too often (FailureLimit), and
     PaNpuError if no worker can be started any more or the pool is closed.
     """
 
@@ -58,11 +58,11 @@ class RewardPool:
         self.specs = function_specs(config, run_dir, max_response_tokens)
         self.timeout_s = config.timeout_s
         self._neutral = config.judge.on_failure == "neutral"
-        self._failing = FailingShare([spec.label for spec in self.specs])
+        self._failure_limit = FailureLimit([spec.label for spec in self.specs])
         self._weights = np.array([function.weight for function in config.functions])
-        # The verdict on a response is that of the first function that judges its content.
-        judging = [number for number, spec in enumerate(self.specs) if spec.name not in SHAPING]
-        self._judge = judging[0] if judging else 0
+        # A response is correct if the first function says so that scores its content, not its form.
+        of_content = [number for number, spec in enumerate(self.specs) if spec.name not in SHAPING]
+        self._correctness_index = of_content[0] if of_content else 0
         self._num_workers = config.workers
         self._workers: list[tuple[set[str], Workers]] = []  # with the labels of their functions
 
@@ -118,10 +118,10 @@ class RewardPool:
         values: dict[str, list[float | None]] = {}
         errors: dict[str, str] = {}  # by label
         reasons: list[str] = []
-        judging = {spec.label for spec in self.specs if spec.name in CONCURRENT}
+        concurrent_labels = {spec.label for spec in self.specs if spec.name in CONCURRENT}
 
-        def note(reason: str, *, judges: bool) -> None:
-            outcome = "no verdict on" if judges else "zero for"
+        def note_failure(reason: str, *, gets_zero: bool) -> None:
+            outcome = "zero for" if gets_zero else "no verdict on"
             log.warning("rewards: %s the responses to %.80r: %s", outcome, group.prompt, reason)
             reasons.append(reason)
 
@@ -129,12 +129,12 @@ class RewardPool:
             if "failures" in reply:  # no worker survived the group
                 errors.update(reply["failures"])
                 for reason in dict.fromkeys(reply["failures"].values()):
-                    note(reason, judges=judging.issuperset(labels))
+                    note_failure(reason, gets_zero=not concurrent_labels.issuperset(labels))
                 continue
             values.update(reply["rewards"])
             errors.update(reply["errors"])
             for label, error in reply["errors"].items():
-                note(f"{label}: {error}", judges=label in judging)
+                note_failure(f"{label}: {error}", gets_zero=label not in concurrent_labels)
 
         rewards = np.zeros((len(self.specs), len(group.responses)), np.float32)
         no_verdict: dict[str, int] = {}
@@ -158,15 +158,15 @@ class RewardPool:
             reason = f"a weighted sum of {largest:g} is beyond {MAX_REWARD:g}"
             for spec in self.specs:
                 errors.setdefault(spec.label, reason)
-            note(reason, judges=False)
+            note_failure(reason, gets_zero=True)
             total = np.zeros_like(total)
         total = total.astype(np.float32)
-        self._failing.record(errors)
-        right_from = _RIGHT_FROM.get(self.specs[self._judge].name, _RIGHT_FROM_HALF)
+        self._failure_limit.record(errors)
+        right_from = _RIGHT_FROM.get(self.specs[self._correctness_index].name, _RIGHT_FROM_HALF)
         return RewardResult(
             total=total,
             functions={spec.label: row for spec, row in zip(self.specs, rewards, strict=True)},
-            correct=rewards[self._judge] >= right_from,
+            correct=rewards[self._correctness_index] >= right_from,
             errors=tuple(reasons),
             no_verdict=no_verdict,
             scored=scored_digest(group.prompt, group.answer, group.responses, total.tolist()),
@@ -199,7 +199,7 @@ def neutral(values: Sequence[float | None]) -> list[float]:
     return [mean if value is None else value for value in values]
 
 
-class FailingShare:
+class FailureLimit:
     """Ends a run whose reward functions fail for most of the last groups.
 
     Training on their zeros teaches nothing.

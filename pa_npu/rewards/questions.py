@@ -41,10 +41,10 @@ def answer_in_words_of(prompt: str, sentence: str) -> str | None:
     if not questions:
         return None
     rest = _spaced(questions[-1]["rest"])
-    said = _spaced(sentence)
+    statement = _spaced(sentence)
     active = re.fullmatch(
         rf"(?:it (?:is|was)\s+)?(?P<value>.{{1,100}}?)(?:,? (?:who|that|which))? {re.escape(rest)}",
-        said,
+        statement,
         re.IGNORECASE,
     )
     if active is not None:
@@ -56,7 +56,7 @@ def answer_in_words_of(prompt: str, sentence: str) -> str | None:
     passive = re.fullmatch(
         rf"{re.escape(parts['object'])} (?:is|are|was|were) {re.escape(participle)} by "
         r"(?P<value>.{1,100})",
-        said,
+        statement,
         re.IGNORECASE,
     )
     return passive["value"] if passive is not None else None

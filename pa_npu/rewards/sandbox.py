@@ -92,7 +92,7 @@ class CellLimits:
 
 @dataclass(frozen=True)
 class ProgramOutcome:
-    """How a program ended.
+    """The end of a program.
 
     ended: by itself, at the limit of the clock, or because it wrote too much.
     code: its status, 128 + n for signal n; None unless it ended by itself.
@@ -109,7 +109,7 @@ class ProgramOutcome:
 
 
 class SandboxFailed(PaNpuError):
-    """No program ran: the fault is the system's, not the program's."""
+    """Raised if no program ran: the fault is the system's, not the program's."""
 
 
 async def run(

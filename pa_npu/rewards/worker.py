@@ -84,7 +84,7 @@ def main() -> int:
             others.append(spec.label)
     if first["waits"]:
         return asyncio.run(_Waiting(functions, first["timeout_s"], reply).run(requests, others))
-    if any(spec.name == "math" for spec in specs):
+    if any(spec.name in ("math", "reasoning_gym") for spec in specs):
         preload()
     reply({"others": others})
     for line in requests:

@@ -431,7 +431,7 @@ class Group:
         return self.cached("offsets", build)
 
     def sequences(self) -> list[np.ndarray]:
-        """The tokens of each sample, views."""
+        """Returns the tokens of each sample, views."""
         return [self.tokens[start:end] for start, end in pairwise(self.offsets().tolist())]
 
     @property
@@ -467,7 +467,7 @@ class Group:
 
     @property
     def is_all_written(self) -> bool:
-        """Whether the policy wrote every trained token."""
+        """Returns whether the policy wrote every trained token."""
         return not _any(self.versions[self.runs[0]] == NO_VERSION)
 
     def cached(self, name: str, build: Callable[[], T]) -> T:

@@ -142,7 +142,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
 
     @property
     def is_last(self) -> bool:
-        """Whether the last microbatch (of an update's share) has been handed out."""
+        """Returns whether the last microbatch (of an update's share) has been handed out."""
         return not self._ready and not self._pending and len(self._indices) == self._end
 
     @property
@@ -335,7 +335,7 @@ class MicrobatchIterator(Iterator[Microbatch]):
         if wait and self._ends_at(slot):
             return None
         size_wait_s = 0.0 if self.size is None else now() - start_s
-        arrived = self._source.take(slot, wait)
+        arrived = self._source.next_group(slot, wait)
         if arrived is None:
             return None
         parsed, waited_s = arrived

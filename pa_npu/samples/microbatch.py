@@ -104,7 +104,9 @@ class Microbatch(Targets):
 
     @property
     def is_filler(self) -> bool:
-        """Whether it belongs to no response, and is computed only so that other ranks may go on."""
+        """Returns whether it belongs to no response, and is computed only so that other ranks may
+        go on.
+        """
         return not self.response_lengths
 
     def to(self, device: torch.device | str) -> Microbatch:
@@ -213,9 +215,9 @@ def shared_prompts(group: Group) -> list[int]:
     lengths = group.prompt_lengths()
     keys = np.split(group.prefix_keys, group.offsets()[1:-1])
     for (before, sample), length in zip(pairwise(keys), lengths[1:], strict=True):
-        most = min(len(before), int(length))
-        differs = np.flatnonzero(before[:most] != sample[:most])
-        shared.append(int(differs[0]) if len(differs) else most)
+        max_shared = min(len(before), int(length))
+        differs = np.flatnonzero(before[:max_shared] != sample[:max_shared])
+        shared.append(int(differs[0]) if len(differs) else max_shared)
     return shared
 
 
@@ -285,7 +287,7 @@ def _of_targets(
 
 @dataclass(frozen=True, eq=False)
 class _RunRows:
-    """Where runs of the same content are packed. run: any of them. spans: the rows of each."""
+    """The rows of runs with the same content. run: any of them. spans: the rows of each."""
 
     run: Placeholders
     spans: list[torch.Tensor] = field(default_factory=list)

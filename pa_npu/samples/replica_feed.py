@@ -43,7 +43,7 @@ from pa_npu.samples.stems import Branch, Stem
 
 @dataclass(frozen=True)
 class Traffic:
-    """How groups came to one replica.
+    """The traffic by which groups came to one replica.
 
     reads, buffer_bytes: reads from the buffer, and the bytes that came from it.
     head_bytes: bytes from the store on the head, which are the groups or only their sizes.
@@ -169,7 +169,7 @@ class ReplicaFeed:
             target=self._run, name=f"groups of iteration {self.iteration}", daemon=True
         ).start()
 
-    def take(self, slot: int, wait: bool) -> tuple[Parsed, float] | None:
+    def next_group(self, slot: int, wait: bool) -> tuple[Parsed, float] | None:
         """Returns the slot's group, and the seconds that this rank stood still for it. Slots are
         taken in order, by one thread.
 

@@ -47,9 +47,9 @@ from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import SHARD, ShardAddress
 from pa_npu.errors import DeadlineExceeded, InvariantViolation, PaNpuError
 from pa_npu.samples.columns import LOGPROBS, NONE, Column, RunColumns
+from pa_npu.samples.expert_choices import ExpertChoices
 from pa_npu.samples.group import Group
 from pa_npu.samples.notice import notice_bytes
-from pa_npu.samples.routes import routes_of
 from pa_npu.samples.teachers import teacher_columns
 from pa_npu.samples.wire import from_bytes, to_bytes
 
@@ -212,7 +212,7 @@ def open_buffer(
 
 
 def run_columns(config: Config) -> RunColumns:
-    """Returns the columns that the run's algorithm reads, and its routes.
+    """Returns the columns that the run's algorithm reads, and its expert choices.
 
     Raises ConfigError for columns that no run can have.
     """
@@ -234,8 +234,10 @@ def trained_columns(config: Config) -> RunColumns:
 
 
 def _columns_of_models(config: Config) -> Sequence[Column]:
-    """What models read: the routes that routers replay, which teacher is asked, and what it says."""
-    return (*getattr(routes_of(config), "columns", ()), *teacher_columns(config))
+    """Returns the columns that models read: expert choices that routers replay, the number of the
+    group's teacher, and its scores.
+    """
+    return (*getattr(ExpertChoices.from_config(config), "columns", ()), *teacher_columns(config))
 
 
 def payloads(

@@ -137,11 +137,10 @@ def to_bytes(group: Group, columns: RunColumns = NONE) -> bytes:
 def _attachment_tensors(group: Group) -> Tensors:
     """Returns the tensors of the group's attachments, in which each array is there once."""
     numbers = {attachment.digest: n for n, attachment in enumerate(group.attachments)}
-    bindings = [
-        (run.start, run.length, numbers[attachment.digest])
-        for run in group.placeholders
-        for attachment in run.attachments
-    ]
+    bindings = []
+    for run in group.placeholders:
+        for attachment in run.attachments:
+            bindings.append((run.start, run.length, numbers[attachment.digest]))
     digests = b"".join([attachment.digest for attachment in group.attachments])
     tensors = {
         _PLACEHOLDERS.name: np.array(bindings, "<i4"),

@@ -1,4 +1,4 @@
-"""Which tokens of a group the wire leaves out, and how a reader puts them back.
+"""Leaves tokens of a group out that its reader can put back, and puts them back.
 
 A sample's leading tokens that the one before it has too are sent once, and columns of trained
 tokens have no values elsewhere (wire.py).

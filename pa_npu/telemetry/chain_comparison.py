@@ -43,7 +43,7 @@ _NO_ARITHMETIC = ("pa_npu", "python")
 
 @dataclass(frozen=True)
 class Rounding:
-    """How far apart numbers of two honest runs may be.
+    """The largest differences that numbers of two honest runs may have.
 
     logprob: an engine's log-probs of a response, mean difference a token, in nats. gradient: its
     norm, relative. weights: norm of the difference of all weights over that of their way since the
@@ -62,7 +62,7 @@ ROUNDING = {"fp32": Rounding(1e-4, 1e-3, 0.05), "bf16": Rounding(5e-2, 1e-1, 0.5
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs in an iteration.
+    """The difference of two runs in an iteration.
 
     aspect: in a word or two. text: where, and by how much. within: whether rounding explains it.
     response: dispatch index and number of the response, where it is one.
@@ -131,7 +131,7 @@ def compare_chains(
 def _pairs(
     first: Iterable[ChainLink], second: Iterable[ChainLink], begin: int, end: int | None
 ) -> Iterator[tuple[ChainLink, ChainLink]]:
-    """Lines of equal iterations. Both chains are in order, and only a line of each is held."""
+    """Yields lines of equal iterations. Both chains are in order, and only a line of each is held."""
     left = iter(first)
     right = iter(second)
     link = next(left, None)
@@ -181,7 +181,7 @@ def _own_causes(arrangement: dict[str, Any]) -> list[str]:
 
 
 def _engines_are_functions(arrangement: dict[str, Any]) -> bool:
-    """Whether a response depends on weights, prompt and seed alone."""
+    """Returns whether a response depends on weights, prompt and seed alone."""
     if arrangement.get("rollout.backend") == "transformers":
         return True  # each of its passes has a batch of one
     is_exact = arrangement.get("run.device") == "cpu" and arrangement.get("model.dtype") == "fp32"
@@ -191,7 +191,9 @@ def _engines_are_functions(arrangement: dict[str, Any]) -> bool:
 def compare_links(
     link: ChainLink, peer: ChainLink, rounding: Rounding | None, is_first: bool = False
 ) -> Iterator[Difference]:
-    """The differences of an iteration, causes first. rounding: None where bits must be equal."""
+    """Yields the differences of an iteration, causes first. rounding: None where bits must be
+    equal.
+    """
     iteration = link.iteration
     same_layout = all(link.arrangement.get(key) == peer.arrangement.get(key) for key in _LAYOUT)
     if link.configuration != peer.configuration:

@@ -70,7 +70,7 @@ def progress_line(record: Mapping[str, Any], total_iterations: int, eta_s: float
 
 
 def _preferences(record: Mapping[str, Any]) -> list[str]:
-    """How well the policy tells the answers of pairs apart; nothing of other rows."""
+    """Returns how well the policy tells the answers of pairs apart; nothing for other rows."""
     margin = record.get("preference_margin")
     accuracy = record.get("preference_accuracy")
     if margin is None or accuracy is None:

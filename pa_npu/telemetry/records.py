@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 _lost = 0
-_said: set[str] = set()
+_reported: set[str] = set()
 
 
 class MetricsWriter:
@@ -81,7 +81,7 @@ class MetricsWriter:
 
 
 def read_records(run_dir: Path | str) -> list[dict[str, Any]]:
-    """The iteration records of a run, in order.
+    """Returns the iteration records of a run, in order.
 
     Raises DataError with file:line if there are none or one is broken.
     """
@@ -101,13 +101,13 @@ def read_records(run_dir: Path | str) -> list[dict[str, Any]]:
 
 
 def read_evaluations(run_dir: Path | str) -> list[dict[str, Any]]:
-    """The evaluations of a run by version; empty where it made none."""
+    """Returns the evaluations of a run by version; empty where it made none."""
     path = Path(run_dir) / EVALUATIONS
     return _read_lines(path, "version") if path.exists() else []
 
 
 def _read_lines(path: Path, key: str) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, up to a last line that is torn.
+    """Returns the objects of a file of JSON lines, up to a last line that is torn.
 
     Raises DataError with file:line of another one.
     """
@@ -136,8 +136,8 @@ def _read_lines(path: Path, key: str) -> list[dict[str, Any]]:
 
 
 def iterations_of(file: BinaryIO) -> Iterator[tuple[int, str]]:
-    """The lines of records that carry the number of their iteration, with it; half a line at the
-    end is left out.
+    """Yields the lines of records that carry the number of their iteration, with it; half a line at
+    the end is left out.
 
     Raises DataError where a line has none.
     """
@@ -168,14 +168,16 @@ class JsonLines:
         self._records: list[dict[str, Any]] = []
 
     def read(self) -> list[dict[str, Any]]:
-        """All so far; each look reads only what came since the last one. Thread-safe."""
+        """Returns all records so far; each call reads only what came since the last one.
+        Thread-safe.
+        """
         with self._lock:
             new = list(self.new())  # first: it may begin again
             self._records += new
             return self._records
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Those since the last look.
+        """Returns the records since the last call.
 
         A file that is shorter than it was, as after a resume, is read again from its beginning.
         """
@@ -194,7 +196,7 @@ class JsonLines:
 
 
 def parse_object(line: bytes) -> dict[str, Any] | None:
-    """The object of a line of JSON; None where the line is none.
+    """Returns the object of a line of JSON; None where the line is none.
 
     Numbers that cannot be calculated with are null.
     """
@@ -260,7 +262,7 @@ def _cut_after(path: Path, kept: Sequence[str]) -> None:
 
 
 def _has_index(record: Any, key: str) -> bool:
-    """Whether this is a record with the number by which its file is ordered."""
+    """Returns whether this is a record with the number by which its file is ordered."""
     value = record.get(key) if isinstance(record, dict) else None
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_INDEX
 
@@ -299,8 +301,8 @@ def note_lost(subject: Path | str, error: BaseException) -> None:
     global _lost
     with _lock:
         _lost += 1
-        first = str(subject) not in _said
-        _said.add(str(subject))
+        first = str(subject) not in _reported
+        _reported.add(str(subject))
     if first:
         why = reason(error) or type(error).__name__
         log.warning(
@@ -309,7 +311,7 @@ def note_lost(subject: Path | str, error: BaseException) -> None:
 
 
 def attempt(subject: Path | str, action: Callable[[], Any]) -> Any:
-    """The action's value; None, and a count, where the system refuses it."""
+    """Returns the action's value; None, and a count, where the system refuses it."""
     try:
         return action()
     except OSError as error:
@@ -317,13 +319,13 @@ def attempt(subject: Path | str, action: Callable[[], Any]) -> Any:
         return None
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     """Prints a line for whoever follows the log; a log that is full loses it."""
     attempt("the log", lambda: print(line, flush=True))
 
 
 def json_line(record: Any) -> str:
-    """One line of JSON in which no character is one that a terminal or a page would obey.
+    """Returns one line of JSON in which no character is one that a terminal or a page would obey.
 
     Letters of all scripts stay readable; control characters, direction marks and other characters
     without a picture are escapes.

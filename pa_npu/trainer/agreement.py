@@ -206,7 +206,7 @@ class Agreement:
             self._judge(f"training iteration {iteration}", iteration, exact, bound, self._yardstick)
             report = AgreementReport(exact.odds_mean, bound.mean, abs(exact.slope), bound.slope)
         if groups is not None and exact.drawn and self._config.environment.name in _DRAWS_ALL:
-            self._judge_drawn(iteration, DrawnTokens.of(exact, *groups))
+            self._judge_drawn(iteration, DrawnTokens.from_sums(exact, *groups))
         return report
 
     def _judge_drawn(self, iteration: int, drawn: DrawnTokens) -> None:

@@ -24,7 +24,7 @@ from pa_npu.control.messages import DISPATCHED, TRAINERS_RUN_ON, UPDATE_SIZE, Tr
 from pa_npu.control.milestones import Milestones
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
-from pa_npu.publish.late_engines import LateEngines
+from pa_npu.publish.late_engines import LateEngineSender
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.publish.probes import ProbePlan
 from pa_npu.publish.publisher import Publisher, WeightSource
@@ -37,7 +37,7 @@ from pa_npu.trainer.border import TrainerBorder
 from pa_npu.trainer.held_out import HeldOutRows
 from pa_npu.trainer.learner import Learner
 from pa_npu.trainer.loop import IterationChecks
-from pa_npu.trainer.publication import NoPublication, Publication, make_publication
+from pa_npu.trainer.publication import NoTrainerPublication, TrainerPublication, make_publication
 from pa_npu.weight_transfer.transport import HOST_BACKEND
 
 # A publish keeps up to four buckets in the leader's memory: two on the wire, two being gathered
@@ -56,7 +56,7 @@ class RankParts:
     rollouts: Callable[[int], MicrobatchIterator]
     checks: IterationChecks
     publisher: Publisher | None
-    late_engines: LateEngines | None
+    late_engines: LateEngineSender | None
     kept_logprobs: TrainerLogprobs | None
     held_out: HeldOutRows | None
 
@@ -97,7 +97,7 @@ def assemble_rank(
     publisher, late_engines = None, None
     if sender is not None:
         publisher = sender.publisher
-        late_engines = LateEngines(
+        late_engines = LateEngineSender(
             sender.late, channel, learner.gate, platform, backend.place, config.publish.timeout_s
         )
         announce(sender, channel, backend)
@@ -164,10 +164,10 @@ def publication_of(
     channel: StoreChannel,
     timeline: Timeline,
     milestones: Milestones,
-) -> Publication:
+) -> TrainerPublication:
     """Makes this rank's side of the run's publication; a run without engines sends nothing."""
     if not config.rollout.has_engines:
-        return NoPublication(learner=learner, channel=channel)
+        return NoTrainerPublication(learner=learner, channel=channel)
     return make_publication(
         config.publish,
         learner=learner,

@@ -35,8 +35,8 @@ def check_copies(
         name = int.from_bytes(hashlib.blake2b(part.among.encode(), digest_size=4).digest(), "big")
         chosen = ChosenElements.choose(part.tensors, seed, update, name)
         (values,) = read_elements([(chosen, views_of(memory_of(part.tensors, "weights"), chosen))])
-        own = torch.from_numpy(values).float()
-        extremes = torch.cat([own, -own]).to(device)
+        local_values = torch.from_numpy(values).float()
+        extremes = torch.cat([local_values, -local_values]).to(device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=part.group)
         largest, smallest = extremes.cpu().double().numpy().reshape(2, -1) * [[1.0], [-1.0]]
         differs = largest != smallest

@@ -66,7 +66,7 @@ _FEWER = 4
 
 @dataclass(frozen=True)
 class FiniteDifference:
-    """By how much moved weights changed the objective.
+    """The change of the objective when weights are moved.
 
     predicted: by their gradient. measured: by two passes.
     limit: of the difference between the two; None if rounding or a bend hides too much to judge.
@@ -185,7 +185,7 @@ class _Scores:
 
 @dataclass(frozen=True, eq=False)
 class _Moving:
-    """Those elements of a tensor that move, at equal distances, as far as this rank has them.
+    """The elements of a tensor that move, at equal distances, as far as this rank has them.
 
     memory: a view of the elements that the model computes with. original: a copy of them.
     step: fp32, by how much each moves. gradient: fp32.
@@ -331,6 +331,7 @@ def finite_difference(
     objective = Objective(config, backend.device, algorithm=algorithm, watch_all=True)
     with torch.enable_grad():
         backend.accumulate(_ListedMicrobatches(microbatches, 1), objective)
+    objective.finish()
     tokens = _Tokens.from_objective(objective, algorithm, advantages)
     counts = float(place.is_last_stage and place.speaks_for_stage)
     (squares,) = over_ranks(backend, [counts * tokens.size_squared])

@@ -59,6 +59,8 @@ class GradientSum:
         """Raises InvariantViolation if a response's gradient did not come back as often as the
         response was given to the objective.
         """
+        if entered == trained:
+            return
         times_entered = Counter(entered)
         times_trained = Counter(trained)
         for response in [*entered, *trained]:
@@ -279,11 +281,9 @@ def check_trained(
     by_rule: the groups that the replica has counted and not computed, which must be those that the
     coordinator dispatched so.
     """
-    counted = [
-        TrainedResponse(notice.index, number, tokens)
-        for notice in by_rule
-        for number, tokens in enumerate(notice.response_tokens, start=notice.first)
-    ]
+    counted: list[TrainedResponse] = []
+    for notice in by_rule:
+        counted += _responses(notice)
     groups_by_rule = []
     computed_groups = []
     for group in dispatched.groups:
@@ -297,6 +297,13 @@ def check_trained(
     _check_responses(dispatched, replica, trained, computed_groups)
 
 
+def _responses(group: DispatchedGroup | Notice) -> list[TrainedResponse]:
+    return [
+        TrainedResponse(group.index, number, tokens)
+        for number, tokens in enumerate(group.response_tokens, start=group.first)
+    ]
+
+
 def _check_responses(
     dispatched: Dispatched,
     replica: int,
@@ -308,19 +315,16 @@ def _check_responses(
 
     manner: how they are trained, for messages.
     """
-    expected = Counter(
-        TrainedResponse(group.index, number, tokens)
-        for group in groups
-        for number, tokens in enumerate(group.response_tokens, start=group.first)
-    )
+    expected: Counter[TrainedResponse] = Counter()
+    for group in groups:
+        expected.update(_responses(group))
     trained_counts = Counter(trained)
     if trained_counts == expected:
         return
-    owner = {
-        (group.index, group.first + number): group.replica
-        for group in dispatched.groups
-        for number in range(len(group.response_tokens))
-    }
+    owner = {}
+    for group in dispatched.groups:
+        for response in _responses(group):
+            owner[response.group, response.number] = group.replica
     excess = [
         _described(response, owner, replica) for response in (trained_counts - expected).elements()
     ]

@@ -65,7 +65,7 @@ class Update:
 # AdamW moves a weight by about the learning rate. With a rate below this, weights may differ while
 # all log-probs in fp32 are equal.
 _MIN_RATE = 1e-10
-# Room for a rank's description of its optimizer in a checkpoint: two digests, its number and a
+# Room for a rank's description of its optimizer in a checkpoint: three digests, its number and a
 # share, as JSON.
 _DESCRIPTION_BYTES = 512
 
@@ -85,8 +85,8 @@ class Learner:
         *,
         kept_logprobs: TrainerLogprobs | None = None,
     ) -> None:
-        """kept_logprobs: records the log-probs of what is trained; needed only on the last stage's
-        tensor leader, which computes them.
+        """Makes a learner. kept_logprobs: records the log-probs of trained tokens; needed only on
+        the last stage's tensor leader, which computes them.
         """
         self._config = config
         self._algorithm = build_algorithm(config)
@@ -109,7 +109,7 @@ class Learner:
         self._name_reference()
         for name, directory in self._models.directories.items():
             backend.name_policy(FixedWeights(directory), name)
-        platform.take_memory_peak()  # the memory that loading took belongs to no iteration
+        platform.pop_memory_peak()  # the memory that loading took belongs to no iteration
 
     def accumulate(
         self,
@@ -143,6 +143,7 @@ class Learner:
         # traffic of groups that were taken ahead, to measure rounding by, belongs to this update
         traffic_before = self._seen_traffic if microbatches is self._source else Traffic()
         reduced = self.backend.accumulate(microbatches, self._objective)
+        self._objective.finish()
         for notice in microbatches.by_rule:
             self._objective.totals.add_by_rule(notice.leading_tokens)
         self._wait_s = microbatches.waited_s - waited_s
@@ -279,7 +280,7 @@ class Learner:
         """Gives late engines the offered version too, now that engines have swapped to it. Call it
         before the next step, which changes the weights.
         """
-        self.gate.take_offer()
+        self.gate.accept_offer()
 
     def skip_publish(self, version: int) -> None:
         """Names the policy `version`, while engines, late ones too, keep the version that they
@@ -298,9 +299,12 @@ class Learner:
         """See SavedState."""
         has_reference = "reference" in self._models.computed
         version = self._reference_version
+        own = self._replay.saved(self.backend.stepped())
+        if has_reference:
+            own["reference"] = self._described_reference()
         plan = self.backend.plan_save(directory, has_reference and version > 0)
         reference = {"version": version, "saved": version > 0} if has_reference else None
-        optimizer = self._gathered(self._replay.saved(self.backend.stepped()))
+        optimizer = self._gathered(own)
         plan.description |= {
             "layout": layout_of(self._config),
             "reference": reference,
@@ -311,7 +315,7 @@ class Learner:
     def load(self, directory: Path) -> int:
         """See SavedState.
 
-        Raises DataError if the optimizer's state is not the one that was saved.
+        Raises DataError if the optimizer's state or the reference is not the one that was saved.
         """
         meta = self.backend.load(directory)
         self._reference_version = meta.reference["version"] if meta.reference else 0
@@ -322,9 +326,35 @@ class Learner:
         if by_rank:
             saved = by_rank[rank] if rank < len(by_rank) else by_rank[0]
         problem = self._replay.load(meta.updates, self.backend.stepped(), saved, meta.seed)
+        if not problem and saved is not None:
+            problem = self._changed_reference(saved)
         if problem:
             raise damaged(directory, problem)
         return meta.version
+
+    def _described_reference(self) -> str:
+        """Returns the reference's digest on this rank, with the type that it is in."""
+        if self._reference_digest is None:
+            self._reference_digest = self.backend.digest("reference")
+        return f"{self._config.model.dtype} {self._reference_digest}"
+
+    def _changed_reference(self, saved: dict[str, Any]) -> str:
+        """Returns what is wrong with the loaded reference, or an empty text, also where the two
+        cannot be compared. saved: as StepReplay.load takes it.
+        """
+        before = saved.get("reference")
+        if before is None or self._reference_state() is None:
+            return ""
+        own = self._replay.saved(self.backend.stepped())
+        if (saved["rank"], saved["shape"]) != (own["rank"], own["shape"]):
+            return ""  # another part of the model
+        loaded = self._described_reference()
+        if before == loaded or before.split()[0] != loaded.split()[0]:
+            return ""
+        return (
+            f"the reference of rank {own['rank']} has other weights than the one that was saved "
+            f"(version {self._reference_version}; the digest differs)"
+        )
 
     def _keep_published(self) -> None:
         """Copies the policy, which holds the version that engines have. Runs on any thread."""
@@ -376,10 +406,9 @@ class Learner:
         """Checks the update's gradient, once its numbers have come from the device (I7)."""
         self._sum.check_factor(statistics.factor_error)
         objective = self._objective
-        if objective.advantages:
-            loss_advantages = torch.cat(objective.advantages).tolist()
+        if objective.given:
             self._sum.check_advantages(
-                objective.entered, loss_advantages, self._expected_advantages
+                objective.entered, objective.loss_advantages(), self._expected_advantages
             )
         if self._computed_with is not None and self._has_moved_from_old() and not statistics.moved:
             self._sum.check_unmoved(self._computed_with, self.backend.digest("old"))
@@ -440,7 +469,7 @@ class Learner:
         reductions, device = self.backend.reductions, self.backend.device
         statistics = self._objective.sums.over_ranks(reductions)
         self._check(statistics)
-        peak = self._platform.take_memory_peak()
+        peak = self._platform.pop_memory_peak()
         own_seconds = torch.tensor(
             [self._wait_s, self._train_s + step_s, step_s], dtype=torch.float32, device=device
         )

@@ -102,12 +102,12 @@ class LossGradient:
             "update differ"
         )
 
-    def _compare_choices(self, given: Sequence[GivenChoices]) -> None:
-        """Of a teacher's most likely tokens, in a sample of the targets."""
-        if not given:
+    def _compare_choices(self, samples: Sequence[GivenChoices]) -> None:
+        """Compares the gradients of a teacher's most likely tokens, in a sample of the targets."""
+        if not samples:
             return
-        arrived = np.concatenate([arrived_at(choices) for choices in given])
-        expected = expected_choice_gradient(self._algorithm, given)
+        arrived = np.concatenate([arrived_at(choices) for choices in samples])
+        expected = expected_choice_gradient(self._algorithm, samples)
         wrong = expected.is_sure & ~(np.abs(arrived - expected.values) <= expected.limit)
         if not wrong.any():
             return
@@ -193,8 +193,8 @@ def arrived_gradients(losses: Sequence[GivenLoss]) -> Values:
     """Returns fp64 [N]: the gradient that came back to each token's log-prob; 0 if none came."""
     gradients = []
     for loss in losses:
-        zeros = torch.zeros_like(loss.batch.logprobs)
-        gradients.append(zeros if loss.gradient is None else loss.gradient)
+        gradient = loss.gradient
+        gradients.append(torch.zeros_like(loss.batch.logprobs) if gradient is None else gradient)
     return torch.cat(gradients).cpu().double().numpy()
 
 
@@ -216,21 +216,21 @@ def batch_with_credit(
     return with_advantages(batch, sources, lengths_array, advantages), sources, lengths_array
 
 
-def arrived_at(given: GivenChoices) -> Values:
+def arrived_at(choices: GivenChoices) -> Values:
     """Returns the gradient that came to the policy's log-probs of the choices, fp64 [M, k + 1]."""
-    if given.gradient is None:
-        return np.zeros(tuple(given.choices.policy.shape))
-    gradient: Values = given.gradient.cpu().double().numpy()
+    if choices.gradient is None:
+        return np.zeros(tuple(choices.choices.policy.shape))
+    gradient: Values = choices.gradient.cpu().double().numpy()
     return gradient
 
 
 def expected_choice_gradient(
-    algorithm: Algorithm, given: Sequence[GivenChoices]
+    algorithm: Algorithm, samples: Sequence[GivenChoices]
 ) -> ExpectedGradient:
     """Returns the same as the algorithm's formula makes it."""
-    policy = torch.cat([one.choices.policy for one in given]).cpu().double()
-    teacher = torch.cat([one.choices.teacher for one in given]).cpu().double()
-    weights = torch.cat([one.weights for one in given]).cpu().double()
+    policy = torch.cat([sample.choices.policy for sample in samples]).cpu().double()
+    teacher = torch.cat([sample.choices.teacher for sample in samples]).cpu().double()
+    weights = torch.cat([sample.weights for sample in samples]).cpu().double()
     return algorithm.expected_choice_gradient(Choices(policy, teacher), weights)
 
 

@@ -1,8 +1,8 @@
 """Invariant I7 behind the gradient: a step changes the weights as AdamW does.
 
     end of step u - 1    choose elements for step u, remember their weights and moments
-    before step u        the same elements hold the same bits; tensors whose gradient is exactly 0
-                         are named
+    before step u        the same elements hold the same bits, and the model's copies are those
+                         weights; tensors whose gradient is exactly 0 are named
     step u               the backend clips and applies
     after step u         replay in fp64 from gradient, moments, schedule, decay, clip and bias
                          correction ──> compare
@@ -62,7 +62,7 @@ class StepReplay:
 
     @property
     def updates(self) -> int:
-        """How many steps were taken, those before a resume too."""
+        """Returns how many steps were taken, those before a resume too."""
         return self._updates
 
     @property
@@ -90,7 +90,8 @@ class StepReplay:
         memory = {name: memory_of(tensors, name) for name in ("gradient", *_STATE)}
         _check_types(where, tensors, memory)
         columns = [(chosen, views_of(values, chosen)) for values in memory.values()]
-        gradient, weights, mean, square = read_elements(columns)
+        columns.append((chosen, views_of(memory_of(tensors, "model"), chosen)))
+        gradient, weights, mean, square, model = read_elements(columns)
         has_gradient = chosen.tensors_with_any(np.nan_to_num(gradient))
         self._check_gradients(where, tensors, has_gradient, reductions, device)
         state = _state(weights, mean, square)
@@ -105,6 +106,7 @@ class StepReplay:
                     f"after the last one; {int(differs.sum())} of {len(differs)} elements have "
                     "changed in between, when nothing may write them",
                 )
+        self._check_copies(where, chosen, tensors, state["weights"], model)
         before = Elements(state["weights"], state["mean"], state["square"])
         return BeforeStep(where, chosen, before, gradient, tensors, memory)
 
@@ -350,7 +352,7 @@ class StepReplay:
 
 @dataclass(frozen=True, eq=False)
 class BeforeStep:
-    """What StepReplay.before has read.
+    """The values that StepReplay.before has read.
 
     where: which update, for messages. chosen: the n elements that the step is judged by.
     state: their weights and moments. gradient: fp64 [n], divided but not yet clipped.

@@ -1,4 +1,4 @@
-"""What a model's config.json says of images: its placeholder token, and whether it can be trained with them.
+"""Reads a model's config.json for images: its placeholder token, and whether it can be trained with them.
 
 Supported are models in which an image is a run of one placeholder token inside a causal decoder,
 with positions on three axes. In others attention goes both ways inside an image, or the tower

@@ -194,7 +194,7 @@ class ImageProcessor:
 
     @cached_property
     def _table(self) -> torch.Tensor:
-        """What becomes of each level of each colour, float32 [256, 3].
+        """Returns the value of each level of each colour, float32 [256, 3].
 
         transformers rescales in fp64, which not every device has.
         """

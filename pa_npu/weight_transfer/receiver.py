@@ -161,12 +161,12 @@ class Receiver:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the LM head is the embedding, so that the trainer sends no head."""
+        """Returns whether the LM head is the embedding, so that the trainer sends no head."""
         return all(HEAD not in manifest.loaded for manifest in self._manifests)
 
     @property
     def merges(self) -> bool:
-        """Whether the tensors that the trainers send are merged into weights of the engine."""
+        """Returns whether the tensors that the trainers send are merged into weights of the engine."""
         return self._base is not None
 
     def whole(

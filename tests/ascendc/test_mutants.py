@@ -54,7 +54,7 @@ PROBLEMS = [
 
 
 def run(library: ctypes.CDLL, model: LseMergeModel, index: int, problem: Problem) -> bool:
-    """Whether a mutant that breaks no rule computes the right numbers."""
+    """Returns whether a mutant that breaks no rule computes the right numbers."""
     merge = problem.merge()
     tensors = merge.clone()
     expected = merge.clone()

@@ -40,6 +40,7 @@ from pa_npu.weight_transfer.transport import Deadline
 from tests.helpers.adapters import plain
 from tests.helpers.backend import Source
 from tests.helpers.backend_fault_conformance import BackendFaultConformance
+from tests.helpers.backend_resume_conformance import BackendResumeConformance
 from tests.helpers.backend_updates import (
     LEARNING_RATE,
     Make,
@@ -75,7 +76,7 @@ def made_and_left(name: str, config: Config, checkpoint: Path, output: Path) -> 
     return ranks, joined
 
 
-class BackendConformance(BackendFaultConformance):
+class BackendConformance(BackendFaultConformance, BackendResumeConformance):
     """Subclass it as a test class with fixtures `make` and `model`, an HF directory, and the
     backend's name in the registry.
     """
@@ -235,16 +236,16 @@ class BackendConformance(BackendFaultConformance):
             assert len(manifest.buckets) > 3 and all(
                 b.num_bytes <= max(BUCKET_BYTES, *rows) for b in manifest.buckets
             )
-            assembler, found = Assembler(manifest), {}
+            assembler, actual = Assembler(manifest), {}
             for bucket, data in zip(manifest.buckets, weights.buckets(Deadline(30.0)), strict=True):
                 assert data is not None
-                found |= {
+                actual |= {
                     name: tensor.clone() for name, tensor in assembler.completed(bucket, data)
                 }
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            assert actual.keys() == expected.keys()
+            assert all(torch.equal(actual[name], expected[name]) for name in expected)
             contents = Contents()
-            for name, tensor in found.items():
+            for name, tensor in actual.items():
                 contents.add(name, tensor)
             assert weights.contents() == contents.read(), "summed up in the model"
 

@@ -43,6 +43,13 @@ SESSIONS = {
     "a session's sample missing": r"I2 exactly once: .* train \d+ tokens, where the turns of its "
     r"sessions have",
     "rewards of another session": r"I7 rewards: .* were given to other texts",
+    "sessions in another order than their rewards": r"I7 rewards: .* were given to other texts",
+    "a token dropped from a branch": r"I2 exactly once: .* are no answers of an engine",
+    "a token that a tool wrote changed": r"I2 exactly once: .*the engine wrote them for sample "
+    r"\d+, turn \d+, behind other tokens",
+    "log-probs of a turn shifted": r"I2 exactly once: .* are no answers of an engine",
+    "a turn under another version": r"I1 version: .* are said to be of versions 0 to 0, where the "
+    r"engine wrote them with version 1",
 }
 """Faults of groups of sessions, likewise."""
 
@@ -220,11 +227,20 @@ def into_sessions(fault: str, module: ModuleType) -> None:
 
 
 def _sample_to_change(fault: str, samples: Sequence[Any]) -> int | None:
-    """The first sample that can have the fault: without its only turn one would be no sample."""
+    """The first sample that can have the fault: most need a second turn, or another session."""
+    if fault.startswith("sessions") and len({sample.text for sample in samples}) < 2:
+        return None
     for number, sample in enumerate(samples):
-        if fault != "a turn of a session not trained" or len(_turns(sample)) > 1:
+        if fault not in _OF_LATER_TURNS or len(_turns(sample)) > 1:
             return number
     return None
+
+
+_OF_LATER_TURNS = (
+    "a turn of a session not trained",
+    "a token dropped from a branch",
+    "a token that a tool wrote changed",
+)
 
 
 def _turns(sample: Any) -> list[slice]:
@@ -253,10 +269,36 @@ def _change(fault: str, scored: Any, number: int) -> None:
     elif fault == "a session's sample missing":
         samples = samples[:-1]
         scored.result = replace(scored.result, total=scored.result.total[:-1], scored="")
+    elif fault == "sessions in another order than their rewards":
+        samples = samples[::-1]
+    elif fault == "a token dropped from a branch":
+        samples[number] = _without_token(sample, _turns(sample)[1].start - 1)
+    elif fault == "a token that a tool wrote changed":
+        tokens = sample.tokens.copy()
+        tokens[_turns(sample)[1].start - 1] += 1
+        samples[number] = replace(sample, tokens=tokens)
+    elif fault == "log-probs of a turn shifted":
+        logprobs = sample.logprobs.copy()
+        logprobs[stretch] = np.roll(logprobs[stretch], 1) - 0.01
+        samples[number] = replace(sample, logprobs=logprobs)
+    elif fault == "a turn under another version":
+        versions = sample.versions.copy()
+        versions[stretch] -= 1
+        samples[number] = replace(sample, versions=versions)
     elif fault == "rewards of another session":
         scored.result = replace(scored.result, total=np.roll(scored.result.total, 1) + 1)
-    if fault.startswith("a turn"):
+    if fault.startswith("a turn of a session"):
         logprobs, versions = sample.logprobs.copy(), sample.versions.copy()
         logprobs[~trained], versions[~trained] = 0, -1
         samples[number] = replace(sample, component=trained, logprobs=logprobs, versions=versions)
     scored.samples = samples
+
+
+def _without_token(sample: Any, place: int) -> Any:
+    from dataclasses import replace
+
+    import numpy as np
+
+    names = ("tokens", "component", "logprobs", "versions")
+    kept = {name: np.delete(getattr(sample, name), place) for name in names}
+    return replace(sample, **kept)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from pa_npu.samples.expert_choices import ExpertChoices
 from pa_npu.samples.group import Group
-from pa_npu.samples.routes import Routes
 
 
 def with_trained(group: Group, **values: np.ndarray) -> Group:
@@ -38,15 +38,17 @@ def prompt_tokens(group: Group) -> np.ndarray:
     return group.tokens[: group.prompt_lengths()[0]]
 
 
-def with_random_routes(group: Group, routes: Routes, seed: int, missing: float = 0.0) -> Group:
+def with_random_expert_choices(
+    group: Group, expert_choices: ExpertChoices, seed: int, missing: float = 0.0
+) -> Group:
     """Gives any experts to any token, the same for the prompt of all samples; a share of the tokens
     has none.
     """
-    rng, (layers, taken) = np.random.default_rng(seed), routes.column.shape
-    order = np.argsort(rng.random((len(group.tokens), layers, routes.num_experts)), axis=-1)
-    values = order[..., :taken].astype(routes.column.type)
-    values[rng.random(len(values)) < missing] = routes.column.elsewhere
+    rng, (layers, taken) = np.random.default_rng(seed), expert_choices.column.shape
+    order = np.argsort(rng.random((len(group.tokens), layers, expert_choices.num_experts)), axis=-1)
+    values = order[..., :taken].astype(expert_choices.column.type)
+    values[rng.random(len(values)) < missing] = expert_choices.column.elsewhere
     prompt = group.prompt_lengths()[0]
     for start in group.offsets()[:-1].tolist():
         values[start : start + prompt] = values[:prompt]
-    return replace(group, columns={routes.column: values})
+    return replace(group, columns={expert_choices.column: values})

@@ -44,7 +44,7 @@ def publication(kind: type[P], *, last: int, **parts: Any) -> P:
     """
     usual: dict[str, Any] = {
         "channel": None,
-        "fleet": SimpleNamespace(size=2),
+        "membership": SimpleNamespace(size=2),
         "pool": SimpleNamespace(use=lambda: {}),
         "publish": None,
         "timeline": Timeline(None, ""),

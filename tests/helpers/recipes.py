@@ -23,6 +23,8 @@ from pa_npu.platform.typical import typical_speed
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path for path in (ROOT / "configs").glob("grpo_*.yaml") if "tiny" not in path.name)
+STAGES = [ROOT / "configs" / f"{name}.yaml" for name in ("sft_qwen2.5_7b", "distill_qwen3_8b")]
+"""Of other stages than reinforcement, which have no overlays."""
 MARK = "# What --dry-run prints:"
 # Recipes and overlays, the last of which has the sizes, with nodes and devices of each.
 SIZED: dict[tuple[str, ...], tuple[int, int]] = {
@@ -39,12 +41,14 @@ SIZED: dict[tuple[str, ...], tuple[int, int]] = {
     ("grpo_deepseek_r1_distill_qwen_7b.yaml",): (1, 8),
     ("grpo_deepseek_r1_distill_qwen_7b.yaml", "lengths/deepscaler_16k.yaml"): (1, 8),
     ("grpo_qwen3_30b_a3b.yaml",): (1, 16),
+    ("distill_qwen3_8b.yaml",): (1, 16),
 }
 QUOTED = (
     "devices ",
     "trainer memory ",
     "engine memory ",
     "KV cache ",
+    "teacher ",
     "predicted ",
     "gain over turns ",
 )
@@ -103,12 +107,12 @@ def planned(
     devices of each, if others.
     """
     nodes, devices = places or SIZED[files]
-    given = [f"placement.nnodes={nodes}", f"placement.devices_per_node={devices}"]
-    given += ["placement.cluster=ray"] if nodes > 1 else []
+    arguments = [f"placement.nnodes={nodes}", f"placement.devices_per_node={devices}"]
+    arguments += ["placement.cluster=ray"] if nodes > 1 else []
     asked = [f"{key}=auto" for key in automatic.KEYS]
     return automatic.load(
         [str(ROOT / "configs" / file) for file in files],
-        [f"run.device={kind}", *given, *asked],
+        [f"run.device={kind}", *arguments, *asked],
         lambda line: None,
     )
 
@@ -133,14 +137,14 @@ def write_sizes(file: Path, values: Mapping[str, str]) -> None:
     text = file.read_text()
     for key, value in values.items():
         section, _, name = key.partition(".")
-        text, found = re.subn(
+        text, actual = re.subn(
             rf"(?m)(^{section}:\n(?: [^\n]*\n)*?  {name}: )\S+", rf"\g<1>{value}", text, count=1
         )
-        if not found:
-            text, found = re.subn(
+        if not actual:
+            text, actual = re.subn(
                 rf"(?m)^{section}:\n", f"{section}:\n  {name}: {value}\n", text, count=1
             )
-        if not found:
+        if not actual:
             text += f"{section}:\n  {name}: {value}\n"
     file.write_text(text)
 
@@ -157,5 +161,5 @@ if __name__ == "__main__":
                 f"{predicted_s(shipped(files)):.3g} s",
                 flush=True,
             )
-    for path in RECIPES:
+    for path in (*RECIPES, *STAGES):
         write(path)

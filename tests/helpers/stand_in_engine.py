@@ -46,7 +46,7 @@ class Served:
         assert self._started.wait(10), "the stand-in engine did not start"
 
     def wait_for_request(self, matches: Callable[[dict[str, Any]], bool], timeout_s: float) -> bool:
-        """Whether a matching request has arrived before the deadline."""
+        """Returns whether a matching request has arrived before the deadline."""
 
         async def arrived() -> bool:
             deadline = self._loop.time() + timeout_s

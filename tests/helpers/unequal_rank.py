@@ -18,10 +18,10 @@ from typing import Any
 import torch.distributed as dist
 
 from pa_npu.algorithm.advantages import group_advantages
+from pa_npu.samples.expert_choices import ExpertChoices
 from pa_npu.samples.microbatch import pack
 from pa_npu.samples.rollout_buffer import run_columns
-from pa_npu.samples.routes import routes_of
-from tests.helpers.groups import with_random_routes
+from tests.helpers.groups import with_random_expert_choices
 from tests.helpers.reports import numbers
 from tests.helpers.shelf import shelf_iterator
 from tests.helpers.trainer_rank import make_groups, with_advantages
@@ -49,7 +49,7 @@ def main(job_file: str) -> None:
         config, spec, platform, store, rank, 0, timeline
     )
     learner = Learner(config, backend, platform, timeline)
-    reports, routes = [], routes_of(config)
+    reports, expert_choices = [], ExpertChoices.from_config(config)
     for iteration in range(job["first"], job["last"]):
         groups = make_groups(
             iteration,
@@ -59,9 +59,11 @@ def main(job_file: str) -> None:
         )
         kind = config.algorithm.advantage
         groups = [with_advantages(group, group_advantages(group.rewards, kind)) for group in groups]
-        if routes is not None:
+        if expert_choices is not None:
             groups = [
-                with_random_routes(group, routes, 100 * iteration + group.index, 0.02)
+                with_random_expert_choices(
+                    group, expert_choices, 100 * iteration + group.index, 0.02
+                )
                 for group in groups
             ]
         own = [

@@ -174,7 +174,7 @@ async def test_without_the_key_every_path_but_health_is_refused(server, path):
                 "version": None,
                 "continues": True,
                 "sleeps": False,
-                "routes": False,
+                "expert_choices": False,
                 "images": False,
                 "scores_at_temperature": True,
             }
@@ -400,7 +400,7 @@ async def test_killed_engine_fails_requests_in_flight_within_seconds(server):
 
 
 async def _metrics_running(server: EngineProcess) -> bool:
-    """Whether the engine has sequences running."""
+    """Returns whether the engine has sequences running."""
     headers = {"Authorization": f"Bearer {API_KEY}"}
     async with (
         aiohttp.ClientSession(headers=headers) as session,

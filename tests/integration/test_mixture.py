@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from pa_npu.control.tasks import gather
 from pa_npu.engines.protocol import Sampling
-from pa_npu.samples.routes import routes_of
+from pa_npu.samples.expert_choices import ExpertChoices
 from tests.helpers.engine_process import KEY, EngineProcess
 from tests.helpers.engine_subjects import MAX_RESPONSE, VOCAB, make_engine_model
 from tests.helpers.launched import random_tiny
@@ -48,41 +48,45 @@ def test_vllm_computes_new_experts_after_a_reload_only_because_they_are_packed_a
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["loaded"] < 1e-5 and found["with it"] < 1e-5, found
+    actual = json.loads((tmp_path / "out.json").read_text())
+    assert actual["loaded"] < 1e-5 and actual["with it"] < 1e-5, actual
     assert (
         "no weights for 2 parameter(s) of the engine, the first is 'model.layers.1.mlp.experts"
-        in found["missing"]
+        in actual["missing"]
     )
-    assert found["without the repair"] > 0.1, f"the reload has become right by itself: {found}"
-    assert found["live"] == [[], []], (
+    assert actual["without the repair"] > 0.1, f"the reload has become right by itself: {actual}"
+    assert actual["live"] == [[], []], (
         "an honest load leaves all that was sent in memory, and every tensor has a place"
     )
-    wrong, unplaced = found["scaled"]
+    wrong, unplaced = actual["scaled"]
     assert not unplaced and len(wrong) == 3, "one norm, and the stacked experts of two layers"
     assert [name for name in wrong if "experts" not in name] == [
         "model.layers.0.input_layernorm.weight"
     ]
 
 
-async def test_vllms_routes_are_transformers_choices_whatever_was_cached_preempted_or_handed_on(
+async def test_vllms_expert_choices_are_transformers_ones_if_cached_preempted_or_moved_too(
     tmp_path: Path,
 ) -> None:
     """Groups whose prompts begin alike, in a KV cache that holds a third of them; control: requests
     were preempted.
     """
     model = make_engine_model(tmp_path / "model", family="qwen3_moe", layers=3, mlp_only_layers=[1])
-    routes = routes_of(model_config(model, algorithm={"router_replay": "rollout"}))
-    assert routes is not None
+    expert_choices = ExpertChoices.from_config(
+        model_config(model, algorithm={"router_replay": "rollout"})
+    )
+    assert expert_choices is not None
     engine = EngineProcess("vllm", model, tmp_path, {"max_num_seqs": 16, "kv_cache_gib": 0.0012})
     generator = torch.Generator().manual_seed(1)
     common, *rest = torch.randint(2, VOCAB, (5, 32), generator=generator).numpy().astype(np.int32)
     prompts = [np.concatenate([common, own[: 5 + 7 * number]]) for number, own in enumerate(rest)]
-    sampling = Sampling(max_tokens=MAX_RESPONSE, temperature=1.0, ignore_eos=True, routes=routes)
+    sampling = Sampling(
+        max_tokens=MAX_RESPONSE, temperature=1.0, ignore_eos=True, expert_choices=expert_choices
+    )
     try:
         await engine.wait_ready()
         async with engine.client() as client:
-            assert (await client.wait_ready(deadline_s=60.0)).records_routes
+            assert (await client.wait_ready(deadline_s=60.0)).records_expert_choices
             several = [
                 client.generate(prompt, 4, 100 * i, sampling, deadline_s=400.0)
                 for i, prompt in enumerate(prompts)
@@ -93,14 +97,14 @@ async def test_vllms_routes_are_transformers_choices_whatever_was_cached_preempt
             (moved,) = await client.generate(
                 prompts[1], 1, 100, left, deadline_s=400.0, written=begun
             )
-            said, _ = await client._request("GET", "/metrics", None, 60.0, max_bytes=2**24)
+            output, _ = await client._request("GET", "/metrics", None, 60.0, max_bytes=2**24)
     finally:
         engine.kill()
     preemptions = re.findall(
-        r"^vllm:num_preemptions_total\S* ([0-9.e+]+)$", said.decode(), re.MULTILINE
+        r"^vllm:num_preemptions_total\S* ([0-9.e+]+)$", output.decode(), re.MULTILINE
     )
     assert sum(map(float, preemptions)) > 0, (
-        "nothing was preempted: the test could not see its routes"
+        "nothing was preempted: the test could not see its expert choices"
     )
     hf_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     checked = [
@@ -111,12 +115,14 @@ async def test_vllms_routes_are_transformers_choices_whatever_was_cached_preempt
         with torch.no_grad():
             logits = hf_model(tokens, output_router_logits=True).router_logits
         wanted = torch.stack([layer.topk(2, -1).indices for layer in logits], 1).sort(-1).values
-        found = torch.from_numpy(one.columns[routes.column].astype(np.int64)).sort(-1).values
-        assert torch.equal(found[:-1], wanted[:-1]), (
-            f"{(found != wanted)[:-1].sum()} choices differ"
+        actual = (
+            torch.from_numpy(one.columns[expert_choices.column].astype(np.int64)).sort(-1).values
         )
-        last = found[-1]
-        assert (last == routes.column.elsewhere).all() or torch.equal(last, wanted[-1])
+        assert torch.equal(actual[:-1], wanted[:-1]), (
+            f"{(actual != wanted)[:-1].sum()} choices differ"
+        )
+        last = actual[-1]
+        assert (last == expert_choices.column.elsewhere).all() or torch.equal(last, wanted[-1])
 
 
 def quick_start(
@@ -193,7 +199,7 @@ def test_a_run_with_router_replay_loses_no_route_and_changes_no_choice(
     done = quick_start(tiny_mixture, tmp_path / "run", *keys)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     for record in lines(tmp_path / "run/metrics.jsonl"):
-        assert record["routes_missing"] == 0 and record["replay_changed"] < 1e-3, record
+        assert record["expert_choices_missing"] == 0 and record["replay_changed"] < 1e-3, record
         assert record["logprob_diff_max"] < 1e-4 and record["probe_diff_max"] < 1e-4, record
 
 

@@ -86,13 +86,13 @@ def test_ranks_that_share_experts_train_as_one_also_with_unequal_numbers_of_micr
     and fillers count nowhere.
 
     Tensor-parallel ranks are one replica, which has all groups. With replay tokens go to random
-    experts, and a few have no routes.
+    experts, and a few have no expert choices.
     """
     expected, weights = single(replay)
     for shares in [[[0, 1, 2, 3]]] if layout == "TP2 EP2" else [[[0, 1, 2], [3]], [[0], [1, 2, 3]]]:
         reports, ours = run(model, tmp_path / str(len(shares[0])), LAYOUTS[layout], shares, replay)
         for iteration, (report, wanted) in enumerate(zip(reports, expected, strict=True)):
-            for name in ("microbatches", "tokens_response", "routes_missing"):
+            for name in ("microbatches", "tokens_response", "expert_choices_missing"):
                 assert report.get(name) == wanted.get(name), (
                     f"{shares}, iteration {iteration}, {name}"
                 )

@@ -70,7 +70,7 @@ class Result:
     losses: list[float]
 
     @classmethod
-    def of(cls, directory: Path) -> Result:
+    def read(cls, directory: Path) -> Result:
         records = [
             json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()
         ]
@@ -80,13 +80,13 @@ class Result:
         weights = load_file(directory / "hf" / "model.safetensors")
         return cls(weights, [r["reward_mean"] for r in records], [r["loss"] for r in records])
 
-    def assert_equal(self, other: Result) -> None:
-        assert (self.rewards, self.losses) == (other.rewards, other.losses)
-        assert self.weights.keys() == other.weights.keys()
+    def assert_equal(self, another: Result) -> None:
+        assert (self.rewards, self.losses) == (another.rewards, another.losses)
+        assert self.weights.keys() == another.weights.keys()
         changed = [
             name
             for name, weight in self.weights.items()
-            if not torch.equal(weight, other.weights[name])
+            if not torch.equal(weight, another.weights[name])
         ]
         assert not changed, f"tensors that differ: {changed}"
 
@@ -114,7 +114,7 @@ class Watched:
         """Until an iteration, of this version or a later one, is at this moment; returns its
         version.
         """
-        found: list[int] = []
+        actual: list[int] = []
 
         def reached() -> bool:
             version = next(
@@ -125,17 +125,19 @@ class Watched:
             produces = min(version + self._ahead, ITERATIONS - 1)
             produced = DISPATCHED.exists(self._channel, iteration=produces)
             published = self._published(version)
-            state = "publish" if not published else "training" if produced else "generation"
-            found[:] = [version]
+            state = "training" if produced else "generation"
+            if not published:
+                state = "publish"
+            actual[:] = [version]
             return state == moment and at_least <= version < ITERATIONS
 
         self._until(reached, moment)
-        return found[0]
+        return actual[0]
 
     def wait_for_change(self, moment: str, directory: Path, at_least: int = 0) -> int:
         """As wait_for, for a moment of CHANGES. directory: the run's."""
         name, text = CHANGES[moment]
-        found: list[int] = []
+        actual: list[int] = []
 
         def reached() -> bool:
             version = self.wait_for("generation", at_least)
@@ -143,11 +145,11 @@ class Watched:
             before = file.read_text().count(text)
             produced = functools.partial(DISPATCHED.exists, self._channel, iteration=version)
             self._until(lambda: file.read_text().count(text) > before or produced(), moment)
-            found[:] = [version]
+            actual[:] = [version]
             return not produced()
 
         self._until(reached, moment)
-        return found[0]
+        return actual[0]
 
     def kill(self, kind: str, number: int = signal.SIGKILL) -> None:
         pids: list[int] = []
@@ -214,14 +216,14 @@ class Watched:
             ):
                 yield pid
 
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
+    def _until(self, condition: Callable[[], bool], description: str) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
             assert self.run.popen.poll() is None, (
-                f"the launcher ended before {what}:\n{self.run.output}"
+                f"the launcher ended before {description}:\n{self.run.output}"
             )
             assert time.monotonic() < deadline, (
-                f"{what}: not within {TIMEOUT_S} s\n{self.run.output}"
+                f"{description}: not within {TIMEOUT_S} s\n{self.run.output}"
             )
             time.sleep(0.003)
 
@@ -289,7 +291,7 @@ def undisturbed(
         run = launch(*keys(tiny, directory, backend, **others))
         run.popen.wait(TIMEOUT_S)
         assert run.popen.returncode == 0, run.output
-        return Result.of(directory)
+        return Result.read(directory)
 
     return result
 
@@ -351,7 +353,7 @@ def assert_equal_when_killed(
     assert watched.run.popen.returncode == 0 and "the run continues from" in watched.run.output, (
         watched.run.output
     )
-    Result.of(directory / "run").assert_equal(Result.of(directory / "calm"))
+    Result.read(directory / "run").assert_equal(Result.read(directory / "calm"))
 
 
 @pytest.mark.parametrize(
@@ -383,7 +385,7 @@ def test_engines_that_are_killed_whenever_change_nothing(
     kill_all(watched, kills)
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0 and AGAIN not in watched.run.output, watched.run.output
-    Result.of(directory).assert_equal(undisturbed(backend))
+    Result.read(directory).assert_equal(undisturbed(backend))
 
 
 @pytest.mark.parametrize(
@@ -439,7 +441,7 @@ def test_engines_trainers_coordinator_reward_workers_and_launcher_that_are_kille
     last.popen.wait(TIMEOUT_S)
     assert last.popen.returncode == 0, last.output
     assert "the run continues from" in last.output
-    Result.of(directory).assert_equal(undisturbed(backend))
+    Result.read(directory).assert_equal(undisturbed(backend))
 
 
 @pytest.mark.nightly
@@ -456,7 +458,7 @@ def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
     kill_all(watched, each(["VLLM::EngineCore"]), signal.SIGSTOP)
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0, watched.run.output
-    Result.of(directory).assert_equal(undisturbed("vllm"))
+    Result.read(directory).assert_equal(undisturbed("vllm"))
 
 
 @pytest.mark.parametrize(
@@ -517,7 +519,7 @@ def test_a_run_whose_devices_decode_then_train_ends_with_the_weights_of_one_that
     kill_all(watched, kills, number, directory)
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0, watched.run.output
-    Result.of(directory).assert_equal(undisturbed("transformers"))
+    Result.read(directory).assert_equal(undisturbed("transformers"))
     events = read_events(directory / "timeline" / "coordinator.jsonl")
     for engine in range(2):
         trains = [
@@ -634,7 +636,7 @@ def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed
     calm = launch(*keys(tiny, tmp_path / "calm", "transformers", **stale))
     calm.popen.wait(TIMEOUT_S)
     assert calm.popen.returncode == 0, calm.output
-    expected = Result.of(tmp_path / "calm")
+    expected = Result.read(tmp_path / "calm")
 
     watched = watched_when_ready(
         launch(*keys(tiny, tmp_path / "run", "transformers", buffer__shards="node", **stale)),
@@ -646,7 +648,7 @@ def test_a_run_that_produces_ahead_ends_with_the_same_weights_whatever_is_killed
     assert "the run continues from" in watched.run.output, (
         "the kills must have met a run with checkpoints"
     )
-    Result.of(tmp_path / "run").assert_equal(expected)
+    Result.read(tmp_path / "run").assert_equal(expected)
     records = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -693,7 +695,7 @@ def test_what_is_skipped_or_carried_is_the_same_whatever_is_killed(
     )
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0 and AGAIN in watched.run.output, watched.run.output
-    Result.of(tmp_path / "run").assert_equal(Result.of(tmp_path / "calm"))
+    Result.read(tmp_path / "run").assert_equal(Result.read(tmp_path / "calm"))
     decided = []
     names = ("publish_kl", "publish_skipped", "age_max", "tokens_response", "groups")
     for name in ("calm", "run"):
@@ -747,7 +749,7 @@ def test_a_delayed_publish_ends_with_the_weights_of_a_blocking_one_whatever_is_k
     )
     watched.run.popen.wait(TIMEOUT_S)
     assert watched.run.popen.returncode == 0 and AGAIN in watched.run.output, watched.run.output
-    Result.of(tmp_path / "run").assert_equal(Result.of(tmp_path / "calm"))
+    Result.read(tmp_path / "run").assert_equal(Result.read(tmp_path / "calm"))
 
 
 @pytest.mark.nightly
@@ -777,15 +779,15 @@ def test_a_run_on_two_datasets_ends_with_the_same_weights_whatever_is_killed(
     assert watched.run.popen.returncode == 0 and "the run continues from" in watched.run.output, (
         watched.run.output
     )
-    Result.of(tmp_path / "run").assert_equal(Result.of(tmp_path / "calm"))
-    said = []
+    Result.read(tmp_path / "run").assert_equal(Result.read(tmp_path / "calm"))
+    output = []
     for name in ("calm", "run"):
         records = [
             json.loads(line)
             for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         ]
-        said.append([record["sources"] for record in records])
-    assert said[0] == said[1]
-    assert all(sources[name]["prompts"] == 4 for sources in said[0] for name in ("many", "few")), (
-        said[0]
-    )
+        output.append([record["sources"] for record in records])
+    assert output[0] == output[1]
+    assert all(
+        sources[name]["prompts"] == 4 for sources in output[0] for name in ("many", "few")
+    ), output[0]

@@ -51,18 +51,18 @@ def test_a_run_that_is_stopped_leaves_a_checkpoint_and_an_export_and_goes_on_to_
 ) -> None:
     lines: list[str] = []
     config = configuration(tiny, tmp_path / "run", mode)
-    with Run(config, say=lines.append) as run:
+    with Run(config, on_line=lines.append) as run:
         for record in run:
             if record["iteration"] == STOPPED_IN:
                 run.stop()
                 break
-    said = "\n".join(lines)
+    output = "\n".join(lines)
     done = len(run.records)
     assert STOPPED_IN < done < ITERATIONS, (
-        f"the iteration that it was in is finished, and no other\n{said}"
+        f"the iteration that it was in is finished, and no other\n{output}"
     )
     newest = directories.complete(run.dir / directories.CHECKPOINTS)[-1]
-    assert directories.version_of(newest) == done and directories.problem(newest) is None, said
+    assert directories.version_of(newest) == done and directories.problem(newest) is None, output
     assert main(["verify", str(run.dir)]) == 0
     if config.lora.rank:
         assert (run.hf / "adapter_config.json").is_file()
@@ -70,10 +70,10 @@ def test_a_run_that_is_stopped_leaves_a_checkpoint_and_an_export_and_goes_on_to_
         AutoModelForCausalLM.from_pretrained(run.hf)
 
     with Run(
-        configuration(tiny, tmp_path / "run", mode, checkpoint__resume="auto"), say=lines.append
+        configuration(tiny, tmp_path / "run", mode, checkpoint__resume="auto"), on_line=lines.append
     ) as continued:
         continued.wait(TIMEOUT_S)
-    with Run(configuration(tiny, tmp_path / "calm", mode), say=lines.append) as calm:
+    with Run(configuration(tiny, tmp_path / "calm", mode), on_line=lines.append) as calm:
         calm.wait(TIMEOUT_S)
     assert [link.iteration for link in read_chain(run.dir)] == list(range(ITERATIONS))
     assert main(["diff", str(run.dir), str(calm.dir)]) == 0
@@ -83,7 +83,7 @@ def test_a_run_that_is_stopped_leaves_a_checkpoint_and_an_export_and_goes_on_to_
 def test_a_run_that_is_stopped_before_it_trains_is_no_failure_and_says_that_there_are_no_weights(
     tiny: Path, tmp_path: Path
 ) -> None:
-    with Run(configuration(tiny, tmp_path / "run", "blocking"), say=None) as run:
+    with Run(configuration(tiny, tmp_path / "run", "blocking"), on_line=None) as run:
         run.stop()
     assert not run.is_running and run.records == []
     run.stop()

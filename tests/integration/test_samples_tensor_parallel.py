@@ -42,8 +42,8 @@ COLLECTIVE_TIMEOUT_S, PRODUCER_DELAY_S, MISSING_TIMEOUT_S = 4.0, 5.0, 0.5
 
 
 MADE_UP = Column("made_up", "uint16", (3, 2), "environment", "a loss")
-ROUTES = Column("routes", "uint8", (2,), "engine", "the router", tokens="all")
-COLUMNS = RunColumns((MADE_UP, ROUTES))
+EXPERT_CHOICES = Column("expert_choices", "uint8", (2,), "engine", "the router", tokens="all")
+COLUMNS = RunColumns((MADE_UP, EXPERT_CHOICES))
 
 
 IMAGE_START, IMAGE_TOKENS, IMAGE_BYTES = 3, 5, 5 * 4 * 1024 * 4
@@ -71,9 +71,13 @@ def make_group(index: int) -> Group:
     made_up = (group.tokens * group.trained)[:, None, None] + np.arange(6).reshape(
         3, 2
     ) * group.trained[:, None, None]
-    routes = group.tokens[:, None] + np.arange(2)
+    expert_choices = group.tokens[:, None] + np.arange(2)
     return replace(
-        group, columns={MADE_UP: made_up.astype(np.uint16), ROUTES: routes.astype(np.uint8)}
+        group,
+        columns={
+            MADE_UP: made_up.astype(np.uint16),
+            EXPERT_CHOICES: expert_choices.astype(np.uint8),
+        },
     )
 
 
@@ -128,7 +132,7 @@ def images_of(microbatch: Microbatch) -> list[tuple[int, int, int]]:
 
 
 def made_up_in_order(microbatch: Microbatch) -> bool:
-    """Whether each target has the values that its token tells."""
+    """Returns whether each target has the values that its token tells."""
     wanted = microbatch.targets[:, None, None].numpy() + np.arange(6).reshape(3, 2)
     return bool((microbatch.columns["made_up"].numpy() == wanted).all())
 
@@ -205,7 +209,7 @@ def rank_main(rank: int, port: int) -> None:
         "waited_s": microbatches.waited_s,
         "traffic": asdict(microbatches.traffic),
     }
-    same = [digest(found) for found in (taken, from_shard)]
+    same = [digest(actual) for actual in (taken, from_shard)]
     result["from_shard"] = {"same": same[0] == same[1], **asdict(sharded.traffic)}
     try:
         next(iterator(1, MISSING_TIMEOUT_S))

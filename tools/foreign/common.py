@@ -98,7 +98,9 @@ def _paths(work: Translation, name: str) -> list[str] | None:
 
 
 def is_hub_name(value: Any) -> bool:
-    """Whether a dataset is named as a hub does: owner/name, and no such file or directory is here."""
+    """Returns whether a dataset is named as a hub does: owner/name, and no such file or directory
+    is here.
+    """
     if not isinstance(value, str) or Path(value).suffix in _DATA_FILES or Path(value).exists():
         return False
     return value.count("/") <= 1 and not value.startswith((".", "~", "/"))

@@ -43,7 +43,7 @@ class _NotLiteral(Exception):
 
 
 def read_program(text: str, where: str) -> Arguments:
-    """The arguments of the one trainer in the program.
+    """Returns the arguments of the one trainer in the program.
 
     Raises ConfigError where there is none, or more than one configuration.
     """
@@ -87,7 +87,7 @@ class _Program:
                     self.assigned.setdefault(ast.unparse(target), []).append(computed)
 
     def arguments(self, where: str) -> Arguments:
-        given = Arguments()
+        arguments = Arguments()
         algorithm = self._algorithm(where)
         configs, trainers = (list(self._calls(f"{algorithm}{kind}")) for kind in _POSITIONAL)
         if len(configs) > 1 or len(trainers) > 1:
@@ -104,18 +104,18 @@ class _Program:
                 "file or a command line, give that file, or the script with that line"
             )
         if algorithm != "GRPO":
-            given.values["trainer"] = algorithm
+            arguments.values["trainer"] = algorithm
         for name, value in self._keywords(trainers[0], "Trainer") if trainers else ():
             if name == "peft_config":
                 continue
             if name not in _HOLDERS:
                 self._give(
-                    given, {"model": "model_name_or_path", **_DATASETS}.get(name, name), value
+                    arguments, {"model": "model_name_or_path", **_DATASETS}.get(name, name), value
                 )
         for name, value in [*self._keywords(configs[0], "Config"), *self._later(configs[0])]:
-            self._give(given, name, value)
-        self._adapters(given, trainers)
-        return given
+            self._give(arguments, name, value)
+        self._adapters(arguments, trainers)
+        return arguments
 
     def _algorithm(self, where: str) -> str:
         """Returns which of TRL's algorithms the program trains with.
@@ -146,7 +146,7 @@ class _Program:
             )
         return "GRPO"
 
-    def _adapters(self, given: Arguments, trainers: list[ast.Call]) -> None:
+    def _adapters(self, arguments: Arguments, trainers: list[ast.Call]) -> None:
         """Gives the settings of LoRA, from LoraConfig(...) or from get_peft_model(model, r=...)."""
         config = next(
             (
@@ -165,10 +165,10 @@ class _Program:
         if len(calls) == 1:
             for keyword in calls[0].keywords:
                 if keyword.arg is not None:
-                    self._give(given, f"peft_config.{keyword.arg}", keyword.value)
-            given.values.setdefault(f"peft_config.{_RANK}", 8)
+                    self._give(arguments, f"peft_config.{keyword.arg}", keyword.value)
+            arguments.values.setdefault(f"peft_config.{_RANK}", 8)
         elif config is not None and not (isinstance(config, ast.Constant) and config.value is None):
-            self._give(given, "peft_config", config)
+            self._give(arguments, "peft_config", config)
 
     def _calls(self, name: str) -> Iterator[ast.Call]:
         for node in ast.walk(self.tree):
@@ -201,21 +201,21 @@ class _Program:
             if holder in names:
                 yield attribute, values[0] if len(values) == 1 else ast.Name(target)
 
-    def _give(self, given: Arguments, name: str, node: ast.expr) -> None:
-        given.values.pop(name, None)
+    def _give(self, arguments: Arguments, name: str, node: ast.expr) -> None:
+        arguments.values.pop(name, None)
         try:
             if name == "reward_funcs":
-                given.values[name] = self._functions(node)
+                arguments.values[name] = self._functions(node)
             elif name == "model_name_or_path":
-                given.values[name] = self._literal(self._loaded(node))
+                arguments.values[name] = self._literal(self._loaded(node))
             else:
-                given.values[name] = (
+                arguments.values[name] = (
                     self._file(node) if name in _DATASETS.values() else self._literal(node)
                 )
         except _NotLiteral as error:
-            given.unread[name] = f"{ast.unparse(node)[:60]}: {error}"
+            arguments.unread[name] = f"{ast.unparse(node)[:60]}: {error}"
         except RecursionError:
-            given.unread[name] = f"{ast.unparse(node)[:60]}: refers to itself"
+            arguments.unread[name] = f"{ast.unparse(node)[:60]}: refers to itself"
 
     def _functions(self, node: ast.expr) -> list[str]:
         """Names of reward functions: of this program, of TRL, or a text."""
@@ -251,8 +251,8 @@ class _Program:
         return loads[0] if len(assigned) > 1 and len(loads) == 1 else node
 
     def _file(self, node: ast.expr) -> Any:
-        """The file, or the name on a hub, that load_dataset(...) reads, whatever is done with its
-        rows; or the name itself.
+        """Returns the file, or the name on a hub, that load_dataset(...) reads, whatever is done
+        with its rows; or the name itself.
         """
         if isinstance(named := self._followed(node), ast.Constant) and isinstance(named.value, str):
             return named.value
@@ -299,7 +299,7 @@ class _Program:
         return None
 
     def _is_of(self, value: ast.expr, name: str) -> bool:
-        """Whether a value is the named one after some methods: dataset = dataset.map(...)."""
+        """Returns whether a value is the named one after some methods: dataset = dataset.map(...)."""
         while isinstance(value, (ast.Call, ast.Attribute, ast.Subscript)):
             value = value.func if isinstance(value, ast.Call) else value.value
         return isinstance(value, ast.Name) and value.id == name

@@ -27,8 +27,8 @@ def count_rows(datasets: Any) -> list[int] | None:
 
 
 def has_column(datasets: Any, column: str) -> bool | None:
-    """Whether the first row of the first dataset has the column; None where that is not here or
-    cannot be read.
+    """Returns whether the first row of the first dataset has the column; None where that is not
+    here or cannot be read.
     """
     entry = datasets if isinstance(datasets, str) else next(iter(datasets or ()), None)
     path = entry if isinstance(entry, str) or entry is None else entry["path"]

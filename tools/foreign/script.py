@@ -91,24 +91,26 @@ def read_script(text: str, origin: Origin, where: str) -> Arguments:
     """
     script = _Script(text)
     commands = script.commands()
-    found = []
+    starts = []
     for number, (line, words) in enumerate(commands):
         begin = next((at for at, word in enumerate(words) if _COMMAND[origin].search(word)), None)
         if begin is not None and (words[begin + 1 :] or _starts_training(words, begin)):
-            found.append((number, line, begin))
+            starts.append((number, line, begin))
     example = {
         "verl": "python3 -m verl.trainer.main_ppo KEY=VALUE ...",
         "trl": "trl grpo --NAME VALUE ...",
     }[origin]
-    if not found:
+    if not starts:
         raise ConfigError(
             f"{where}: no training command with arguments is in it, such as `{example}`; give the "
             "script that has it"
         )
-    ours = [entry for entry in found if not _OTHER_PROGRAMS.search(commands[entry[0]][1][entry[2]])]
+    ours = [
+        entry for entry in starts if not _OTHER_PROGRAMS.search(commands[entry[0]][1][entry[2]])
+    ]
     if not ours:
-        _, line, begin = found[0]
-        program = commands[found[0][0]][1][begin]
+        _, line, begin = starts[0]
+        program = commands[starts[0][0]][1][begin]
         raise ConfigError(
             f"{where}: line {line} starts {program}, which is not translated; see "
             "docs/names.md for what is"
@@ -120,26 +122,26 @@ def read_script(text: str, origin: Origin, where: str) -> Arguments:
         )
     number, _, begin = ours[0]
     words = commands[number][1]
-    given = Arguments()
+    arguments = Arguments()
     if origin == "trl":
-        _read_launcher(given, script, number, words[:begin], words[begin], where)
-        _read_served(given, commands)
+        _read_launcher(arguments, script, number, words[:begin], words[begin], where)
+        _read_served(arguments, commands)
     pairs = _overrides(words[begin + 1 :]) if origin == "verl" else _options(words[begin + 1 :])
     if origin == "verl":
-        given.values.update(_configured(words[begin + 1 :], where))
-    _read_pairs(given, script, pairs, where)
-    return given
+        arguments.values.update(_configured(words[begin + 1 :], where))
+    _read_pairs(arguments, script, pairs, where)
+    return arguments
 
 
 def _starts_training(words: list[str], begin: int) -> bool:
-    """Whether a program without arguments is started by a launcher of training."""
+    """Returns whether a program without arguments is started by a launcher of training."""
     return any(
         word.rpartition("/")[2] in ("accelerate", "torchrun", "deepspeed") for word in words[:begin]
     )
 
 
 def _read_pairs(
-    given: Arguments, script: _Script, pairs: list[tuple[str, str | list[str]]], where: str
+    arguments: Arguments, script: _Script, pairs: list[tuple[str, str | list[str]]], where: str
 ) -> None:
     for name, value in pairs:
         texts = [value] if isinstance(value, str) else value
@@ -149,15 +151,15 @@ def _read_pairs(
             for number in _UNKNOWN.findall(part)
         ]
         if reasons:
-            given.unread[_UNKNOWN.sub("...", name)] = reasons[0]
+            arguments.unread[_UNKNOWN.sub("...", name)] = reasons[0]
             continue
         parsed = [_value(part, where) for part in texts]
-        given.values.pop(name, None)
-        given.values[name] = parsed[0] if isinstance(value, str) else parsed
+        arguments.values.pop(name, None)
+        arguments.values[name] = parsed[0] if isinstance(value, str) else parsed
 
 
 def _read_launcher(
-    given: Arguments, script: _Script, number: int, before: list[str], program: str, where: str
+    arguments: Arguments, script: _Script, number: int, before: list[str], program: str, where: str
 ) -> None:
     """Reads how many devices train, from the launcher before the program, and what the program
     itself says, if it is here.
@@ -177,20 +179,20 @@ def _read_launcher(
         from tools.foreign.program import read_program
 
         read = read_program(text, str(file))
-        given.values.update(read.values)
-        given.unread.update(read.unread)
+        arguments.values.update(read.values)
+        arguments.unread.update(read.unread)
     trainer = _TRAINERS.get(Path(program).stem)
     if trainer is not None:
-        given.values["trainer"] = trainer
+        arguments.values["trainer"] = trainer
     options = dict(_options(before))
     if (config := options.get("config_file")) and isinstance(config, str):
         options = {**_accelerate(config, directory), **options}
     counts = {
-        what: next(
+        unit: next(
             (int(str(options[name])) for name in names if str(options.get(name, "")).isdigit()),
             None,
         )
-        for what, names in (("processes", _PROCESSES), ("nodes", _NODES))
+        for unit, names in (("processes", _PROCESSES), ("nodes", _NODES))
     }
     processes = counts["processes"]
     nodes = counts["nodes"] or 1
@@ -204,9 +206,9 @@ def _read_launcher(
     if processes is None and (visible := script.visible[number]):
         processes = len([name for name in visible.split(",") if name.strip()])
     if processes is not None:
-        given.values |= {"num_processes": processes * nodes, "devices_per_node": processes}
+        arguments.values |= {"num_processes": processes * nodes, "devices_per_node": processes}
     elif before and before[0].rpartition("/")[2] in ("accelerate", "deepspeed", "torchrun", "trl"):
-        given.values["starts_on_all_devices"] = True
+        arguments.values["starts_on_all_devices"] = True
 
 
 def _accelerate(name: str, directory: Path) -> dict[str, Any]:
@@ -221,7 +223,7 @@ def _accelerate(name: str, directory: Path) -> dict[str, Any]:
     return {}
 
 
-def _read_served(given: Arguments, commands: list[tuple[int, list[str]]]) -> None:
+def _read_served(arguments: Arguments, commands: list[tuple[int, list[str]]]) -> None:
     """Reads the sizes of the engines that `trl vllm-serve` or `vllm serve` starts in the same
     script.
     """
@@ -238,14 +240,14 @@ def _read_served(given: Arguments, commands: list[tuple[int, list[str]]]) -> Non
             )
         if at is None:
             continue
-        given.values["vllm_serve"] = True
+        arguments.values["vllm_serve"] = True
         sizes = {
             "tensor_parallel_size": "tensor_parallel_size",
             "data_parallel_size": "data_parallel_size",
         }
         for name, value in _options(words[at + 1 :]):
             if name in sizes and str(value).isdigit():
-                given.values[f"vllm_serve.{name}"] = int(str(value))
+                arguments.values[f"vllm_serve.{name}"] = int(str(value))
 
 
 def _configured(words: list[str], where: str) -> dict[str, Any]:
@@ -317,8 +319,8 @@ def _options(words: list[str]) -> list[tuple[str, str | list[str]]]:
 
 
 def _value(text: str, where: str) -> Any:
-    """A scalar, list or mapping as Hydra writes them, which is YAML but for `{a:b}`; anything else
-    is text.
+    """Returns a scalar, list or mapping as Hydra writes them, which is YAML but for `{a:b}`;
+    anything else is text.
     """
     if text.startswith("{"):
         text = re.sub(r"""([\w"']):(?=\S)""", r"\1: ", text)
@@ -343,7 +345,7 @@ class _Script:
 
     def commands(self) -> list[tuple[int, list[str]]]:
         """Line and words of each command, in order; assignments are made on the way."""
-        found: list[tuple[int, list[str]]] = []
+        commands: list[tuple[int, list[str]]] = []
         words: list[str] = []
         # values of variables that are set for one command alone
         before: dict[str, list[str] | None] = {}
@@ -355,7 +357,7 @@ class _Script:
             elif here in "\n;&|()":
                 self.at += 1
                 if words:
-                    found.append((line, words))
+                    commands.append((line, words))
                     self._end_command(before)
                 words = []
                 before = {}
@@ -378,9 +380,9 @@ class _Script:
                         ]
                     words = [] if words[0] in _BEFORE_ASSIGNMENTS else words
         if words:
-            found.append((line, words))
+            commands.append((line, words))
             self._end_command(before)
-        return found
+        return commands
 
     def _end_command(self, before: dict[str, list[str] | None]) -> None:
         """Notes which devices a command sees, and takes back what was set for it alone."""
@@ -441,8 +443,8 @@ class _Script:
             self._word()
 
     def _word(self, split: bool = True) -> list[str]:
-        """The words that one word of the text becomes: none or several where it expands without
-        quotes.
+        """Returns the words that one word of the text becomes: none or several where it expands
+        without quotes.
         """
         words = [""]
         quoted = False
@@ -478,8 +480,8 @@ class _Script:
         return [word.replace(_WHOLE, " ") for word in words] if quoted or words != [""] else []
 
     def _quoted(self) -> list[str]:
-        """A text in double quotes, from behind the first: several words where an array is in it,
-        none for an empty array.
+        """Returns a text in double quotes, from behind the first: several words where an array is
+        in it, none for an empty array.
         """
         words = [""]
         empty = False
@@ -523,7 +525,9 @@ class _Script:
         return self._special(self.text[begin + 1 : begin + 2], line)
 
     def _until(self, opening: str, closing: str, begin: int) -> str:
-        """The text between a bracket at `begin` and its partner, behind which reading goes on."""
+        """Returns the text between a bracket at `begin` and its partner, behind which reading goes
+        on.
+        """
         depth = 1
         end = begin
         while depth and end + 1 < len(self.text):
@@ -568,13 +572,9 @@ class _Script:
         if sign and value is not None and sign.startswith(":") and "".join(value) == "":
             value = None
         if sign is None or (sign[-1] == "?" or (sign[-1] in "-=" and value is not None)):
-            return (
-                self._special(name, line)
-                if name.isdigit()
-                else value
-                if value is not None
-                else self._variable(name, line)
-            )
+            if name.isdigit():
+                return self._special(name, line)
+            return self._variable(name, line) if value is None else value
         if sign[-1] == "+" and value is None:
             return []
         inside = _Script(

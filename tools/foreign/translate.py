@@ -20,7 +20,7 @@ _TRANSLATORS: dict[str, tuple[Callable[[Translation], None], re.Pattern[str]]] =
 
 def import_config(
     origin: Origin,
-    given: Mapping[str, Any],
+    parsed: Mapping[str, Any],
     unread: Mapping[str, str] | None = None,
     extent: Extent = NO_EXTENT,
 ) -> Imported:
@@ -28,14 +28,14 @@ def import_config(
 
     Args:
         origin: whose file it is.
-        given: the parsed file, nested or with dotted names.
+        parsed: the parsed file, nested or with dotted names.
         unread: names whose value could not be read, with the reason.
         extent: what the file leaves open.
 
     Raises:
         ConfigError: where a value is not what its name takes.
     """
-    work = Translation(origin, given, unread, extent)
+    work = Translation(origin, parsed, unread, extent)
     kind = "verl sft" if origin == "verl" and verl_sft.is_sft(work) else origin
     translate, not_needed = _TRANSLATORS[kind]
     translate(work)

@@ -35,7 +35,7 @@ class Imported:
     read_any: bool = False
 
     def tree(self) -> dict[str, Any]:
-        """The values as a configuration file has them."""
+        """Returns the values as a configuration file has them."""
         tree: dict[str, Any] = {}
         for name, value in self.values.items():
             section, _, key = name.partition(".")
@@ -67,14 +67,14 @@ class Translation:
     def __init__(
         self,
         origin: Origin,
-        given: Mapping[str, Any],
+        parsed: Mapping[str, Any],
         unread: Mapping[str, str] | None = None,
         extent: Extent = NO_EXTENT,
     ) -> None:
         self.left = {
-            name: value for name, value in flat(given).items() if not _is_reference(name, value)
+            name: value for name, value in flat(parsed).items() if not _is_reference(name, value)
         }
-        self.given = frozenset(self.left)
+        self.given_names = frozenset(self.left)
         self.origin = origin
         self.unread = dict(unread or {})
         self.extent = extent
@@ -165,8 +165,8 @@ class Translation:
     def list_left(self, not_needed: re.Pattern[str]) -> None:
         """Lists what nobody took, but for what is not needed."""
         known = SAME[self.origin].keys() | RELATED[self.origin].keys()
-        given = self.given | self.unread.keys()
-        self.done.read_any = not given.isdisjoint(known)
+        names = self.given_names | self.unread.keys()
+        self.done.read_any = not names.isdisjoint(known)
         for name, value in self.left.items():
             if not_needed.match(name) or value is None:
                 continue
@@ -195,14 +195,14 @@ class Translation:
 
 
 def _is_reference(name: str, value: Any) -> bool:
-    """Whether it is OmegaConf's own: the class of a section, another key's value, a value that is
-    to be given.
+    """Returns whether it is OmegaConf's own: the class of a section, another key's value, a value
+    that is to be given.
     """
     return name.endswith("_target_") or (isinstance(value, str) and value.startswith(("${", "???")))
 
 
 def _is_allowed(ours: str, value: Any) -> bool:
-    """Whether a key takes the value, whatever the others say."""
+    """Returns whether a key takes the value, whatever the others say."""
     section, _, key = ours.partition(".")
     tree: dict[str, Any] = {name: dict(keys) for name, keys in _REQUIRED.items()}
     tree.setdefault(section, {})[key] = value

@@ -59,7 +59,8 @@ def from_trl(work: Translation) -> None:
     _correction(work)
     _rewards(work)
     _operation(work)
-    for name in ("tools", "environment_factory", "rollout_func"):
+    _environment(work)
+    for name in ("tools", "rollout_func"):
         value = work.unread.pop(name, None) or work.take(name)
         if value is not None:
             work.set("environment.name", "agents")
@@ -67,9 +68,9 @@ def from_trl(work: Translation) -> None:
                 name, value, "several turns are an agent's; set agent.command (docs/agents.md)"
             )
     if (
-        most := work.take_count("max_tool_calling_iterations")
+        max_calls := work.take_count("max_tool_calling_iterations")
     ) is not None and "environment.name" in work.values:
-        work.set("environment.max_turns", most + 1)
+        work.set("environment.max_turns", max_calls + 1)
     work.copy_same()
     _devices(work, trainer)
     _iterations(work)
@@ -174,7 +175,10 @@ def _data(work: Translation) -> None:
         ours = "data.train" if name == "dataset_name" else "data.test"
         if hub and ours in work.values:
             work.adapt(
-                ours, value, "is a name on a hub; download it, and set this to its directory"
+                ours,
+                value,
+                "is a name on a hub; download it and set this to its directory, or set it to "
+                f"datasets:{value} where the package datasets is installed",
             )
     set_template_options(work, "chat_template_kwargs")
 
@@ -186,7 +190,7 @@ def _optimizer(work: Translation) -> None:
         pairs = zip(betas, (0.9, 0.999), strict=True)
         work.set(
             "optimizer.betas",
-            [usual if given is None else given for given, usual in pairs],
+            [usual if beta is None else beta for beta, usual in pairs],
             "adam_beta1",
         )
 
@@ -302,6 +306,21 @@ def _correction(work: Translation) -> None:
         work.set("algorithm.importance_cap", cap, "vllm_importance_sampling_cap")
     if how == "mask":
         work.set("algorithm.importance_floor", floor or 0.0, "vllm_importance_sampling_clip_min")
+
+
+def _environment(work: Translation) -> None:
+    """A class whose methods are tools, which is the same class here."""
+    factory = work.unread.pop("environment_factory", None) or work.take("environment_factory")
+    if factory is None:
+        return
+    name = str(factory).partition(":")[0]  # behind it stands why it is no value
+    work.set("environment.name", "tool_class")
+    work.lose(
+        "environment_factory",
+        name,
+        "put the class into a module that can be imported without training, and set "
+        f"environment.options.factory=MODULE:{name.rpartition('.')[2]}",
+    )
 
 
 def _rewards(work: Translation) -> None:

@@ -125,11 +125,11 @@ def from_gkd(work: Translation) -> None:
 
 def set_batch(work: Translation, trainer: str) -> None:
     """Devices, and the rows, pairs or prompts of an update."""
-    given = work.take_count("num_processes")
+    processes_set = work.take_count("num_processes")
     per_node = work.take_count("devices_per_node")
     work.ignore("starts_on_all_devices")
-    processes = work.extent.devices or given or 1
-    if given is None and work.extent.devices is None:
+    processes = work.extent.devices or processes_set or 1
+    if processes_set is None and work.extent.devices is None:
         work.done.adapted["trainer.devices"] = (
             f"{processes}: the file does not say how many processes train; --devices N does"
         )
@@ -137,14 +137,15 @@ def set_batch(work: Translation, trainer: str) -> None:
         set_colocated(work, processes, 1, per_node or processes)
     else:
         work.set("trainer.devices", processes)
-    own = work.take_count("per_device_train_batch_size") or _USUAL_BATCH
-    of_process = own * (work.take_count("gradient_accumulation_steps") or 1)
+    batch_per_device = work.take_count("per_device_train_batch_size") or _USUAL_BATCH
+    of_process = batch_per_device * (work.take_count("gradient_accumulation_steps") or 1)
     size = _RESPONSES if trainer == "GKD" else 1
     if trainer == "SFT":
         size = max(n for n in range(1, _MAX_GROUP + 1) if of_process % n == 0)
         work.set("rollout.responses_per_prompt", size)
         work.set(
-            "microbatch.responses", max(n for n in range(1, min(own, size) + 1) if size % n == 0)
+            "microbatch.responses",
+            max(n for n in range(1, min(batch_per_device, size) + 1) if size % n == 0),
         )
     work.set("schedule.prompts_per_iteration", max(1, of_process * processes // size))
 

@@ -22,6 +22,7 @@ from tools.foreign.common import (
 )
 from tools.foreign.rows import has_column
 from tools.foreign.translation import Translation
+from tools.foreign.verl_distillation import set_teachers
 
 # Keys that say how verl works, or what is always done here: nothing is lost without them.
 NOT_NEEDED = re.compile(
@@ -92,6 +93,7 @@ def from_verl(work: Translation) -> None:
     _devices(work)
     _ahead(work)
     _batch(work)
+    set_teachers(work)
     _iterations(work)
 
 

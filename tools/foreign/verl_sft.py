@@ -28,8 +28,8 @@ _DECAYS = {**DECAYS, "wsd": None}
 
 
 def is_sft(work: Translation) -> bool:
-    """Whether the file is of the supervised stage, which has no actor and no rollouts."""
-    names = work.given
+    """Returns whether the file is of the supervised stage, which has no actor and no rollouts."""
+    names = work.given_names
     if any(name.startswith("actor_rollout_ref") for name in names):
         return False
     return any(name.startswith(("model.", "optim.", "data.multiturn")) for name in names)
@@ -79,8 +79,8 @@ def _data(work: Translation) -> None:
     work.choose("data.truncation", "data.overlong_prompt", {"error": "refuse", "right": "truncate"})
     work.choose("data.enable_thinking_default", "data.template_options", {})
     for name in ("data.train_max_samples", "data.val_max_samples"):
-        if (most := work.take_number(name)) is not None and most > 0:
-            work.lose(name, most, "is max_rows of a dataset; see data.train")
+        if (max_rows := work.take_number(name)) is not None and max_rows > 0:
+            work.lose(name, max_rows, "is max_rows of a dataset; see data.train")
 
 
 def _optimizer(work: Translation) -> None:
@@ -107,7 +107,7 @@ def _optimizer(work: Translation) -> None:
             work.lose(name, decay, "has no counterpart; see optimizer.decay")
         else:
             work.set("optimizer.decay", _DECAYS[decay], name)
-    if "optim.lr_scheduler" in work.given:
+    if "optim.lr_scheduler" in work.given_names:
         return
     work.left.pop("optim.lr_scheduler", None)
 
@@ -123,8 +123,8 @@ def _operation(work: Translation) -> None:
             work.set(ours, every, name)
         elif every not in (None, -1):
             work.lose(name, every, f"set {ours} to a number of iterations")
-    if (most := work.take_count("trainer.max_ckpt_to_keep")) is not None:
-        work.set("checkpoint.keep_last", most, "trainer.max_ckpt_to_keep")
+    if (max_checkpoints := work.take_count("trainer.max_ckpt_to_keep")) is not None:
+        work.set("checkpoint.keep_last", max_checkpoints, "trainer.max_ckpt_to_keep")
     work.choose("trainer.resume_mode", "checkpoint.resume", {"disable": None, "auto": "auto"})
     directory, name = work.take("trainer.default_local_dir"), work.take("trainer.experiment_name")
     if directory or name:
@@ -148,10 +148,11 @@ def _batch(work: Translation) -> None:
     size = max(n for n in range(1, _MAX_GROUP + 1) if batch % n == 0)
     work.set("rollout.responses_per_prompt", size)
     work.set("schedule.prompts_per_iteration", batch // size, "data.train_batch_size")
-    own = work.take_count("data.micro_batch_size_per_gpu")
-    if own is not None:
+    batch_per_device = work.take_count("data.micro_batch_size_per_gpu")
+    if batch_per_device is not None:
         work.set(
-            "microbatch.responses", max(n for n in range(1, min(own, size) + 1) if size % n == 0)
+            "microbatch.responses",
+            max(n for n in range(1, min(batch_per_device, size) + 1) if size % n == 0),
         )
     steps, epochs = (
         work.take("trainer.total_training_steps"),

@@ -108,7 +108,7 @@ class CudaFlash:
 
 
 def merge_name() -> str:
-    """Which implementation merges partial results, for `doctor`."""
+    """Returns which implementation merges partial results, for `doctor`."""
     return "triton" if _triton_merge() is not None else "torch"
 
 

@@ -227,20 +227,20 @@ class FsdpBackend:
         return Step(grad_norm if math.isfinite(grad_norm) else math.nan, learning_rate)
 
     def evaluate(
-        self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]
+        self, microbatches: list[Microbatch], on_outputs: Callable[[Microbatch, Outputs], None]
     ) -> None:
         with torch.no_grad():
             for turn in self._turns(iter(microbatches)):
                 on_device = turn.microbatch.to(self.device)
                 outputs = self._pass(on_device, False)
                 if not on_device.is_filler:
-                    take(on_device, outputs)
+                    on_outputs(on_device, outputs)
 
     @torch.no_grad()
     def rounding(
         self,
         microbatches: list[Microbatch],
-        take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
+        on_logprobs: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
     ) -> bool:
         narrow_dtype = DTYPES[self._config.model.dtype]
         wide = self._platform.widest_dtype if narrow_dtype == torch.float32 else torch.float32
@@ -251,7 +251,7 @@ class FsdpBackend:
         with plain_experts(self._module.causal), widened(self._module, wide):
             widest = self._logprobs("policy", on_device)
         for microbatch, less, more in zip(on_device, narrow, widest, strict=True):
-            take(microbatch, less, more)
+            on_logprobs(microbatch, less, more)
         return True
 
     def digest(self, name: str = "policy") -> str:
@@ -289,7 +289,7 @@ class FsdpBackend:
         source = (
             self._whole(self._policy, BUCKET_BYTES, self._shard_group) if self.place.sends else None
         )
-        write_hf(source, self._spec, directory, self.place, self.device, prompts=self._config.data)
+        write_hf(source, self._spec, directory, self.place, self.device, config=self._config)
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -302,7 +302,7 @@ class FsdpBackend:
         group: dist.ProcessGroup | None,
         on_host: bool = False,
     ) -> ShardedWeights:
-        """A model's weights, adapters merged into them."""
+        """Returns a model's weights, adapters merged into them."""
         source, dtype = (
             Merged(model) if isinstance(model, Adapted) else model,
             DTYPES[self._config.model.dtype],
@@ -316,7 +316,7 @@ class FsdpBackend:
         logprobs = []
         for turn in self._turns(iter(microbatches)):
             microbatch = turn.microbatch
-            part = self._parts.of(microbatch)
+            part = self._parts.for_microbatch(microbatch)
             images = self._images(microbatch)
             scores = part.joined(self._score(name, microbatch, part, images, entropy=False))
             if not microbatch.is_filler:
@@ -329,7 +329,7 @@ class FsdpBackend:
         )
 
     def _turns(self, microbatches: Iterator[Microbatch]) -> Generator[Turn, None, None]:
-        """This rank's turns, in step with all others."""
+        """Yields this rank's turns, in step with all others."""
         group = None if self._shard_group is None else dist.group.WORLD
         yield from Turns(microbatches, group, lambda: self._nothing, None)
 
@@ -339,10 +339,10 @@ class FsdpBackend:
         entropy_gradient: bool,
         is_watched: bool = False,
     ) -> Outputs:
-        """All models over a microbatch, the frozen ones first. is_watched: whether to watch the
-        gradient that meets the LM head.
+        """Returns all models over a microbatch, the frozen ones first. is_watched: whether to watch
+        the gradient that meets the LM head.
         """
-        part = self._parts.of(microbatch)
+        part = self._parts.for_microbatch(microbatch)
         images = self._images(microbatch)
         frozen: dict[str, Logprobs] = {}
         choices: dict[str, torch.Tensor] = {}
@@ -357,7 +357,7 @@ class FsdpBackend:
                 scores = self._score(
                     name,
                     subject,
-                    part if is_asked else self._parts.of(subject),
+                    part if is_asked else self._parts.for_microbatch(subject),
                     images if is_asked else self._images(subject),
                     entropy=False,
                     most_likely=most_likely,

@@ -120,7 +120,7 @@ def create(
 
 
 def _copies(config: Config, spec: ModelSpec, mesh: DeviceMesh) -> dict[str, ScoredModel]:
-    """The policy and the models of its shape, each with weights of its own."""
+    """Returns the policy and the models of its shape, each with weights of its own."""
     from pa_npu.backends.fsdp.model import ScoredModel, load_model, shard
     from pa_npu.backends.protocol import DTYPES
 
@@ -188,6 +188,4 @@ def export_checkpoint(
             alone=True,
         )
     source = ShardedWeights(policy, spec, place, BUCKET_BYTES, DTYPES[config.model.dtype], None)
-    write_hf(
-        source, spec, output, place, torch.device("cpu"), prompts=config.data, template=template
-    )
+    write_hf(source, spec, output, place, torch.device("cpu"), config=config, template=template)

@@ -59,8 +59,8 @@ class Merged(Weights):
 
 
 def base_of(adapted: Adapted, directory: str, dtype: torch.dtype) -> Base:
-    """The model directory's weights, which engines merge adapters into that are sent alone. dtype:
-    as ShardedWeights'.
+    """Returns the model directory's weights, which engines merge adapters into that are sent alone.
+    dtype: as ShardedWeights'.
 
     Raises DataError where the directory has other tensors than would be sent merged.
     """
@@ -172,7 +172,7 @@ def write_adapters(
         directory,
         place,
         device,
-        prompts=config.data,
+        config=config,
         template=template,
         max_file_bytes=2**62,
         complete=partial(_complete, policy, config),

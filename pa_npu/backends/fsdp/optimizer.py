@@ -19,9 +19,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 _OF_MIXTURES = (".experts.", ".gate.", ".router.")  # of which a part may get no token
 # of a group's samples, kept on the device until they are summed up
 _MAX_KEPT_ELEMENTS = 2**20
-# How a reduction is looked at (CountedReduceScatter): so many runs of so many elements, a cache line
-# in fp32, of a chunk that is at least SAMPLED_EVERY times as large; and every so manieth reduction
-# of an update in single elements.
+# How a reduction is looked at (CountedReduceScatter): so many runs of so many elements, a cache
+# line in fp32, of a chunk that is at least SAMPLED_EVERY times as large; and every so manieth
+# reduction of an update in single elements.
 _RUNS = 64
 _RUN = 16
 _FINE_EVERY = 16
@@ -81,7 +81,9 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def gradient_size(self, first: int = 0, every: int = SAMPLED_EVERY) -> torch.Tensor:
-        """The norm of a sample of this rank's shards of the gradient; 0 where there is none."""
+        """Returns the norm of a sample of this rank's shards of the gradient; 0 where there is
+        none.
+        """
         samples = [gradient.flatten()[first::every] for gradient in self._gradients()]
         return torch.nn.utils.get_total_norm([sample for sample in samples if len(sample)])
 
@@ -148,7 +150,7 @@ class CountedReduceScatter:
     """FSDP2's reduce-scatter of one group of parameters; torch's `ReduceScatter` interface. Until
     `restart` it counts a sample of what every rank brings to the sum and of what is left.
 
-    copies: replicas of the shards, over which FSDP2 sums what was scattered. `take_reduced` is its
+    copies: replicas of the shards, over which FSDP2 sums what was scattered. `on_reduced` is its
     hook behind both. summed_in: the type of the counts.
 
     The hook runs for every group of every microbatch, when no cache holds its memory or its code
@@ -190,7 +192,7 @@ class CountedReduceScatter:
     ) -> None:
         _reduce_scatter(output_tensor, input_tensor, group=group, op=op)
 
-    def take_reduced(self, reduced: torch.Tensor) -> None:
+    def on_reduced(self, reduced: torch.Tensor) -> None:
         brought, self._input = self._input, None
         assert brought is not None, "its memory was allocated here"
         chunk = len(reduced)
@@ -243,7 +245,7 @@ class CountedReduceScatter:
 
 
 def counted(reductions: Sequence[CountedReduceScatter], device: torch.device) -> ReducedGradient:
-    """The update's counts, a bucket for each group of parameters."""
+    """Returns the update's counts, a bucket for each group of parameters."""
     columns = torch.stack([reduction.counts().to(device) for reduction in reductions], dim=1)
     return ReducedGradient(*columns)
 

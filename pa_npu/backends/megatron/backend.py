@@ -56,8 +56,8 @@ from pa_npu.checkpoints.directories import CheckpointMeta
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
+from pa_npu.samples.expert_choices import EXPERT_CHOICES
 from pa_npu.samples.microbatch import Microbatch, filler
-from pa_npu.samples.routes import ROUTES
 from pa_npu.telemetry.timeline import Timeline, now
 from pa_npu.weight_transfer.computation import Computation
 from pa_npu.weight_transfer.digest import digest_of
@@ -208,7 +208,7 @@ class MegatronBackend:
 
         self._run(source, num_microbatches, forward, loss, lambda: source.is_last)
         self._platform.synchronize()
-        return None if self._watched is None else self._watched.take()
+        return None if self._watched is None else self._watched.pop_reduced()
 
     def gradient_size(self, first: int = 0, every: int = SAMPLED_EVERY) -> torch.Tensor:
         return gradient_size(self._ddp, first, every)
@@ -237,16 +237,18 @@ class MegatronBackend:
             succeeded, grad_norm, _ = self._optimizer.step()
         self._platform.synchronize()
         routing = (
-            None if self._routing is None else self._routing.take(self.reductions, self.device)
+            None
+            if self._routing is None
+            else self._routing.pop_routing(self.reductions, self.device)
         )
         norm = math.nan if not succeeded or grad_norm is None else float(grad_norm)
         return Step(norm, learning_rate, routing)
 
     def evaluate(
-        self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]
+        self, microbatches: list[Microbatch], on_outputs: Callable[[Microbatch, Outputs], None]
     ) -> None:
         def loss(microbatch: Microbatch, output: ModelOutput) -> torch.Tensor:
-            take(microbatch, self._outputs(output))
+            on_outputs(microbatch, self._outputs(output))
             return torch.zeros((), device=self.device)
 
         on_device = [microbatch.to(self.device) for microbatch in microbatches]
@@ -257,13 +259,13 @@ class MegatronBackend:
     def rounding(
         self,
         microbatches: list[Microbatch],
-        take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
+        on_logprobs: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
     ) -> bool:
         narrow_dtype = self._stage.config.params_dtype
         wide = self._platform.widest_dtype if narrow_dtype == torch.float32 else torch.float32
         if wide == narrow_dtype:
             return False
-        on_device = [one.to(self.device) for one in microbatches]
+        on_device = [microbatch.to(self.device) for microbatch in microbatches]
         narrow: list[torch.Tensor] = []
 
         def keep(microbatch: Microbatch, scores: RowScores) -> torch.Tensor:
@@ -271,7 +273,7 @@ class MegatronBackend:
             return scores.logprobs.new_zeros(())
 
         def compare(microbatch: Microbatch, scores: RowScores) -> torch.Tensor:
-            take(microbatch, narrow.pop(0), scores.logprobs)
+            on_logprobs(microbatch, narrow.pop(0), scores.logprobs)
             return scores.logprobs.new_zeros(())
 
         self._pass_alone(
@@ -299,7 +301,7 @@ class MegatronBackend:
     def export(self, directory: Path) -> None:
         shards = self._shard_group
         export_hf(
-            self._stage.policy, self._spec, directory, self.place, shards, prompts=self._config.data
+            self._stage.policy, self._spec, directory, self.place, shards, config=self._config
         )
 
     def close(self) -> None:
@@ -394,8 +396,8 @@ class MegatronBackend:
         return replace(output, policy=part.joined(output.policy), frozen_scores=frozen)
 
     def _asked(self, microbatch: Microbatch) -> Sequence[str] | None:
-        """The frozen models that a microbatch asks for; None: all, as where experts of models lie
-        on ranks of several replicas, which compute together.
+        """Returns the frozen models that a microbatch asks for; None: all, as where experts of
+        models lie on ranks of several replicas, which compute together.
         """
         teachers = self._trainer_models.held
         if self._step_group is not None or all(model.targets is None for model in teachers):
@@ -407,7 +409,7 @@ class MegatronBackend:
     def _part(self, microbatch: Microbatch) -> Part:
         """This rank's part of a microbatch. Raises ConfigError for attachments."""
         refuse_attachments(microbatch, self._config)
-        return self._parts.of(microbatch)
+        return self._parts.for_microbatch(microbatch)
 
     def _outputs(self, output: ModelOutput) -> Outputs:
         weights = self._stage.weights
@@ -459,15 +461,16 @@ class MegatronBackend:
 def _inputs(
     part: Part,
 ) -> tuple[torch.Tensor, PrefixLayout | RankRows | PathRows, torch.Tensor, torch.Tensor]:
-    """What a model is given of a part."""
+    """Returns the inputs of a model for a part."""
     return part.tokens[None], part.layout, part.rows, part.targets
 
 
 def _replay(microbatch: Microbatch, part: Part) -> Replay | None:
-    """The routes of a part's tokens. None where the run does not replay, or nobody recorded
+    """Returns the expert choices of a part's tokens. None where the run does not replay, or nobody
+    recorded
     anything: of a probe, and of a filler.
     """
-    if ROUTES not in microbatch.packed:
+    if EXPERT_CHOICES not in microbatch.packed:
         return None
     replay = replay_of(microbatch)
     return Replay(ids=part.of_rows(replay.ids, -1), leads=part.of_rows(replay.leads, False))
@@ -546,7 +549,7 @@ def run_pipelined(
 
 
 def with_spans(turns: Iterable[Turn], timeline: Timeline) -> Generator[Turn, None, None]:
-    """The same, with a timeline span for each: from the moment it is at hand until the next one is
+    """Yields the same, with a timeline span for each: from the moment it is at hand until the next one is
     asked for.
     """
     for turn in turns:

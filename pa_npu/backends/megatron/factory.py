@@ -96,6 +96,6 @@ def export_checkpoint(
         stage = build_stage(spec, config, platform)
         load_policy_only(stage, checkpoint)
         template = trained_template(checkpoint, config)
-        export_hf(stage.policy, spec, output, place, prompts=config.data, template=template)
+        export_hf(stage.policy, spec, output, place, config=config, template=template)
     finally:
         shutdown_parallel()

@@ -35,7 +35,7 @@ class HeldMicrobatches:
 
     @property
     def is_last(self) -> bool:
-        """Whether the microbatch handed out last is the last one."""
+        """Returns whether the microbatch handed out last is the last one."""
         return self._handed_out == len(self._held)
 
     def __iter__(self) -> Iterator[Microbatch]:
@@ -44,7 +44,7 @@ class HeldMicrobatches:
             yield microbatch
 
     def scores(self, microbatch: Microbatch) -> dict[str, RowScores]:
-        """By model; empty on stages before the last, and of a filler."""
+        """Returns scores by model; none on stages before the last, and none for a filler."""
         return self._scores.get(id(microbatch), {})
 
     def _holding(self, microbatches: Iterable[Microbatch]) -> Iterator[Microbatch]:

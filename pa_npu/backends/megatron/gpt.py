@@ -86,7 +86,7 @@ class GPT(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         picked = hidden.squeeze(1).index_select(0, rows)
         if head is not None:
-            head.watch(picked, is_partial=is_sharded)
+            head.offer(picked, is_partial=is_sharded)
         return score_rows(
             picked,
             self.head_weight().to(hidden.dtype),  # of a pass in a wider type
@@ -216,7 +216,7 @@ class CompiledSwiglu:
 
 
 def fused_ops(platform: Platform) -> FusedOps:
-    """The platform's operations as the layers call them.
+    """Returns the platform's operations as the layers call them.
 
     Raises UserError for a platform that this backend does not run on.
     """

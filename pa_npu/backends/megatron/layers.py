@@ -45,7 +45,7 @@ from pa_npu.platform.base import FusedOps
 class AttentionContext:
     """A microbatch's part in one model's layers. cos, sin: [tokens, 1, head_dim] at the tokens'
     positions. balance: factor of the routers' auxiliary loss; None where nothing is trained.
-    replay: routes that routers take; None leaves the choice to them."""
+    replay: expert choices that routers take; None leaves the choice to them."""
 
     layout: PrefixLayout | RankRows | PathRows
     cos: torch.Tensor

@@ -57,8 +57,8 @@ def set_rates(optimizer: Any, config: Config, update: int) -> float:
 
 
 def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """The tensors that nothing but a step reads: moments, and weights in fp32 where the model has
-    another type.
+    """Yields the tensors that nothing but a step reads: moments, and weights in fp32 where the
+    model has another type.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
@@ -91,7 +91,7 @@ class WatchedReduction:
         for group in self._groups:
             self._watch(group, group.start_grad_sync, group.finish_grad_sync)
 
-    def take(self) -> ReducedGradient:
+    def pop_reduced(self) -> ReducedGradient:
         """Returns the sums of the reduction that has ended, and forgets them."""
         buckets = [bucket for group in self._groups for bucket in group.buckets]
         none = torch.full((), torch.nan, dtype=self._summed_in, device=buckets[0].grad_data.device)
@@ -130,7 +130,7 @@ class WatchedReduction:
 
 
 def gradient_size(ddp: Any, first: int, every: int) -> torch.Tensor:
-    """The norm of a sample of what this rank's gradient buffers hold."""
+    """Returns the norm of a sample of what this rank's gradient buffers hold."""
     buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
     sizes = [torch.linalg.vector_norm(buffer.grad_data[first::every]) for buffer in buffers]
     return torch.stack(sizes).norm()
@@ -275,8 +275,8 @@ class _SteppedPart:
 
 
 def _memory_of(part: Any) -> dict[torch.Tensor, _Memory]:
-    """By parameter, of one of Megatron's optimizers: its distributed one, or one of whole
-    parameters in bf16 or fp32.
+    """Returns the memory of each parameter in one of Megatron's optimizers: the distributed one, or
+    one of whole parameters in bf16 or fp32.
     """
     settings = {
         id(weights): group for group in part.optimizer.param_groups for weights in group["params"]
@@ -321,7 +321,7 @@ def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None: ...
 
 
 def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The same memory in one dimension, without gradient; shards mostly are that already."""
+    """Returns the same memory in one dimension, without gradient; shards mostly are that already."""
     if tensor is None or (tensor.dim() == 1 and not tensor.requires_grad):
         return tensor
     return tensor.detach().view(-1)

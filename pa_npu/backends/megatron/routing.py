@@ -1,4 +1,4 @@
-"""The experts that tokens go to: a layer's router, replayed routes, and an update's figures."""
+"""The experts that tokens go to: a layer's router, replayed choices, and an update's figures."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pa_npu.backends.protocol import Routing
 from pa_npu.config.mesh import Place
 from pa_npu.errors import InvariantViolation
 from pa_npu.families.shape import Experts
+from pa_npu.samples.expert_choices import EXPERT_CHOICES
 from pa_npu.samples.microbatch import Microbatch
-from pa_npu.samples.routes import ROUTES
 
 if TYPE_CHECKING:
     from pa_npu.backends.megatron.layers import AttentionContext
@@ -36,12 +36,12 @@ _MAX_MISSING = 0.05
 
 @dataclass(frozen=True)
 class Replay:
-    """The routes of all packed tokens of a microbatch.
+    """The expert choices of all packed tokens of a microbatch.
 
     ids: [tokens, layers with experts, experts per token]. For a token whose ids are no experts the
     router chooses.
     leads: bool [tokens], whether a target follows from the token. Other tokens, such as the last
-    one of a response, need no route.
+    one of a response, need no experts.
     """
 
     ids: torch.Tensor
@@ -58,8 +58,8 @@ class Replay:
 
 
 def replay_of(microbatch: Microbatch) -> Replay:
-    """Takes the column ROUTES of a microbatch that has it."""
-    ids = microbatch.packed[ROUTES]
+    """Takes the column EXPERT_CHOICES of a microbatch that has it."""
+    ids = microbatch.packed[EXPERT_CHOICES]
     # devices hardly compute with uint16; ids have 15 bits, so that none becomes negative
     if ids.dtype == torch.uint16:
         ids = ids.view(torch.int16)
@@ -117,10 +117,10 @@ class Router(MegatronModule):
             first = len(preferred) * parallel_state.get_tensor_model_parallel_group().rank()
         replay = None if context is None else context.replay
         if replay is not None:
-            routes, has_route = replay.in_layer(
+            expert_choices, is_recorded = replay.in_layer(
                 slice(first, first + len(preferred)), self.number, self.experts.count
             )
-            chosen = torch.where(has_route, routes, preferred)
+            chosen = torch.where(is_recorded, expert_choices, preferred)
         weights = probabilities.gather(-1, chosen)
         if self.experts.normalises:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -134,12 +134,12 @@ class Router(MegatronModule):
         )
         replayed = counts.new_zeros(4)
         if replay is not None:
-            changed = has_route & (routes[:, :, None] != preferred[:, None, :]).all(-1)
+            changed = is_recorded & (expert_choices[:, :, None] != preferred[:, None, :]).all(-1)
             leads = replay.leads[first : first + len(preferred)]
             sums = [
                 changed.sum(),
-                has_route.expand_as(routes).sum(),
-                (leads & ~has_route[:, 0]).sum(),
+                is_recorded.expand_as(expert_choices).sum(),
+                (leads & ~is_recorded[:, 0]).sum(),
                 leads.sum(),
             ]
             replayed = torch.stack(sums).to(counts.dtype)
@@ -149,7 +149,7 @@ class Router(MegatronModule):
             weights = _WithLoss.apply(weights, context.balance * loss)
         return weights, chosen
 
-    def take_noted(self) -> torch.Tensor:
+    def pop_noted(self) -> torch.Tensor:
         """Returns the sums of the trained passes since the last call, and forgets them.
 
         fp32 [experts + 6]: this rank's tokens of each expert, their entropy, their number; replayed
@@ -210,7 +210,7 @@ class _WithLoss(torch.autograd.Function):
 
 class RoutingWatch:
     """Collects the figures of the routers of a stage's policy, which note what they do in forward
-    passes that are trained (Router.take_noted).
+    passes that are trained (Router.pop_noted).
     """
 
     def __init__(self, policy: torch.nn.Module, place: Place, experts: Experts) -> None:
@@ -228,18 +228,18 @@ class RoutingWatch:
     def forget(self) -> None:
         """Begins another update and forgets what was noted of passes that no step followed."""
         for router in self._routers.values():
-            router.take_noted()
+            router.pop_noted()
 
-    def take(self, reductions: Reductions, device: torch.device) -> Routing:
+    def pop_routing(self, reductions: Reductions, device: torch.device) -> Routing:
         """Returns the figures of the update that has ended, over all layers and tokens, and forgets
         them. Collective.
 
-        Raises InvariantViolation if too many tokens came without routes.
+        Raises InvariantViolation if too many tokens came without expert choices.
         """
         figures = torch.zeros(len(self._experts.layers) + 6, device=device)
         if self._routers:
             noted = reductions.gradients(
-                torch.stack([router.take_noted() for router in self._routers.values()])
+                torch.stack([router.pop_noted() for router in self._routers.values()])
             )
             counts, entropy, tokens = noted[:, :-6], noted[:, -6], noted[:, -5].clamp_min(1)
             self._seen = self._seen + counts
@@ -266,13 +266,14 @@ class RoutingWatch:
         if missing > _MAX_MISSING * needed:
             raise InvariantViolation(
                 f"algorithm.router_replay: {missing / needed:.1%} of the update's tokens came "
-                f"without routes, more than {_MAX_MISSING:.0%}, and were routed by the trainers; "
+                f"without expert choices, more than {_MAX_MISSING:.0%}, and were routed by the "
+                f"trainers; "
                 "look at the engines' logs, or set router_replay to none"
             )
         return replace(
             routing,
             replay_changed=changed / max(1.0, replayed),
-            routes_missing=round(missing / layers),
+            expert_choices_missing=round(missing / layers),
         )
 
     def _report_untouched(self, untouched: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ class Condition:
 
 
 def never_read(c: ConfigTree) -> bool:
-    """For a condition that holds of whoever names it."""
+    """Returns False, as the condition of a key that nothing reads."""
     return False
 
 
@@ -66,9 +66,18 @@ CONDITIONS: tuple[Condition, ...] = (
         "set environment.name to another than single_turn",
     ),
     Condition(
-        "agent.command agent.programs agent.concurrent agent.output_kib agent.discards "
-        "agent.tool_parser agent.container",
+        "agent.command agent.programs agent.concurrent agent.output_kib agent.container",
         lambda c: c.environment.name == "agents",
+        "set environment.name=agents",
+    ),
+    Condition(
+        "agent.discards",
+        lambda c: c.environment.name in ("agents", "remote", "tool_class"),
+        "set environment.name=agents",
+    ),
+    Condition(
+        "agent.tool_parser",
+        lambda c: c.environment.name in ("agents", "tool_class"),
         "set environment.name=agents",
     ),
     Condition(
@@ -135,7 +144,7 @@ _OF_FUNCTIONS = {"pattern": "format", "buffer_tokens": "overlong"}
 
 
 def broken_unread(c: ConfigTree) -> Iterator[str]:
-    """One line per key that is set and read by nothing, whatever the algorithm is."""
+    """Yields one line per key that is set and read by nothing, whatever the algorithm is."""
     yield from unread_keys(c, CONDITIONS)
     for number, function in enumerate(c.reward.functions):
         for key, name in _OF_FUNCTIONS.items():
@@ -147,7 +156,7 @@ def broken_unread(c: ConfigTree) -> Iterator[str]:
 
 
 def unread_keys(c: ConfigTree, conditions: Iterable[Condition]) -> Iterator[str]:
-    """One line per key that is set while its condition says that nothing reads it."""
+    """Yields one line per key that is set while its condition says that nothing reads it."""
     preset = preset_keys(c.algorithm.name)
     for condition in conditions:
         for key in condition.keys.split():
@@ -164,7 +173,7 @@ def unread_keys(c: ConfigTree, conditions: Iterable[Condition]) -> Iterator[str]
 
 
 def value_and_default(c: ConfigTree, key: str) -> tuple[Any, Any]:
-    """The values of a dotted key."""
+    """Returns the values of a dotted key."""
     section, _, name = key.partition(".")
     model = getattr(c, section)
     return getattr(model, name), type(model).model_fields[name].get_default(

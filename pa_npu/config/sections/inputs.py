@@ -83,7 +83,7 @@ class Dataset(Section):
     """A dataset with options of its own."""
 
     path: FilePath = Field(
-        ..., min_length=1, description="File or directory, in the formats of data.train."
+        ..., min_length=1, description="File, directory or name, in the forms of data.train."
     )
     split: str | None = Field(
         None,
@@ -100,7 +100,19 @@ class Dataset(Section):
     max_rows: int | None = Field(
         None,
         ge=1,
-        description="Number of rows to read, from the first on. null reads all rows.",
+        description="Number of rows to read, from the first on. null reads all rows, or makes 1,000 "
+        "if tasks make them.",
+    )
+    seed: int = Field(
+        0,
+        ge=0,
+        lt=2**31,
+        description="Seed of rows that tasks make (reasoning_gym:NAME). Training and held-out rows "
+        "of one seed differ.",
+    )
+    task_options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Options of tasks that make rows, by task, such as {chain_sum: {max_terms: 3}}.",
     )
     system_prompt: str | None = Field(
         None, description="Replaces data.system_prompt for this dataset."
@@ -138,7 +150,7 @@ class TrainingDataset(Dataset):
         return named[0] if named else path.stem or self.path
 
 
-class Demonstrations(TrainingDataset):
+class DemonstrationDataset(TrainingDataset):
     """Rows of data that are trained beside what the policy writes."""
 
     weight: float = Field(
@@ -163,13 +175,14 @@ class DataConfig(Section):
     ) = Field(
         ...,
         description="Training prompts: a JSONL, CSV or parquet file (question/answer, "
-        "prompt/answer or messages), a directory of the datasets library, or a list of "
-        "several that are mixed by weight.",
+        "prompt/answer or messages), a directory of the datasets library, datasets:NAME for "
+        "what that library loads, reasoning_gym:NAME[,NAME...] for tasks that make their rows, or "
+        "a list of several that are mixed by weight.",
     )
     test: Annotated[FilePath, Field(min_length=1)] | Dataset | None = Field(
         None, description="Held-out prompts in the same formats. null turns evaluation off."
     )
-    demonstrations: Annotated[FilePath, Field(min_length=1)] | Demonstrations | None = Field(
+    demonstrations: Annotated[FilePath, Field(min_length=1)] | DemonstrationDataset | None = Field(
         None,
         description="Rows that are trained by cross-entropy in the same updates as what the policy "
         "writes, such as solutions by a person or a stronger model, in the formats of the "
@@ -247,10 +260,10 @@ class DataConfig(Section):
         return [dataset.weight / total for dataset in self.datasets]
 
     @property
-    def demonstrated(self) -> Demonstrations | None:
+    def demonstrated(self) -> DemonstrationDataset | None:
         """Returns data.demonstrations with its options."""
         if isinstance(self.demonstrations, str):
-            return Demonstrations(path=self.demonstrations)
+            return DemonstrationDataset(path=self.demonstrations)
         return self.demonstrations
 
     def key_of(self, number: int) -> str:

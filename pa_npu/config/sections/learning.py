@@ -10,7 +10,7 @@ from pydantic import Field
 from pa_npu.config.presets import PresetName
 from pa_npu.config.sections import FilePath, Section, Several
 
-REWARDS = ("math", "format", "overlong", "judge", "code")
+REWARDS = ("math", "format", "overlong", "judge", "code", "reasoning_gym")
 
 
 class LoraConfig(Section):
@@ -289,7 +289,9 @@ class TeacherConfig(Section):
 
     @property
     def place(self) -> TeacherPlace:
-        """Who computes it: trainers, engines of its own, a server, or the run's engines."""
+        """Returns who computes the teacher: trainers, engines of its own, a server, or the run's
+        engines.
+        """
         if self.url is not None:
             return "server"
         if self.hint_column is not None:
@@ -298,7 +300,7 @@ class TeacherConfig(Section):
 
     @property
     def is_scored(self) -> bool:
-        """Whether its log-probs come with the groups, rather than from the trainers."""
+        """Returns whether its log-probs come with the groups, rather than from the trainers."""
         return self.place != "trainers"
 
 

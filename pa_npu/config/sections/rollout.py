@@ -172,7 +172,7 @@ class RolloutConfig(Section):
 
     @property
     def has_engines(self) -> bool:
-        """Whether anything writes tokens for the run.
+        """Returns whether anything writes tokens for the run.
 
         Without engines none is started, planned, published to or waited for, and samples are rows
         of data.
@@ -193,7 +193,8 @@ class EnvironmentConfig(Section):
         min_length=1,
         description="How a prompt becomes samples: single_turn; tools (several turns with a tool); "
         "agents (programs that call the run's gateway, docs/agents.md); remote (a "
-        "server with reset and step); or module:Class, a class of your own.",
+        "server with reset and step); tool_class (a class whose methods are tools, TRL's "
+        "environment_factory); or module:Class, a class of your own.",
     )
     max_turns: int = Field(
         4, ge=1, le=1000, description="Maximum number of the policy's turns in one sample."
@@ -230,7 +231,8 @@ class RewardFunction(Section):
     name: str = Field(
         ...,
         min_length=1,
-        description="math, format, overlong, judge, code, or module:function of your own.",
+        description="math, format, overlong, judge, code, reasoning_gym, or module:function of "
+        "your own.",
     )
     weight: float = Field(
         1.0,
@@ -367,7 +369,8 @@ class RewardConfig(Section):
     functions: Several[RewardFunction] = Field(
         (RewardFunction(name="math"),),
         min_length=1,
-        description="Reward functions. The reward of a response is their weighted sum.",
+        description="Reward functions. The reward of a response is their weighted sum. If unset, "
+        "math; reasoning_gym where data.train names its tasks.",
     )
     judge: JudgeConfig = Field(JudgeConfig(), description="The judge of the function `judge`.")
     code: CodeConfig = Field(CodeConfig(), description="How the function `code` runs programs.")
@@ -389,7 +392,7 @@ class RewardConfig(Section):
 
     @property
     def reads_answers(self) -> bool:
-        """Whether a reward may compare responses with a reference answer."""
+        """Returns whether a reward may compare responses with a reference answer."""
         judge_reads_answer = "{answer}" in self.judge.template
         return any(
             function.name == "math"

@@ -30,7 +30,7 @@ from pa_npu.engines.transformers.image_passes import ImagePasses, Pass, PromptIm
 
 T = TypeVar("T")
 NO_OPTIONS: Mapping[str, torch.Tensor] = {}
-NO_ROUTES = np.zeros((0, 0, 0), np.uint16)
+NO_CHOICES = np.zeros((0, 0, 0), np.uint16)
 
 
 # Rows whose log-probs of the whole vocabulary are in memory at once.
@@ -61,20 +61,20 @@ class DecodingParameters:
 class Prefilled:
     """A computed prompt.
 
-    cache: its keys and values. scores: of the token after it, fp32 [vocabulary]. routes: of its
-    tokens (RouteRecorder). position: of the token after it, for a model that reads images; it is
-    not the number of tokens behind an image.
+    cache: its keys and values. scores: of the token after it, fp32 [vocabulary]. expert_choices: of
+    its tokens (ExpertChoiceRecorder). position: of the token after it, for a model that reads
+    images; it is not the number of tokens behind an image.
     """
 
     cache: Any
     scores: torch.Tensor
-    routes: npt.NDArray[np.uint16]
+    expert_choices: npt.NDArray[np.uint16]
     position: int | None = None
 
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """What a model says of a sequence, from its second token on.
+    """A model's log-probs of a sequence, from its second token on.
 
     logprobs: of the tokens. likely, likely_logprobs: the most likely tokens of each place, the
     likeliest first.
@@ -86,10 +86,11 @@ class ScoredTokens:
 
 
 @dataclass
-class Response:
+class RunningResponse:
     """A response in the making.
 
-    routes: of the tokens that were computed, pass by pass. finish_reason: None until it ends.
+    expert_choices: of the tokens that were computed, pass by pass. finish_reason: None until it
+    ends.
     position: of the next token, see Prefilled.
     """
 
@@ -98,7 +99,7 @@ class Response:
     cache: Any
     scores: torch.Tensor
     position: int | None = None
-    routes: list[npt.NDArray[np.uint16]] = field(default_factory=list)
+    expert_choices: list[npt.NDArray[np.uint16]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
@@ -111,29 +112,31 @@ class Decoder:
         self._model = model
         self._device = device
         self._images = ImagePasses(model, device) if has_tower(model) else None
-        self._recorder = RouteRecorder(model)
-        self.records_routes = self._recorder.num_routers > 0
+        self._recorder = ExpertChoiceRecorder(model)
+        self.records_expert_choices = self._recorder.num_routers > 0
 
     def prefill(self, prompt: Sequence[int], images: Sequence[PromptImage] = ()) -> Prefilled:
         if self._images is None:
-            return Prefilled(*self._forward(prompt, None), self._recorder.pop_routes())
+            return Prefilled(*self._forward(prompt, None), self._recorder.pop_expert_choices())
         cache = None
         passes, position = self._images.passes(prompt, images)
-        routes = []
+        expert_choices = []
         for tokens, options in passes:
             cache, scores = self._forward(tokens, cache, options)
-            routes.append(self._recorder.pop_routes())
-        return Prefilled(cache, scores, np.concatenate(routes), position)
+            expert_choices.append(self._recorder.pop_expert_choices())
+        return Prefilled(cache, scores, np.concatenate(expert_choices), position)
 
-    def begin(self, prefilled: Prefilled, seed: int, parameters: DecodingParameters) -> Response:
+    def begin(
+        self, prefilled: Prefilled, seed: int, parameters: DecodingParameters
+    ) -> RunningResponse:
         generator = torch.Generator().manual_seed(seed)
-        response = Response(
+        response = RunningResponse(
             parameters=parameters,
             generator=generator,
             cache=copy.deepcopy(prefilled.cache),
             scores=prefilled.scores,
             position=prefilled.position,
-            routes=[prefilled.routes],
+            expert_choices=[prefilled.expert_choices],
         )
         for token in parameters.written:
             if parameters.temperature:
@@ -141,11 +144,11 @@ class Decoder:
             self._append(response, token)
         return response
 
-    def unbegun(self, parameters: DecodingParameters) -> Response:
+    def unbegun(self, parameters: DecodingParameters) -> RunningResponse:
         """Returns a response that was cut before its prompt was computed."""
-        return Response(parameters, torch.Generator(), None, torch.empty(0))
+        return RunningResponse(parameters, torch.Generator(), None, torch.empty(0))
 
-    def step(self, response: Response) -> None:
+    def step(self, response: RunningResponse) -> None:
         """Samples one more token, with its log-prob under the distribution it was sampled from."""
         parameters = response.parameters
         if parameters.temperature == 0.0:
@@ -182,18 +185,18 @@ class Decoder:
         count: how many of the most likely tokens of each place are wanted too.
         """
         logits = self._all_logits(tokens, images)[:-1]
-        self._recorder.pop_routes()
-        own, likely, of_likely = [], [], []
+        self._recorder.pop_expert_choices()
+        of_tokens, likely, of_likely = [], [], []
         targets = torch.tensor(list(tokens[1:]), dtype=torch.int64, device=self._device)[:, None]
         for start in range(0, len(logits), _SCORED_ROWS):
             rows = slice(start, start + _SCORED_ROWS)
             logprobs = torch.log_softmax(logits[rows].float() / temperature, dim=-1)
-            own.append(logprobs.gather(-1, targets[rows])[:, 0])
+            of_tokens.append(logprobs.gather(-1, targets[rows])[:, 0])
             top = logprobs.topk(count, dim=-1)
             likely.append(top.indices)
             of_likely.append(top.values)
         return ScoredTokens(
-            torch.cat(own).tolist(), torch.cat(likely).tolist(), torch.cat(of_likely).tolist()
+            torch.cat(of_tokens).tolist(), torch.cat(likely).tolist(), torch.cat(of_likely).tolist()
         )
 
     def _all_logits(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> torch.Tensor:
@@ -215,13 +218,13 @@ class Decoder:
             logits.append(output.logits[0])
         return torch.cat(logits)
 
-    def _append(self, response: Response, token: int) -> None:
+    def _append(self, response: RunningResponse, token: int) -> None:
         options: dict[str, torch.Tensor] = {}
         if self._images is not None and response.position is not None:
             options = self._images.at(response.position)
             response.position += 1
         response.cache, response.scores = self._forward([token], response.cache, options)
-        response.routes.append(self._recorder.pop_routes())
+        response.expert_choices.append(self._recorder.pop_expert_choices())
 
     @torch.inference_mode()
     def _forward(
@@ -244,7 +247,7 @@ class Decoder:
         return torch.tensor([list(tokens)], dtype=torch.int64, device=self._device)
 
 
-class RouteRecorder:
+class ExpertChoiceRecorder:
     """Records the experts that a mixture's routers choose in a forward pass, by hooks.
 
     num_routers: number of layers whose router returns its choice.
@@ -258,15 +261,15 @@ class RouteRecorder:
         for router in routers:
             router.register_forward_hook(self._record)
 
-    def pop_routes(self) -> npt.NDArray[np.uint16]:
-        """Returns the routes of the pass since the last call.
+    def pop_expert_choices(self) -> npt.NDArray[np.uint16]:
+        """Returns the expert choices of the pass since the last call.
 
         They are uint16 [tokens, layers, experts per token]; [0, 0, 0] for a dense model.
         """
         chosen = self._chosen
         self._chosen = []
         if not chosen:
-            return NO_ROUTES
+            return NO_CHOICES
         return torch.stack(chosen, 1).cpu().numpy().astype(np.uint16)
 
     def _record(self, router: torch.nn.Module, inputs: Any, output: Any) -> None:
@@ -301,12 +304,12 @@ class _Request:
     prompt: Sequence[int]
     seeds: Sequence[int]
     parameters: DecodingParameters
-    future: Future[list[Response]]
+    future: Future[list[RunningResponse]]
     images: Sequence[PromptImage] = ()
-    responses: list[Response] = field(default_factory=list)
+    responses: list[RunningResponse] = field(default_factory=list)
 
     @property
-    def open(self) -> list[Response]:
+    def open(self) -> list[RunningResponse]:
         return [response for response in self.responses if response.finish_reason is None]
 
 
@@ -342,7 +345,7 @@ class Scheduler:
         seeds: Sequence[int],
         parameters: DecodingParameters,
         images: Sequence[PromptImage] = (),
-    ) -> Future[list[Response]]:
+    ) -> Future[list[RunningResponse]]:
         """Returns one response per seed. Cancelling the future ends them."""
         request = _Request(prompt, seeds, parameters, Future(), images)
         self._inbox.put(request)

@@ -90,6 +90,6 @@ TRANSFORMERS = EngineKind(
     describe=describe,
     served_model=served_model,
     merges_adapters=True,
-    records_routes=True,
+    records_expert_choices=True,
     reads_images=True,
 )

@@ -1,4 +1,4 @@
-"""What a transformers engine can be asked: the fields of its requests, with their bounds."""
+"""The requests that a transformers engine takes: their fields, with bounds."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Extra(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
     drawn: number of the prompt's last tokens that are the beginning of a single response, of which
         the rest is asked for.
-    routes: whether to return the experts of each token.
+    expert_choices: whether to return the experts of each token.
     score_temperature: of prompt_logprobs.
     """
 
     drawn: Annotated[int, msgspec.Meta(ge=0)] = 0
-    routes: int = 0
+    expert_choices: int = 0
     score_temperature: Annotated[float, msgspec.Meta(gt=0)] = 1.0
 
 
@@ -32,8 +32,8 @@ Prompt = Annotated[list[int], msgspec.Meta(min_length=1)]
 
 
 class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A request as pa_npu.engines.codec and score_codec write it, or as programs send it that compare
-    models by the log-probs of given texts; unknown fields are refused.
+    """A request as pa_npu.engines.codec and score_codec write it, or as programs send it that
+    compare models by the log-probs of given texts; unknown fields are refused.
 
     prompt: tokens or a text, or several of either. Response i follows from seed + i. logprobs: asks
     for them, with so many of the most likely tokens of each place. echo: the answer begins with the
@@ -69,7 +69,9 @@ class CompletionRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     @property
     def scored_choices(self) -> int | None:
-        """How many of the most likely tokens of the prompt's places are wanted; None: no scores."""
+        """Returns how many most likely tokens are wanted for each position of the prompt; None: no
+        scores.
+        """
         if self.prompt_logprobs is not None:
             return self.prompt_logprobs
         return self.logprobs if self.echo else None
@@ -80,5 +82,5 @@ class WorkerCall(msgspec.Struct, forbid_unknown_fields=True):
     args: list[Any]
 
 
-class RequestRefused(Exception):
+class EngineRequestRefused(Exception):
     """A request that cannot be served; the message says why."""

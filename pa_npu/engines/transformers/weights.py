@@ -16,7 +16,8 @@ from pa_npu.weight_transfer.transport import WeightSyncError
 class ModelWorker(WeightCalls):
     """The one worker of this engine.
 
-    records_routes: whether it can report experts of tokens. reads_images: whether it takes images.
+    records_expert_choices: whether it can report experts of tokens. reads_images: whether it takes
+    images.
     """
 
     rank = 0
@@ -26,20 +27,20 @@ class ModelWorker(WeightCalls):
         model: torch.nn.Module,
         device: torch.device,
         directory: str,
-        records_routes: bool,
+        records_expert_choices: bool,
         reads_images: bool = False,
     ) -> None:
         self.device = device
         self._model = model
         self._directory = directory
-        self._records_routes = records_routes
+        self._records_expert_choices = records_expert_choices
         self._reads_images = reads_images
 
     def pa_version(self) -> dict[str, Any]:
         return super().pa_version() | {
             "continues": True,
             "sleeps": False,
-            "routes": self._records_routes,
+            "expert_choices": self._records_expert_choices,
             "scores_at_temperature": True,
             "images": self._reads_images,
         }

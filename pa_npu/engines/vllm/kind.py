@@ -43,7 +43,7 @@ from pa_npu.errors import ConfigError, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.model_rules import check_engine
 from pa_npu.platform.typical import HOST_PREFIX_BLOCK
-from pa_npu.samples.routes import routes_of
+from pa_npu.samples.expert_choices import ExpertChoices
 from pa_npu.vision.family import read_vision
 
 WORKER_EXTENSION = "pa_npu.engines.vllm.worker.WorkerExtension"
@@ -139,8 +139,8 @@ def server_command(
     if config.model.trust_remote_code:
         argv.append("--trust-remote-code")
     argv += graph_arguments(config, version)
-    if routes_of(config, spec) is not None:
-        argv += version.routes_args
+    if ExpertChoices.from_config(config, spec) is not None:
+        argv += version.expert_choices_args
     vision = read_vision(spec.path)
     if vision is not None and config.data.images_column is not None:
         argv += ["--enable-scale-out", "--limit-mm-per-prompt", json.dumps({"video": 0})]
@@ -353,6 +353,6 @@ VLLM = EngineKind(
     served_model=served_model,
     tool_parser=tool_parser,
     merges_adapters=True,
-    records_routes=True,
+    records_expert_choices=True,
     reads_images=True,
 )

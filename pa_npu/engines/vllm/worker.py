@@ -3,8 +3,8 @@
     VLLM_SERVER_DEV_MODE=1 vllm serve ... --worker-extension-cls
     pa_npu.engines.vllm.worker.WorkerExtension
 
-Its calls, by collective_rpc, are those of pa_npu.engines.weight_calls, and pa_routes: the experts
-that the tokens of an answered request took, on the first worker.
+Its calls, by collective_rpc, are those of pa_npu.engines.weight_calls, and pa_expert_choices: the
+experts that the tokens of an answered request took, on the first worker.
 
 Call them without collective_rpc's own `timeout`: once one fires, vLLM gives every later reply to
 the wrong caller. The deadlines are `timeout_s` of pa_connect and the client's own. The server's
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from pa_npu.engines.live_weights import LiveTensor
-from pa_npu.engines.vllm import routes, scores
+from pa_npu.engines.vllm import expert_choices, scores
 from pa_npu.engines.vllm.live import live_tensors
 from pa_npu.engines.vllm.streams import follow_streams
 from pa_npu.engines.weight_calls import WeightCalls
@@ -50,7 +50,7 @@ class WorkerExtension(WeightCalls):
             loaded: set[str] | None = model.load_weights(weights)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        if (recorder := routes.recorder_of(self)) is not None:
+        if (recorder := expert_choices.recorder_of(self)) is not None:
             recorder.forget()
         return [] if loaded is None else [name for name in wanted if name not in loaded]
 
@@ -67,7 +67,7 @@ class WorkerExtension(WeightCalls):
         """Returns the weight version and the worker's abilities.
 
         continues: requests can begin at any place of their random streams. sleeps: it was started
-        with --enable-sleep-mode. routes: the engine reports which experts tokens took.
+        with --enable-sleep-mode. expert_choices: the engine reports which experts tokens took.
         scores_at_temperature: prompt log-probs follow a temperature that the request names. images:
         its model reads images.
         """
@@ -75,19 +75,19 @@ class WorkerExtension(WeightCalls):
         return super().pa_version() | {
             "continues": follow_streams(self),
             "sleeps": bool(getattr(worker.model_config, "enable_sleep_mode", False)),
-            "routes": routes.records_routes(self),
+            "expert_choices": expert_choices.records_expert_choices(self),
             "scores_at_temperature": scores.follow_temperatures(self),
             "images": bool(getattr(worker.model_config, "is_multimodal_model", False)),
         }
 
-    def pa_routes(self, request: str, n: int, given: int) -> dict[str, Any]:
-        """Returns the routes of a request (VllmRouteRecorder.pop_routes).
+    def pa_expert_choices(self, request: str, n: int, given: int) -> dict[str, Any]:
+        """Returns the expert choices of a request (VllmExpertChoiceRecorder.pop_expert_choices).
 
-        Returns {} if the engine records routes by itself. Also on all workers but the first, which
-        has the same.
+        Returns {} if the engine records expert choices by itself. Also on all workers but the
+        first, which has the same.
         """
-        recorder = routes.recorder_of(self) if self.rank == 0 else None
-        return {} if recorder is None else recorder.pop_routes(request, n, given)
+        recorder = expert_choices.recorder_of(self) if self.rank == 0 else None
+        return {} if recorder is None else recorder.pop_expert_choices(request, n, given)
 
 
 def with_tied_head(

@@ -1,4 +1,4 @@
-"""What the checks of a run have found, and how a plan forgives what is merely not on this machine."""
+"""Findings of the checks of a run; a plan forgives what is merely not on this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass
 class Findings:
-    """What the checks have found so far.
+    """The findings of the checks so far.
 
     spec: the model's shape.
     platform: None where the configured kind of device is not on this machine.
@@ -71,5 +71,7 @@ class LocalChecks:
             is_absence = not files or any(not Path(file).exists() for file in files if file)
             if not (self.forgive and is_absence):
                 raise
-            self.findings.notes.append(str(error))
+            note = str(error)
+            if note not in self.findings.notes:  # as of engines of several kinds
+                self.findings.notes.append(note)
             return None

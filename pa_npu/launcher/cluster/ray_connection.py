@@ -83,8 +83,8 @@ def _check_reachable(address: str) -> None:
 
 
 def _initialise(ray: Any, address: str) -> None:
-    """In a thread, because Ray sets signal handlers in the main one and has no deadline for the
-    connection.
+    """Connects in a thread, because Ray sets signal handlers in the main one and has no deadline
+    for the connection.
     """
     failed: list[BaseException] = []
 
@@ -107,7 +107,9 @@ def _initialise(ray: Any, address: str) -> None:
 
 
 class RayConnection:
-    """To one cluster. Handles and references that it returns mean something to it alone."""
+    """A connection to one cluster. Handles and references that it returns mean something to it
+    alone.
+    """
 
     def __init__(self, ray: Any, host: type[HostActor]) -> None:
         self._ray = ray
@@ -127,7 +129,7 @@ class RayConnection:
         ]
 
     def free(self, resource: str) -> float:
-        """How much of it nobody has reserved, in the whole cluster."""
+        """Returns how much of a resource nobody has reserved, in the whole cluster."""
         return float(self._ray.available_resources().get(resource, 0.0))
 
     def reserve(self, bundles: Sequence[Mapping[str, float]]) -> Any:
@@ -150,8 +152,8 @@ class RayConnection:
     def make_host(
         self, name: str, resources: Mapping[str, float], group: Any = None, bundle: int = -1
     ) -> Any:
-        """A host actor with these resources, in a bundle of a reserved group if one is given; it
-        exists when it first answers.
+        """Returns a host actor with these resources, in a bundle of a reserved group if one is
+        given; it exists when it first answers.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -178,11 +180,13 @@ class RayConnection:
         )
 
     def call(self, host: Any, method: str, *arguments: Any) -> Any:
-        """A reference to the result of a call that has begun."""
+        """Returns a reference to the result of a call that has begun."""
         return getattr(host, method).remote(*arguments)
 
     def done(self, references: Sequence[Any], timeout_s: float = 0.0) -> list[Any]:
-        """Those whose call has ended, well or not; waits until all have, or timeout_s."""
+        """Waits until all calls have ended, or timeout_s, and returns the references of those that
+        have, well or not.
+        """
         if not references:
             return []
         ready, _ = self._ray.wait(

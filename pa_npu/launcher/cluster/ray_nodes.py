@@ -138,7 +138,7 @@ class RayNodes:
         node.present = False
         self._take_away(node, 0.0)
         if was_present:
-            self.console.complain(f"{node.name} is lost: {reason}")
+            self.console.print_error(f"{node.name} is lost: {reason}")
             self.on_lost(node, reason)
 
     def close(self) -> None:
@@ -194,9 +194,9 @@ class RayNodes:
         node.problem = ""
         node.failed_starts = 0
         node.look = self.connection.call(node.host, "look")
-        self.console.say(f"{node.name} {'is back' if back else 'has joined'}")
+        self.console.print_line(f"{node.name} {'is back' if back else 'has joined'}")
         for note in report.notes:
-            self.console.complain(f"note: {node.name}: {note}")
+            self.console.print_error(f"note: {node.name}: {note}")
 
     def _start_again(self, node: Node, reason: str) -> None:
         node.failed_starts += 1
@@ -208,7 +208,7 @@ class RayNodes:
     def _refuse(self, node: Node, problem: str) -> None:
         self._take_away(node, _ASK_AGAIN_S)
         if problem != node.problem:
-            self.console.complain(f"refused: {problem}")
+            self.console.print_error(f"refused: {problem}")
         node.problem = problem
 
     def _take_away(self, node: Node, pause_s: float) -> None:
@@ -228,7 +228,7 @@ class RayNodes:
                 raise NodesMissing(f"{why_not()}, within {limit_s:g} s (run.startup_timeout_s)")
             if time.monotonic() - last_line_s > _WAITING_LINE_EVERY_S:
                 last_line_s = time.monotonic()
-                self.console.say(f"waiting for nodes ({waited_s:.0f} s): {why_not()}")
+                self.console.print_line(f"waiting for nodes ({waited_s:.0f} s): {why_not()}")
             time.sleep(TICK_S)
         return True
 

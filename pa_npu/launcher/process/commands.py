@@ -262,7 +262,7 @@ def is_loopback(host: str) -> bool:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has `address`; None where it cannot be found out."""
+    """Returns the network interface of this machine that has `address`; None if none is known."""
     if is_loopback(address):
         return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     try:
@@ -272,18 +272,10 @@ def interface_of(address: str) -> str | None:
         interfaces = psutil.net_if_addrs().items()
     except (ValueError, OSError):
         return None
-    candidates = (
-        (name, candidate)
-        for name, addresses in interfaces
-        for candidate in addresses
-        if candidate.family == family
-    )
     # a link-local address of IPv6 has its interface behind a percent sign
-    return next(
-        (
-            name
-            for name, candidate in candidates
-            if candidate.address.partition("%")[0] == str(socket_address[0]).partition("%")[0]
-        ),
-        None,
-    )
+    wanted = str(socket_address[0]).partition("%")[0]
+    for name, candidates in interfaces:
+        for candidate in candidates:
+            if candidate.family == family and candidate.address.partition("%")[0] == wanted:
+                return name
+    return None

@@ -27,10 +27,10 @@ class Console:
     def __init__(self, log: Path) -> None:
         self._log = RecordFile(log)
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         self._write(line, sys.stdout)
 
-    def complain(self, line: str) -> None:
+    def print_error(self, line: str) -> None:
         self._write(line, sys.stderr)
 
     def _write(self, line: str, stream: TextIO) -> None:
@@ -61,6 +61,6 @@ class Console:
 
 
 def _printable(line: str) -> str:
-    """The line with escapes for all that a terminal would obey but HIGHLIGHT."""
+    """Returns the line with escapes for all that a terminal would obey but HIGHLIGHT."""
     pieces = [piece for piece in _HIGHLIGHTS.split(line) if piece]
     return "".join(piece if piece in HIGHLIGHT else printable(piece) for piece in pieces)

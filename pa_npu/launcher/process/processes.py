@@ -29,7 +29,7 @@ class Process(Protocol):
         """None while it runs; negative for a signal."""
 
     def describe_end(self) -> str:
-        """For example "exit code 1" or "killed by SIGKILL"."""
+        """Returns how the process ended, such as "exit code 1" or "killed by SIGKILL"."""
 
     def last_lines(self, count: int) -> list[str]:
         """Returns the last `count` lines of its log."""
@@ -40,16 +40,16 @@ class Processes(Protocol):
 
     @property
     def processes(self) -> Sequence[Process]:
-        """Those that were started and not forgotten."""
+        """Returns the processes that were started and not forgotten."""
 
     def can_launch(self, command: Startable) -> bool:
-        """Whether the node that it is for is there."""
+        """Returns whether the node that it is for is there."""
 
     def launch(self, command: Startable) -> Process:
         """Start it, with its output in LOG_DIR/<name>.log."""
 
     def ended(self) -> Sequence[Process]:
-        """Those that ended, the likely culprits first."""
+        """Returns the processes that ended, the likely culprits first."""
 
     def stop(self, processes: Sequence[Process] | None = None) -> None:
         """Stop them, or all, gracefully at first; returns when they are gone."""
@@ -58,7 +58,7 @@ class Processes(Protocol):
         """SIGKILL a process, which may hang."""
 
     def forget(self, processes: Sequence[Process]) -> None:
-        """These have ended, others may take their names."""
+        """Forgets processes that have ended; others may take their names."""
 
     def settle(self, seconds: float) -> None:
         """After an end: wait until those that ended at the same time are known too."""
@@ -77,7 +77,7 @@ class Awaited:
 
 
 def engine_answers(url: str) -> bool:
-    """Whether the engine serves requests."""
+    """Returns whether the engine serves requests."""
     try:
         return bounded_get(f"{url}/health", {}, _PROBE_TIMEOUT_S)[0] == 200
     except (OSError, ValueError):
@@ -85,5 +85,5 @@ def engine_answers(url: str) -> bool:
 
 
 def trainers_announced(channel: StoreChannel, num_stages: int) -> bool:
-    """Whether every pipeline stage has loaded its weights and said what it will publish."""
+    """Returns whether every pipeline stage has loaded its weights and said what it will publish."""
     return all(MANIFEST.exists(channel, stage=stage) for stage in range(num_stages))

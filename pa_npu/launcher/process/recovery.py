@@ -82,7 +82,7 @@ class Attempt:
 
 
 @dataclass(eq=False)
-class _Engine:
+class _EngineProcess:
     """index: its place in the roster, and process: None while it is left out. generation: counts
     its starts at that place.
 
@@ -139,25 +139,27 @@ class Recovery:
         self._url_of = url_of
         self._damaged = damaged
         self._attempts = 0
-        self._engines: list[_Engine] = []
+        self._engines: list[_EngineProcess] = []
         self._looked_s = time.monotonic()
 
     def watch(self, command: Startable, index: int, process: Process) -> None:
         """This engine has been started; index: its place in the roster."""
         shared = self._config.devices.is_shared(index)
-        engine = _Engine(command, self._engine_budget(), self._roster, shared, index, process)
+        engine = _EngineProcess(
+            command, self._engine_budget(), self._roster, shared, index, process
+        )
         self._engines.append(engine)
 
     def watch_teacher(self, teacher: StartedTeacher, process: Process) -> None:
         """This engine of a teacher has been started."""
-        engine = _Engine(teacher.command, self._engine_budget(), teacher.roster)
+        engine = _EngineProcess(teacher.command, self._engine_budget(), teacher.roster)
         engine.index = teacher.index
         engine.process = process
         self._engines.append(engine)
 
     def expect(self, command: Startable) -> None:
         """This engine is started when there is a node for it."""
-        self._engines.append(_Engine(command, self._engine_budget(), self._roster))
+        self._engines.append(_EngineProcess(command, self._engine_budget(), self._roster))
 
     def restart_engines(self) -> None:
         """Start again what ended, what the coordinator wants replaced, and what was left out and
@@ -190,12 +192,12 @@ class Recovery:
         count = self._run_budget.spend()
         self._attempts += 1
         failed = ended[0]
-        self._console.complain(
+        self._console.print_error(
             f"{failed.name} ended: {failed.describe_end()}; starting coordinator and trainers "
             f"again from the newest checkpoint ({count} of run.restarts = {self._run_budget.limit})"
         )
         for line in failed.last_lines(_LOG_LINES):
-            self._console.complain(f"    {line}")
+            self._console.print_error(f"    {line}")
         engines = [engine.process for engine in self._engines]
         workers = [process for process in self._tree.processes if process not in engines]
         self._tree.stop(workers)
@@ -205,7 +207,7 @@ class Recovery:
     def _engine_budget(self) -> RestartBudget:
         return RestartBudget(self._config.run.restarts, RESTART_WINDOW_S)
 
-    def _restart(self, engine: _Engine, reason: str) -> None:
+    def _restart(self, engine: _EngineProcess, reason: str) -> None:
         assert engine.process is not None and engine.index is not None
         if engine.roster.is_lent(engine.index):  # its trainer needs the memory until the border
             if engine.process.exit_code is None:
@@ -234,13 +236,13 @@ class Recovery:
         engine.process = self._tree.launch(engine.command)
         engine.generation += 1
         engine.roster.renew(engine.index, engine.generation, self._url_of(engine.command))
-        self._console.complain(
+        self._console.print_error(
             f"{name}: {reason}; started again ({count} of run.restarts = {engine.budget.limit})"
         )
 
-    def _others_serve(self, engine: _Engine) -> bool:
-        """Whether another engine of the same kind of work runs: one of the launcher's, or one that has
-        joined.
+    def _others_serve(self, engine: _EngineProcess) -> bool:
+        """Returns whether another engine of the same kind of work runs: one of the launcher's, or
+        one that has joined.
         """
         peers = [peer for peer in self._engines if peer.roster is engine.roster]
         local_indices = {peer.index for peer in peers}
@@ -254,9 +256,9 @@ class Recovery:
             for entry in engine.roster.entries()
         )
 
-    def _leave_out(self, engine: _Engine, line: str) -> None:
+    def _leave_out(self, engine: _EngineProcess, line: str) -> None:
         assert engine.index is not None
-        self._console.complain(line)
+        self._console.print_error(line)
         self._end(engine)
         engine.roster.ask_leave(engine.index)
         engine.last_index = engine.index
@@ -264,7 +266,7 @@ class Recovery:
         engine.process = None
         engine.generation = 0
 
-    def _bring_in(self, engine: _Engine) -> None:
+    def _bring_in(self, engine: _EngineProcess) -> None:
         """At a place of its own in the roster: the coordinator gives it weights at the next
         publish.
         """
@@ -277,12 +279,12 @@ class Recovery:
         engine.process = self._tree.launch(engine.command)
         url = self._url_of(engine.command)
         engine.index = engine.roster.announce(url, shared=engine.shared)
-        self._console.say(
+        self._console.print_line(
             f"{engine.command.name}: starting at {url}; it serves from a publish on when it is "
             "ready"
         )
 
-    def _end(self, engine: _Engine) -> None:
+    def _end(self, engine: _EngineProcess) -> None:
         assert engine.process is not None
         self._tree.kill_one(engine.process)
         self._tree.forget([engine.process])

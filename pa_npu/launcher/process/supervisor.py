@@ -178,7 +178,7 @@ class Supervisor:
             for item in [item for item in pending if item.is_ready()]:
                 pending.remove(item)
                 self._timeline.complete(f"start {item.name}", clock, now(), item.name)
-                self._console.say(f"{item.name} ready after {seconds:.0f} s")
+                self._console.print_line(f"{item.name} ready after {seconds:.0f} s")
             next_probe = time.monotonic() + _PROBE_EVERY_S
             for item in pending:
                 if seconds > item.timeout_s:
@@ -196,7 +196,7 @@ class Supervisor:
             if pending and time.monotonic() - last_line_s > _WAITING_LINE_EVERY_S:
                 last_line_s = time.monotonic()
                 names = ", ".join(item.name for item in pending)
-                self._console.say(f"waiting for {names} ({seconds:.0f} s)")
+                self._console.print_line(f"waiting for {names} ({seconds:.0f} s)")
         return True
 
     def _until_done(self, awaited: Sequence[Awaited]) -> bool:
@@ -223,8 +223,8 @@ class Supervisor:
                 awaited = attempt.awaited
 
     def _is_over(self) -> bool:
-        """Whether coordinator and trainers have ended; of a run that ends early the trainers alone,
-        which leave the model.
+        """Returns whether coordinator and trainers have ended; of a run that ends early the
+        trainers alone, which leave the model.
         """
         workers = self._workers()
         if self._early_end is not None and self._early_end.is_made:
@@ -254,7 +254,7 @@ class Supervisor:
             and not self._early_end.is_made
         ):
             self._early_end.make()
-            self._console.say(
+            self._console.print_line(
                 "SIGINT: the run ends after this iteration, with a checkpoint and an export (once "
                 "more: without)"
             )
@@ -278,19 +278,19 @@ class Supervisor:
 
     def _relay(self) -> None:
         for line in self._lines.new() if self._lines else ():
-            self._console.say(line)
+            self._console.print_line(line)
 
     def _fail(self, failure: Failure) -> int:
-        self._console.complain(f"failed: {failure.reason}")
+        self._console.print_error(f"failed: {failure.reason}")
         process = failure.process
         if process is not None:
-            self._console.complain(f"last lines of {process.log}:")
+            self._console.print_error(f"last lines of {process.log}:")
             for line in process.last_lines(_LOG_LINES):
-                self._console.complain(f"    {line}")
+                self._console.print_error(f"    {line}")
         for failed in self._failed():
             if failed is not process:
                 last = failed.last_lines(1)
-                self._console.complain(
+                self._console.print_error(
                     f"also: {failed.name} ended: {failed.describe_end()}: {last[0] if last else ''}"
                 )
         self._stop("stopping the others")
@@ -298,11 +298,11 @@ class Supervisor:
 
     def _stop(self, reason: str) -> None:
         self._relay()
-        self._console.say(reason)
+        self._console.print_line(reason)
         began = time.monotonic()
         self._tree.stop()
         self._relay()
-        self._console.say(f"all processes ended ({time.monotonic() - began:.1f} s)")
+        self._console.print_line(f"all processes ended ({time.monotonic() - began:.1f} s)")
 
 
 def _end_by(failure: Failure) -> RunEnd:

@@ -35,8 +35,9 @@ _TRAINERS = ("pa_npu.trainer",)
 
 
 def learns(bench: Bench) -> list[Finding]:
-    """A periodic run: its reward, the engines' log-probs against the trainers' after each publish
-    and against transformers', and the gradient against finite differences."""
+    """Makes a periodic run, and finds its reward, the engines' log-probs against the trainers'
+    after each publish and against transformers', and the gradient against finite differences.
+    """
     records = _run(
         bench, "periodic", ["schedule.stream=true", "schedule.finite_difference_every=1"]
     )
@@ -65,9 +66,7 @@ def learns(bench: Bench) -> list[Finding]:
 
 
 def _finite_difference_errors(bench: Bench, name: str) -> list[float]:
-    """How far each is from what the gradient said, as a share of it, of those that rounding does
-    not hide.
-    """
+    """Returns the relative errors of the finite differences that rounding does not hide."""
     lines = (bench.folder / "runs" / name / "finite_differences.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return [
@@ -78,7 +77,7 @@ def _finite_difference_errors(bench: Bench, name: str) -> list[float]:
 
 
 def equal(bench: Bench) -> list[Finding]:
-    """The same run synchronously; its weights are the periodic run's.
+    """Makes the same run synchronously; its weights must be the periodic run's.
 
     Another seed's are not, which is the control.
     """
@@ -97,7 +96,7 @@ def equal(bench: Bench) -> list[Finding]:
 
 
 def recovers(bench: Bench) -> list[Finding]:
-    """The periodic run with a trainer killed in one iteration and an engine in a later one."""
+    """Makes the periodic run with a trainer killed in one iteration and an engine in a later one."""
     killed: list[str] = []
     kept = ["schedule.stream=true", "checkpoint.every=1", "checkpoint.keep_last=2"]
     _run(bench, "killed", kept, lambda launcher: _kill(bench, launcher, killed))
@@ -112,7 +111,7 @@ def recovers(bench: Bench) -> list[Finding]:
 
 
 def speed(bench: Bench) -> list[Finding]:
-    """A larger random model, a few iterations: medians without the first."""
+    """Runs a larger random model for a few iterations; medians without the first."""
     small = bench.device == "cpu"
     hidden, layers, tokens = (256, 4, 32) if small else (2048, 16, 1024)
     folder = bench.folder / "speed_model"
@@ -149,12 +148,12 @@ def speed(bench: Bench) -> list[Finding]:
 
 
 def accept_periodic(bench: Bench) -> list[Finding]:
-    """The recipe's own run, periodic: what a contributed recipe is judged by."""
+    """Makes the recipe's own run, periodic, by which a contributed recipe is judged."""
     return _accept(bench, "periodic", "schedule.stream=true")
 
 
 def accept_synchronous(bench: Bench) -> list[Finding]:
-    """The same run, synchronous."""
+    """Makes the same run, synchronous."""
     return _accept(bench, "synchronous", "schedule.stream=false")
 
 
@@ -199,16 +198,16 @@ def _accept(bench: Bench, name: str, mode: str) -> list[Finding]:
 
 
 def _peak_bytes(records: Sequence[dict[str, Any]], ending: str) -> int:
-    """The largest of all processes' peaks there; 0 where none is measured, such as a device's on
-    CPU.
+    """Returns the largest peak of any process; 0 if none is measured, such as a device's on CPU.
+
+    `ending`: of the keys, which says which memory they are about.
     """
-    keys = {
-        key
-        for record in records
-        for key in record
-        if key.startswith("memory_") and key.endswith(ending)
-    }
-    return max((record.get(key) or 0 for record in records for key in keys), default=0)
+    largest = 0
+    for record in records:
+        for key, peak in record.items():
+            if key.startswith("memory_") and key.endswith(ending):
+                largest = max(largest, peak or 0)
+    return largest
 
 
 def _dtype(bench: Bench) -> str:
@@ -221,7 +220,7 @@ def _run(
     further: Sequence[str],
     beside: Callable[[subprocess.Popen[bytes]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """A run of the tiny model; see tiny_settings and _launch."""
+    """Runs the tiny model; see tiny_settings and _launch."""
     return _launch(bench, name, [*tiny_settings(bench), *further, *bench.overrides], beside)
 
 
@@ -268,7 +267,7 @@ def _launch(
     settings: Sequence[str],
     beside: Callable[[subprocess.Popen[bytes]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """The records of a run's iterations.
+    """Returns the records of a run's iterations.
 
     Raises UserError with its last line where it does not end with 0.
     """
@@ -299,20 +298,22 @@ def _mean(records: Sequence[dict[str, Any]], key: str) -> float:
 
 
 def _changed(bench: Bench, first_run: str, second_run: str) -> int:
-    """How many tensors of two runs' exports are not equal to the bit."""
-    first, second = (
-        {
-            name: tensor
-            for file in sorted((bench.folder / "runs" / run / "hf").glob("*.safetensors"))
-            for name, tensor in load_file(file).items()
-        }
-        for run in (first_run, second_run)
-    )
+    """Returns how many tensors of two runs' exports are not equal to the bit."""
+    first = _exported(bench, first_run)
+    second = _exported(bench, second_run)
     if not first or first.keys() != second.keys():
         raise UserError(
             f"the runs {first_run} and {second_run} exported {len(first)} and {len(second)} tensors"
         )
     return sum(not torch.equal(first[name], second[name]) for name in first)
+
+
+def _exported(bench: Bench, run: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a run's export by name."""
+    tensors = {}
+    for file in (bench.folder / "runs" / run / "hf").glob("*.safetensors"):
+        tensors.update(load_file(file))
+    return tensors
 
 
 def _against_transformers(bench: Bench) -> float:

@@ -49,7 +49,7 @@ class Flow:
 
     @property
     def generated_s(self) -> float:
-        """When the last response is there."""
+        """Returns when the last response is there."""
         return max(self.ends_s)
 
 

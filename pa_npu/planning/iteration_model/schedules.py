@@ -6,8 +6,8 @@ windows       as many groups per engine as there is room for, half of that, and 
 turns         for engines of equal speed: groups begin one after another, as late as they can
               (flow.backwards_turns).
 reach         for engines of unequal speed and lengths that vary: longest first, but a slower engine
-              takes only what it is expected to end in time (Reach). The planned end is a multiple
-              of `bound_s`, before which no schedule ends.
+              takes only what it is expected to end in time (SlowEngineLimit). The planned end is a
+              multiple of `bound_s`, before which no schedule ends.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pa_npu.config.words import counted
 from pa_npu.dispatch.schedule import (
     OrderName,
-    Reach,
     Schedule,
+    SlowEngineLimit,
     Windows,
     dispatch_order,
     same_windows,
@@ -355,8 +355,9 @@ def _with_reach(
     schedule: Schedule,
     reserve: float,
 ) -> Schedule:
-    """Returns `schedule`, whose order is longest first, with a reach: slower engines take only
-    groups that they end in time even if these take `reserve` times as long as expected.
+    """Returns `schedule`, whose order is longest first, with a limit for slow engines: slower
+    engines take only groups that they end in time even if these take `reserve` times as long as
+    expected.
     """
     size = len(expected[0].lengths)
     lengths = tuple(group.longest for group in expected)
@@ -377,7 +378,9 @@ def _with_reach(
         name=f"{schedule.name}, slower engines what they end in time",
         order=schedule.order,
         windows=schedule.windows,
-        reach=Reach(lengths, slower, end_s=_UNEQUAL_END * bound_s(lengths, places)),
+        slow_engine_limit=SlowEngineLimit(
+            lengths, slower, end_s=_UNEQUAL_END * bound_s(lengths, places)
+        ),
     )
 
 

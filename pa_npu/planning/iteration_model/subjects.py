@@ -89,7 +89,7 @@ class VirtualGroup:
 
 @dataclass(frozen=True)
 class GroupTiming:
-    """When and where a group was generated, and its lengths.
+    """The time and the engine of a group's generation, and its lengths.
 
     start_s, end_s: seconds on one clock.
     lengths: tokens of each response.

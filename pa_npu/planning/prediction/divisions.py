@@ -42,7 +42,7 @@ _NOT_OVERLAPPED = 0.2
 
 
 @dataclass(frozen=True)
-class Choices:
+class DivisionChoices:
     """Parallel sizes that a division may have; `shards` are an engine's."""
 
     tensor: Sequence[int] = _SIZES
@@ -53,7 +53,7 @@ class Choices:
 def best_divisions(
     basis: Basis,
     devices: int,
-    choices: Choices,
+    choices: DivisionChoices,
     max_predicted: int,
     limited_s: Callable[[Config, Predicted], float] = lambda _, prediction: prediction.iteration_s,
 ) -> list[tuple[float, Config, Predicted]]:
@@ -89,12 +89,14 @@ def eighths(devices: int) -> list[int]:
     return sorted(shares)
 
 
-def _divisions(basis: Basis, devices: int, choices: Choices) -> Iterator[tuple[float, Config]]:
+def _divisions(
+    basis: Basis, devices: int, choices: DivisionChoices
+) -> Iterator[tuple[float, Config]]:
     """Yields (seconds per group by throughput alone, configuration) of each division that fits."""
     for trainers, stages, tensor in itertools.product(
         eighths(devices), choices.stages, choices.tensor
     ):
-        mesh = Mesh.of(trainers, tensor, stages, context=basis.base.mesh.context)
+        mesh = Mesh.for_devices(trainers, tensor, stages, context=basis.base.mesh.context)
         if mesh.size != trainers:
             continue
         config = _fitting(basis, devices, trainers, tensor, stages, choices)
@@ -103,7 +105,7 @@ def _divisions(basis: Basis, devices: int, choices: Choices) -> Iterator[tuple[f
 
 
 def _fitting(
-    basis: Basis, devices: int, trainers: int, tensor: int, stages: int, choices: Choices
+    basis: Basis, devices: int, trainers: int, tensor: int, stages: int, choices: DivisionChoices
 ) -> Config | None:
     """Returns the division with the smallest engines that hold enough sequences.
 
@@ -151,7 +153,7 @@ def _config(
     """Returns the configuration of a division, with a number of prompts that replicas and updates
     divide; None where a rule forbids it.
     """
-    mesh = Mesh.of(trainers, tensor, stages, context=basis.base.mesh.context)
+    mesh = Mesh.for_devices(trainers, tensor, stages, context=basis.base.mesh.context)
     unit = mesh.data * work(basis.base).updates
     prompts = basis.base.schedule.prompts_per_iteration
     if basis.groups_per_device is not None:

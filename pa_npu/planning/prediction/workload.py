@@ -57,7 +57,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """As TPSPD counts them: the prompt once per response."""
+        """Returns the tokens as TPSPD counts them: the prompt once per response."""
         return len(self.lengths) * self.prompt + sum(self.lengths)
 
 

@@ -185,16 +185,16 @@ class ToyBackend:
 
     @torch.no_grad()
     def evaluate(
-        self, microbatches: list[Microbatch], take: Callable[[Microbatch, Outputs], None]
+        self, microbatches: list[Microbatch], on_outputs: Callable[[Microbatch, Outputs], None]
     ) -> None:
         for microbatch in microbatches:
             here = microbatch.to(self.device)
-            take(here, self._outputs(here, False))
+            on_outputs(here, self._outputs(here, False))
 
     def rounding(
         self,
         microbatches: list[Microbatch],
-        take: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
+        on_logprobs: Callable[[Microbatch, torch.Tensor, torch.Tensor], None],
     ) -> bool:
         return False  # it computes in one type only
 

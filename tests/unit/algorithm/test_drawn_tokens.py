@@ -68,7 +68,7 @@ def share(tokens: np.ndarray, groups: int | None = None) -> float:
         entropy=entropy.sum(),
         entropy_squared=(entropy**2).sum(),
     )
-    judged = DrawnTokens.of(sums, len(tokens), groups or len(tokens))
+    judged = DrawnTokens.from_sums(sums, len(tokens), groups or len(tokens))
     return abs(judged.surprise) / judged.limit(VOCABULARY, RATE)
 
 

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from pa_npu.algorithm.loss_gradient import HeadGradient, on_host, slope_of
+from pa_npu.algorithm.loss_gradient import (
+    GivenLoss,
+    HeadGradient,
+    WatchedHeads,
+    on_host,
+    slope_of,
+)
 from pa_npu.algorithm.normaliser import token_weights
 from pa_npu.algorithm.policy_losses import PolicyTerms, TokenBatch
 from pa_npu.backends.logprob import score_rows
@@ -134,7 +140,8 @@ def test_the_gradient_behind_the_log_probs_is_told_from_one_that_is_doubled_turn
     for factor in (1.0, 0.0, -1.0, 2.0):
         head = HeadGradient()
         states = hidden * 1.0
-        head.watch(states)
+        head.offer(states)
+        head.watch()
         logprobs, entropy, *_ = score_rows(states, weight, targets, vocab_size=500, temperature=0.7)
         logprobs.backward(factor * arrived)
         assert head.products is not None and head.sizes is not None
@@ -146,3 +153,27 @@ def test_the_gradient_behind_the_log_probs_is_told_from_one_that_is_doubled_turn
             8 * unit / largest,
         )
         assert slope is not None and abs(slope.value - factor) < largest / 4
+
+
+@pytest.mark.parametrize("first", [0, 5, 60])
+@pytest.mark.parametrize("num_microbatches", [1, 7, 16, 17, 96, 1000])
+def test_heads_are_watched_at_equal_distances_however_many_microbatches_come(
+    num_microbatches: int, first: int
+) -> None:
+    batch = batch_of(AlgorithmConfig(), 0)
+    heads = WatchedHeads(first)
+    losses = []
+    for number in range(num_microbatches):
+        head = HeadGradient()
+        head.offer(torch.ones(3, 2, requires_grad=True) * 1.0)
+        loss = GivenLoss(
+            batch, ((number, 0),), (3,), head, denominators=batch.logprobs, advantages=batch.weights
+        )
+        heads.add(loss)
+        losses.append(loss)
+    kept = [number for number, loss in enumerate(losses) if loss.head is not None]
+    assert all(losses[number].head.is_watched for number in kept)  # type: ignore[union-attr]
+    assert min(8, num_microbatches) <= len(kept) < 16
+    assert len(set(np.diff(kept).tolist())) <= 1
+    if num_microbatches < 16:
+        assert len(kept) == num_microbatches

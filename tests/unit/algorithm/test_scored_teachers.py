@@ -178,3 +178,16 @@ def test_a_teacher_that_cannot_be_is_one_line(
     }
     with pytest.raises(ValueError, match=line):
         checked(tree)
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\nb", "a\x1b[0m"])
+def test_a_name_that_no_line_can_hold_is_refused(name: str) -> None:
+    tree = {
+        "run": {"device": "cpu"},
+        "model": {"path": "m", "dtype": "fp32"},
+        "data": {"train": "t"},
+        "algorithm": {"name": "distill"},
+    }
+    assert checked(tree | {"teacher": {"openai/gsm8k": {"model": "m"}}}).teacher
+    with pytest.raises(ValueError, match="is no name of a teacher"):
+        checked(tree | {"teacher": {name: {"model": "m"}}})

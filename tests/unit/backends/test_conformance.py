@@ -16,7 +16,12 @@ from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Learner
-from tests.helpers import backend_conformance, backend_fault_conformance, step_faults
+from tests.helpers import (
+    backend_conformance,
+    backend_fault_conformance,
+    backend_resume_conformance,
+    step_faults,
+)
 from tests.helpers.adapters import make_adapter, merged_by_hand, peft_model
 from tests.helpers.backend import make_learner
 from tests.helpers.backend_conformance import BackendConformance
@@ -34,7 +39,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def test_every_member_of_the_interface_occurs_in_the_suite() -> None:
     used: set[str] = set()
-    for suite in (backend_conformance, backend_fault_conformance):
+    for suite in (
+        backend_conformance,
+        backend_fault_conformance,
+        backend_resume_conformance,
+    ):
         tree = ast.parse(Path(suite.__file__).read_text())
         used |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     members = {

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from pa_npu.backends import hf_directory as export
 from pa_npu.backends.megatron.weights.buckets import export_hf
 from pa_npu.config.mesh import Mesh
+from pa_npu.config.schema import Config
 from pa_npu.config.sections.inputs import DataConfig
 from pa_npu.data.prompt_format import PromptFormat, kept_template, read_prompt_format
 from pa_npu.errors import DataError, ExportError
@@ -155,6 +158,32 @@ def test_all_files_of_the_model_that_are_no_weights_are_in_its_export(tmp_path: 
     assert all((target / name).read_text() == f"of {name}" for name in COPIED)
 
 
+def trained(spec: ModelSpec, data: DataConfig, **more: Any) -> Config:
+    return Config.model_validate({"model": {"path": spec.path}, "data": data.model_dump(), **more})
+
+
+def test_an_export_has_a_card_that_says_what_was_trained_and_nothing_of_the_machine(
+    tmp_path: Path,
+) -> None:
+    spec = make_source(tmp_path / "model")
+    module, place = Stage().load(spec, 0), Mesh().place(0)
+    data = DataConfig(train=str(tmp_path / "secret-home/rows.jsonl"))
+    reward = {"functions": [{"name": "math"}, {"name": "mine:score", "weight": 0.5}]}
+    config = trained(spec, data, algorithm={"name": "dapo"}, reward=reward)
+    export_hf(module, spec, tmp_path / "hf", place, config=config)
+    card = (tmp_path / "hf/README.md").read_text()
+    _, header, text = card.split("---\n", 2)
+    assert yaml.safe_load(header) == {
+        "base_model": "model",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["pa_npu", "reinforcement-learning", "dapo"],
+    }
+    for fact in ("clip_high 0.28", "rows.jsonl", "math x 1, mine:score x 0.5"):
+        assert fact in text
+    assert str(tmp_path) not in card and "of README.md" not in card
+
+
 def test_an_export_has_the_template_and_the_format_that_the_model_was_trained_with(
     tmp_path: Path,
 ) -> None:
@@ -170,7 +199,7 @@ def test_an_export_has_the_template_and_the_format_that_the_model_was_trained_wi
     )
     target = tmp_path / "hf"
     for template in (None, "{{ messages }} kept"):
-        export_hf(module, spec, target, place, prompts=data, template=template)
+        export_hf(module, spec, target, place, config=trained(spec, data), template=template)
         text = template or "{{ messages }} trained"
         assert (target / "chat_template.jinja").read_text() == text
         assert json.loads((target / "tokenizer_config.json").read_text()) == {
@@ -191,12 +220,18 @@ def test_an_export_has_the_template_and_the_format_that_the_model_was_trained_wi
     assert own.instruction == "Mine." and changed == ["template_options"], (
         "what is set goes before it"
     )
-    export_hf(module, spec, target, place, prompts=DataConfig(train="t"))
+    export_hf(module, spec, target, place, config=trained(spec, DataConfig(train="t")))
     assert (
         not (target / "pa_npu_prompts.json").exists()
         and not (target / "chat_template.jinja").exists()
     )
-    export_hf(module, spec, target, place, prompts=DataConfig(train="t", chat_template="never"))
+    export_hf(
+        module,
+        spec,
+        target,
+        place,
+        config=trained(spec, DataConfig(train="t", chat_template="never")),
+    )
     assert read_prompt_format(target) == PromptFormat(chat_template="never")
     (target / "pa_npu_prompts.json").write_text("[")
     with pytest.raises(DataError, match=r"pa_npu_prompts\.json: cannot be read"):

@@ -21,13 +21,13 @@ from pa_npu.engines.codec import (
     decode_answer,
     encode_request,
 )
+from pa_npu.engines.expert_choice_codec import (
+    recorded_expert_choices,
+    with_expert_choices,
+)
 from pa_npu.engines.group_session import join_parts
 from pa_npu.engines.protocol import EngineError, Generation, Sampling
 from pa_npu.engines.registry import check_engine_keys, engine_kind
-from pa_npu.engines.route_codec import (
-    recorded_routes,
-    with_routes,
-)
 from pa_npu.environments.single_turn import samples_of
 from pa_npu.errors import ConfigError, InvariantViolation
 from pa_npu.families.shape import Experts
@@ -35,17 +35,17 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.model_rules import check_division
 from pa_npu.planning.plan_text import derived_lines
 from pa_npu.samples.columns import NONE, RunColumns
+from pa_npu.samples.expert_choices import NO_CHOICE, ExpertChoices
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, build_microbatches
 from pa_npu.samples.rollout_buffer import run_columns, trained_columns
-from pa_npu.samples.routes import NO_ROUTE, routes, routes_of
 from pa_npu.samples.types import SampleBuilder
 from pa_npu.samples.wire import from_bytes, to_bytes
 from pa_npu.trainer.loop import consume
 from tests.helpers.backend import make_learner
 from tests.helpers.engine_process import EngineProcess
 from tests.helpers.engine_subjects import make_engine_model
-from tests.helpers.groups import with_random_routes
+from tests.helpers.groups import with_random_expert_choices
 from tests.helpers.megatron import (
     TriModel,
     loaded_stage,
@@ -60,8 +60,8 @@ from tests.helpers.trainer_rank import make_groups
 from pa_npu.backends.megatron.routing import replay_of  # isort: skip
 
 EXPERTS, TAKEN, SPARSE = 8, 2, 2  # of the three layers the middle one is dense
-ROUTES = routes(Experts(EXPERTS, TAKEN, 32, True, (0, 2)))
-RUN = RunColumns.from_features([ROUTES])
+EXPERT_CHOICES = ExpertChoices.from_experts(Experts(EXPERTS, TAKEN, 32, True, (0, 2)))
+RUN = RunColumns.from_features([EXPERT_CHOICES])
 REPLAY = {"router_replay": "rollout"}
 
 
@@ -95,14 +95,14 @@ def force(hf_model: Any, taken: torch.Tensor, scale: float = 1.0) -> list[torch.
 
 
 def reference_gradients(path: Path, group: Group, weights: torch.Tensor) -> Any:
-    """transformers' model, each sample alone and forced to its routes, with the gradients of the
-    weighted sum of log-probs.
+    """transformers' model, each sample alone and forced to its expert choices, with the gradients
+    of the weighted sum of log-probs.
     """
     hf_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     parts = weights.split(group.trained_lengths.tolist())
     for number, (tokens, part) in enumerate(zip(group.sequences(), parts, strict=True)):
         rows = slice(*group.offsets()[number : number + 2].tolist())
-        taken = torch.from_numpy(group.columns[ROUTES.column][rows].astype(np.int64))
+        taken = torch.from_numpy(group.columns[EXPERT_CHOICES.column][rows].astype(np.int64))
         force(hf_model, taken)
         sample = torch.from_numpy(tokens.astype(np.int64))[None]
         logprobs = (
@@ -140,10 +140,10 @@ def test_gradients_are_those_of_transformers_forced_to_the_same_experts(
 ) -> None:
     """The routers' too, through the gate weights.
 
-    Tokens without routes are routed by the trainer.
+    Tokens without expert choices are routed by the trainer.
     """
     stage = loaded_stage(model, trainer={"recompute": recompute}).train()
-    group = with_random_routes(make_groups(0, 1, 4, seed=3)[0], ROUTES, 1, missing)
+    group = with_random_expert_choices(make_groups(0, 1, 4, seed=3)[0], EXPERT_CHOICES, 1, missing)
     (microbatch,) = build_microbatches(group, 4, shared, 16)
     weights = torch.randn(len(microbatch.targets), generator=torch.Generator().manual_seed(2))
     hf_model, spec = reference_gradients(model, group, weights), ModelSpec.read(str(model))
@@ -172,8 +172,8 @@ def chosen_by(stage: TriModel) -> dict[int, list[torch.Tensor]]:
 
 
 def recorded_from(path: Path, group: Group) -> Group:
-    """The group with the routes that transformers' model takes, but for each sample's last token,
-    as an engine has them.
+    """The group with the expert choices that transformers' model takes, but for each sample's last
+    token, as an engine has them.
     """
     hf_model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     rows = []
@@ -185,9 +185,9 @@ def recorded_from(path: Path, group: Group) -> Group:
         taken = (
             torch.stack([one.topk(TAKEN, -1).indices for one in logits], 1).numpy().astype(np.uint8)
         )
-        taken[-1] = ROUTES.column.elsewhere
+        taken[-1] = EXPERT_CHOICES.column.elsewhere
         rows.append(taken)
-    return replace(group, columns={ROUTES.column: np.concatenate(rows)})
+    return replace(group, columns={EXPERT_CHOICES.column: np.concatenate(rows)})
 
 
 def trained(
@@ -218,9 +218,9 @@ def test_with_noise_on_the_routers_unreplayed_choices_change_and_replayed_ones_d
     groups = [recorded_from(model, group) for group in plain]
     sections = {"trainer": {"recompute": recompute}}
     same, expected = trained(model, plain, **sections)
-    assert same.replay_changed is None and same.routes_missing is None
+    assert same.replay_changed is None and same.expert_choices_missing is None
     quiet, _ = trained(model, groups, **sections)
-    assert quiet.replay_changed == 0.0 and quiet.routes_missing == 0
+    assert quiet.replay_changed == 0.0 and quiet.expert_choices_missing == 0
     _, drifted = trained(model, plain, 0.3, **sections)
     noisy, replayed = trained(model, groups, 0.3, **sections)
     changed = different = total = 0
@@ -228,7 +228,7 @@ def test_with_noise_on_the_routers_unreplayed_choices_change_and_replayed_ones_d
     for layer in range(SPARSE):
         passes = len(expected[layer]) // len(packed)  # a recomputed one comes twice
         for place in range(len(expected[layer])):
-            known = packed[place // passes].packed["routes"][:, layer].long()
+            known = packed[place // passes].packed["expert_choices"][:, layer].long()
             routed = (known < EXPERTS).all(-1)
             assert torch.equal(replayed[layer][place][routed], known[routed]), (
                 "a replayed choice is not the engine's"
@@ -247,14 +247,17 @@ def test_with_noise_on_the_routers_unreplayed_choices_change_and_replayed_ones_d
         noisy.replay_changed
         and 0.5 * different / total < noisy.replay_changed < 2 * different / total
     )
-    assert noisy.routes_missing == 0, "the last token of a response needs none"
+    assert noisy.expert_choices_missing == 0, "the last token of a response needs none"
 
 
-def test_old_policy_and_reference_take_the_same_routes(model: Path) -> None:
+def test_old_policy_and_reference_take_the_same_expert_choices(model: Path) -> None:
     """So that ratios and the KL term compare weights, not experts: of weights that hardly move they
     are 1 and 0.
     """
-    groups = [with_random_routes(group, ROUTES, 4) for group in make_groups(0, 2, 4, seed=1)]
+    groups = [
+        with_random_expert_choices(group, EXPERT_CHOICES, 4)
+        for group in make_groups(0, 2, 4, seed=1)
+    ]
     for frozen_pass in ("together", "separate"):
         report, _ = trained(
             model,
@@ -268,45 +271,57 @@ def test_old_policy_and_reference_take_the_same_routes(model: Path) -> None:
         assert report.kl < 1e-7 and report.clip_ratio == 0.0, frozen_pass
 
 
-def test_missing_routes_are_counted_and_above_a_share_the_run_stops(model: Path) -> None:
-    groups = [with_random_routes(group, ROUTES, 4) for group in make_groups(0, 8, 4, seed=1)]
-    values = groups[0].columns[ROUTES.column].copy()
+def test_missing_expert_choices_are_counted_and_above_a_share_the_run_stops(model: Path) -> None:
+    groups = [
+        with_random_expert_choices(group, EXPERT_CHOICES, 4)
+        for group in make_groups(0, 8, 4, seed=1)
+    ]
+    values = groups[0].columns[EXPERT_CHOICES.column].copy()
     # the prompt's first token, which is packed once
-    values[groups[0].offsets()[:-1]] = ROUTES.column.elsewhere
-    values[groups[0].offsets()[1:] - 1] = ROUTES.column.elsewhere  # the last tokens need none
+    values[groups[0].offsets()[:-1]] = EXPERT_CHOICES.column.elsewhere
+    values[groups[0].offsets()[1:] - 1] = (
+        EXPERT_CHOICES.column.elsewhere
+    )  # the last tokens need none
     report, found = trained(
-        model, [replace(groups[0], columns={ROUTES.column: values}), *groups[1:]]
+        model, [replace(groups[0], columns={EXPERT_CHOICES.column: values}), *groups[1:]]
     )
-    assert report.routes_missing == 1
+    assert report.expert_choices_missing == 1
     assert all((chosen < EXPERTS).all() for layers in found.values() for chosen in layers)
     lost = [
-        with_random_routes(group, ROUTES, 4, missing=0.5) for group in make_groups(0, 2, 4, seed=1)
+        with_random_expert_choices(group, EXPERT_CHOICES, 4, missing=0.5)
+        for group in make_groups(0, 2, 4, seed=1)
     ]
     with pytest.raises(
-        InvariantViolation, match=r"router_replay: .*% of the update's tokens came without routes"
+        InvariantViolation,
+        match=r"router_replay: .*% of the update's tokens came without expert choices",
     ):
         trained(model, lost)
 
 
-def test_a_shared_prompts_routes_travel_once_per_group() -> None:
-    group = with_random_routes(make_groups(0, 1, 4, seed=3)[0], ROUTES, 1, 0.2)
+def test_a_shared_prompts_expert_choices_travel_once_per_group() -> None:
+    group = with_random_expert_choices(make_groups(0, 1, 4, seed=3)[0], EXPERT_CHOICES, 1, 0.2)
     data = to_bytes(group, RUN)
     parsed = from_bytes(data, RUN)
     assert parsed.columns.keys() == group.columns.keys()
-    np.testing.assert_array_equal(parsed.columns[ROUTES.column], group.columns[ROUTES.column])
+    np.testing.assert_array_equal(
+        parsed.columns[EXPERT_CHOICES.column], group.columns[EXPERT_CHOICES.column]
+    )
     own = len(group.tokens) - 3 * group.prompt_lengths()[0]
     # and a header
     assert len(data) - len(to_bytes(replace(group, columns={}))) < own * SPARSE * TAKEN + 120
 
 
 def test_many_experts_have_two_bytes() -> None:
-    small, large = (routes(Experts(count, 8, 32, True, (0, 1, 2, 3))) for count in (255, 256))
+    small, large = (
+        ExpertChoices.from_experts(Experts(count, 8, 32, True, (0, 1, 2, 3)))
+        for count in (255, 256)
+    )
     assert small.column.type.itemsize == 1 and large.column.type.itemsize == 2
-    recorded = np.array([[[0] * 8] * 4, [[255] * 8] * 4, [[NO_ROUTE] * 8] * 4], np.uint16)
-    found = with_routes(written(2, {}), recorded, 2, large, "e").columns[large.column]
-    assert found[:, 0, 0].tolist() == [0, 255, NO_ROUTE, NO_ROUTE]
+    recorded = np.array([[[0] * 8] * 4, [[255] * 8] * 4, [[NO_CHOICE] * 8] * 4], np.uint16)
+    found = with_expert_choices(written(2, {}), recorded, 2, large, "e").columns[large.column]
+    assert found[:, 0, 0].tolist() == [0, 255, NO_CHOICE, NO_CHOICE]
     ids = Microbatch.__new__(Microbatch)
-    object.__setattr__(ids, "packed", {"routes": torch.from_numpy(found)})
+    object.__setattr__(ids, "packed", {"expert_choices": torch.from_numpy(found)})
     for name, value in vars(
         build_microbatches(make_groups(0, 1, 1, seed=3)[0], 1, True, 1)[0]
     ).items():
@@ -324,17 +339,17 @@ def written(length: int, columns: dict[Any, np.ndarray], reason: Any = "stop") -
 
 
 def told(first: int, last: int) -> np.ndarray:
-    """Routes that say of which token they are."""
+    """Expert choices that say to which token they belong."""
     return (np.arange(first, last)[:, None, None] + np.zeros((1, SPARSE, TAKEN))).astype(np.uint8)
 
 
 def test_what_several_parts_and_turns_recorded_becomes_one_column_and_the_first_record_stays() -> (
     None
 ):
-    """A part's last token has its routes from the next part; what is computed again under newer
-    weights keeps the first.
+    """A part's last token has its expert choices from the next part; what is computed again under
+    newer weights keeps the first.
     """
-    column = ROUTES.column
+    column = EXPERT_CHOICES.column
     none = np.full((1, SPARSE, TAKEN), column.elsewhere, np.uint8)
     first = written(2, {column: np.concatenate([told(0, 4), none])}, "cut")
     rest = written(3, {column: np.concatenate([told(100, 107), none])})
@@ -363,9 +378,9 @@ def test_what_several_parts_and_turns_recorded_becomes_one_column_and_the_first_
         ),
     ],
 )
-def test_routes_that_cannot_be_are_refused(recorded: np.ndarray, expected: str) -> None:
+def test_expert_choices_that_cannot_be_are_refused(recorded: np.ndarray, expected: str) -> None:
     with pytest.raises(EngineError, match=expected):
-        with_routes(written(5, {}), recorded, 3, ROUTES, "e")
+        with_expert_choices(written(5, {}), recorded, 3, EXPERT_CHOICES, "e")
 
 
 def test_what_cannot_replay_is_refused_in_a_line(model: Path, tmp_path: Path) -> None:
@@ -382,23 +397,26 @@ def test_what_cannot_replay_is_refused_in_a_line(model: Path, tmp_path: Path) ->
     config = model_config(
         model,
         algorithm=REPLAY,
-        rollout={"backend": "tests.unit.backends.test_router_replay:NO_ROUTES"},
+        rollout={"backend": "tests.unit.backends.test_router_replay:NO_CHOICES"},
     )
     with pytest.raises(ConfigError, match=r"whose engines do not say which experts a token took"):
         check_engine_keys(config, None)
 
 
-NO_ROUTES = replace(engine_kind("transformers"), records_routes=False)
+NO_CHOICES = replace(engine_kind("transformers"), records_expert_choices=False)
 
 
-def test_a_runs_columns_have_the_routes_for_trainers_too(model: Path) -> None:
+def test_a_runs_columns_have_the_expert_choices_for_trainers_too(model: Path) -> None:
     config = model_config(model, algorithm=REPLAY)
-    assert run_columns(config).declared == (ROUTES.column,)
-    assert trained_columns(config).wants(ROUTES.column)
-    assert routes_of(model_config(model)) is None and not run_columns(model_config(model)).declared
+    assert run_columns(config).declared == (EXPERT_CHOICES.column,)
+    assert trained_columns(config).wants(EXPERT_CHOICES.column)
+    assert (
+        ExpertChoices.from_config(model_config(model)) is None
+        and not run_columns(model_config(model)).declared
+    )
 
 
-async def test_the_transformers_engines_routes_are_what_the_trainer_would_choose_and_then_takes(
+async def test_the_trainer_takes_the_expert_choices_of_the_transformers_engine_which_are_its_own(
     model: Path, tmp_path: Path
 ) -> None:
     """Whole, and of a response that another engine goes on with; the trainer takes 100% of them."""
@@ -407,11 +425,13 @@ async def test_the_transformers_engines_routes_are_what_the_trainer_would_choose
     )
     engine = EngineProcess("transformers", directory, tmp_path, {"max_num_seqs": 16})
     prompt = np.array([5, 9, 17, 33, 2, 77], np.int32)
-    sampling = Sampling(max_tokens=12, temperature=1.0, ignore_eos=True, routes=ROUTES)
+    sampling = Sampling(
+        max_tokens=12, temperature=1.0, ignore_eos=True, expert_choices=EXPERT_CHOICES
+    )
     try:
         await engine.wait_ready()
         async with engine.client() as client:
-            assert (await client.wait_ready(deadline_s=60.0)).records_routes
+            assert (await client.wait_ready(deadline_s=60.0)).records_expert_choices
             found = await client.generate(prompt, 3, 7, sampling, deadline_s=60.0)
             (rest,) = await client.generate(
                 prompt,
@@ -422,12 +442,12 @@ async def test_the_transformers_engines_routes_are_what_the_trainer_would_choose
                 written=found[0].tokens[:5],
             )
             (plain,) = await client.generate(
-                prompt, 1, 7, replace(sampling, routes=None), deadline_s=60.0
+                prompt, 1, 7, replace(sampling, expert_choices=None), deadline_s=60.0
             )
     finally:
         await asyncio.to_thread(engine.kill)
     assert not plain.columns
-    column = ROUTES.column
+    column = EXPERT_CHOICES.column
     np.testing.assert_array_equal(rest.columns[column], found[0].columns[column])
     hf_model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for one in found:
@@ -449,24 +469,24 @@ async def test_the_transformers_engines_routes_are_what_the_trainer_would_choose
     )
     packed = (
         build_microbatches(from_bytes(to_bytes(group, RUN), RUN), 3, True, 1)[0]
-        .packed["routes"]
+        .packed["expert_choices"]
         .long()
     )
     report, chosen = trained(directory, [group], 0.3)
     known = (packed < EXPERTS).all(-1).all(-1)
     for layer in range(SPARSE):
         assert torch.equal(chosen[layer][0][: len(known)][known], packed[known][:, layer])
-    assert report.replay_changed > 0.01 and report.routes_missing == 0
+    assert report.replay_changed > 0.01 and report.expert_choices_missing == 0
 
 
-def test_the_plan_says_what_routes_take(model: Path) -> None:
+def test_the_plan_says_what_expert_choices_take(model: Path) -> None:
     spec = ModelSpec.read(str(model))
     for algorithm, expected in ((REPLAY, 1), ({}, 0)):
         config = model_config(model, algorithm=algorithm, run={"device": "cpu"})
         lines = derived_lines(config, spec, 2**34, False)
         assert (
             sum(
-                line.startswith("routes                4 bytes per token, a shared")
+                line.startswith("expert choices        4 bytes per token, a shared")
                 for line in lines
             )
             == expected
@@ -509,7 +529,9 @@ RIGHT = np.zeros((2, 3, TAKEN), np.uint8)
         b"\x93NUMPY\x03\x00" + b"\x00" * 20,
     ],
 )
-def test_routes_that_are_no_array_of_experts_are_one_error_of_their_engine(data: bytes) -> None:
+def test_expert_choices_that_are_no_array_of_experts_are_one_error_of_their_engine(
+    data: bytes,
+) -> None:
     text = base64.b64encode(data).decode()
     choice = {
         "index": 0,
@@ -523,7 +545,7 @@ def test_routes_that_are_no_array_of_experts_are_one_error_of_their_engine(data:
     generation = [written(1, {})]
     with pytest.raises(EngineError, match=r"engine http://127\.0\.0\.1:1:? .*"):
         decoded = decode_answer(answer, 1, "http://e")
-        asyncio.run(client._with_routes(generation, decoded, 1, ROUTES, 1.0))
+        asyncio.run(client._with_expert_choices(generation, decoded, 1, EXPERT_CHOICES, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -536,7 +558,7 @@ def test_routes_that_are_no_array_of_experts_are_one_error_of_their_engine(data:
         [{"given": 1, "own": [1]}],
     ],
 )
-def test_workers_that_say_no_routes_are_one_error_of_their_engine(
+def test_workers_that_say_no_expert_choices_are_one_error_of_their_engine(
     results: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def answers(*_: Any, **__: Any) -> Any:
@@ -547,12 +569,12 @@ def test_workers_that_say_no_routes_are_one_error_of_their_engine(
     answer = json.dumps(
         {"id": "cmpl-7", "choices": [{"index": 0, "text": "", "token_ids": [1]}]}
     ).encode()
-    with pytest.raises(EngineError, match="its answer has no routes"):
+    with pytest.raises(EngineError, match="its answer has no expert choices"):
         decoded = decode_answer(answer, 1, "http://e")
-        asyncio.run(client._with_routes([written(1, {})], decoded, 1, ROUTES, 1.0))
+        asyncio.run(client._with_expert_choices([written(1, {})], decoded, 1, EXPERT_CHOICES, 1.0))
 
 
-def test_vllms_own_answer_with_routes_has_a_row_for_every_layer_and_the_workers_has_none() -> None:
+def test_expert_choices_of_vllms_answer_have_rows_of_all_layers_and_of_workers_none() -> None:
     arrays = [
         np.arange(12 + number, 24 + number, dtype=np.uint8).reshape(2, 3, TAKEN)
         for number in range(2)
@@ -567,15 +589,19 @@ def test_vllms_own_answer_with_routes_has_a_row_for_every_layer_and_the_workers_
     ]
     data = json.dumps({"id": "cmpl-7", "choices": choices}).encode()
     answer = decode_answer(data, 2, "http://e")
-    recorded = recorded_routes(answer, ROUTES.layers)
+    recorded = recorded_expert_choices(answer, EXPERT_CHOICES.layers)
     assert answer.request == "cmpl-7" and recorded is not None
     for rows, array in zip(recorded, reversed(arrays), strict=True):
         np.testing.assert_array_equal(rows, array[:, [0, 2]])
     silent = [{**choice, "routed_experts": None} for choice in choices]
     data = json.dumps({"id": "cmpl-7", "choices": silent}).encode()
-    assert recorded_routes(decode_answer(data, 2, "http://e"), ROUTES.layers) is None
-    asked = json.loads(encode_request(np.ones(3, np.int32), 1, 0, Sampling(4, 1.0, routes=ROUTES)))
-    assert asked["vllm_xargs"] == {"routes": 1}
+    assert (
+        recorded_expert_choices(decode_answer(data, 2, "http://e"), EXPERT_CHOICES.layers) is None
+    )
+    asked = json.loads(
+        encode_request(np.ones(3, np.int32), 1, 0, Sampling(4, 1.0, expert_choices=EXPERT_CHOICES))
+    )
+    assert asked["vllm_xargs"] == {"expert_choices": 1}
     assert "vllm_xargs" not in json.loads(
         encode_request(np.ones(3, np.int32), 1, 0, Sampling(4, 1.0))
     )

@@ -112,9 +112,9 @@ def test_replicas_take_turns_with_groups_and_each_group_has_one_slot() -> None:
 
 def test_a_mesh_that_cannot_be_is_refused() -> None:
     assert (
-        Mesh.of(8, 2, 2) == Mesh(2, 2, 2, experts_tensor=1)
-        and Mesh.of(7, 2, 2).size == 4
-        and Mesh.of(1, 2, 2).size == 4
+        Mesh.for_devices(8, 2, 2) == Mesh(2, 2, 2, experts_tensor=1)
+        and Mesh.for_devices(7, 2, 2).size == 4
+        and Mesh.for_devices(1, 2, 2).size == 4
     )
     with pytest.raises(
         ValueError, match="expert: 3 x 2 ranks do not divide the 8 ranks of a stage"
@@ -139,7 +139,7 @@ def test_ranks_of_a_context_group_hold_copies_with_megatron_and_shards_with_fsdp
         for replica in range(data):
             speakers = [mesh.place(rank).speaks_for_stage for rank in mesh.replica(replica)]
             assert speakers.count(True) == 1, "log-probs are counted once per replica"
-    assert Mesh.of(8, 2, 1, context=2) == Mesh(2, 1, 2, 2, experts_tensor=1)
+    assert Mesh.for_devices(8, 2, 1, context=2) == Mesh(2, 1, 2, 2, experts_tensor=1)
 
 
 # A name that stands for a rank, and names that stand for how many ranks there are along an axis,
@@ -164,27 +164,22 @@ KNOWN = {
 
 
 def _names(node: ast.AST) -> set[str]:
-    """Names and attributes of an expression, not those that only say where in it to look; a mesh's
+    """Returns names and attributes of an expression, not those that only say where in it to look; a mesh's
     `data` are replicas.
     """
     if isinstance(node, ast.Attribute) and node.attr == "data" and _names(node.value) == {"mesh"}:
         return {"replicas"}
-    found: set[str] = (
-        {node.id}
-        if isinstance(node, ast.Name)
-        else {node.attr}
-        if isinstance(node, ast.Attribute)
-        else set()
-    )
-    if found:
-        return found
+    if isinstance(node, ast.Name):
+        return {node.id}
+    if isinstance(node, ast.Attribute):
+        return {node.attr}
     children = [node.value] if isinstance(node, ast.Subscript) else list(ast.iter_child_nodes(node))
     return set().union(*map(_names, children))
 
 
 def _reckons(node: ast.AST) -> bool:
-    """Whether an expression divides ranks, divides among ranks or replicas, or multiplies sizes of
-    axes.
+    """Returns whether an expression divides ranks, divides among ranks or replicas, or multiplies
+    sizes of axes.
     """
     if isinstance(node, ast.Call):
         called = (

@@ -200,14 +200,16 @@ async def produce(
         lost.append(engine.name)
         pool.suspend(engine)
 
-    async def sleep(seats: Collection[int]) -> None:
-        for seat in seats:
-            assert not engines[seat].decoding, f"engine {seat} is put to sleep while it decodes"
-            engines[seat].asleep = True
+    async def sleep(engine_indices: Collection[int]) -> None:
+        for engine_index in engine_indices:
+            assert not engines[engine_index].decoding, (
+                f"engine {engine_index} is put to sleep while it decodes"
+            )
+            engines[engine_index].asleep = True
 
     pool.subscribe(on_lost=on_lost, on_sleep=sleep)
-    for seat, engine in enumerate(engines):
-        pool.add(engine, seat=seat, shared=True)  # type: ignore[arg-type]
+    for engine_index, engine in enumerate(engines):
+        pool.add(engine, engine_index=engine_index, shared=True)  # type: ignore[arg-type]
         pool.serve(engine, 5)  # type: ignore[arg-type]
     controller = ScheduleController(
         Rules.from_config(config), lambda prompt, responses: prompt + sum(responses)
@@ -266,14 +268,14 @@ async def test_responses_that_move_are_those_that_do_not_and_nobody_trains_where
     assert not any(timing.moved for timing in held.timings) and any(
         timing.moved for timing in shelf.timings
     )
-    for seat in range(3):
+    for engine_index in range(3):
         decodes, trains = [
-            event for event in shelf.events if event["lane"] == f"role of engine {seat}"
+            event for event in shelf.events if event["lane"] == f"role of engine {engine_index}"
         ]
         assert (decodes["name"], trains["name"]) == ("decodes", "trains") and decodes[
             "end"
         ] == trains["start"]
-        assert decodes["args"] == trains["args"] == {"ranks": [seat]}
+        assert decodes["args"] == trains["args"] == {"ranks": [engine_index]}
     assert len(shelf.timings) == GROUPS, "trainers' seconds are of all groups, moved or not"
     if order == "prompt":
         assert all(
@@ -281,20 +283,20 @@ async def test_responses_that_move_are_those_that_do_not_and_nobody_trains_where
         )
         assert shelf.groups.keys() == held.groups.keys() and "replica_groups" not in moved.numbers
     else:
-        given = [sum(replica == one for one, _ in shelf.groups) for replica in range(3)]
-        assert moved.numbers["replica_groups"] == given
+        inputs = [sum(replica == one for one, _ in shelf.groups) for replica in range(3)]
+        assert moved.numbers["replica_groups"] == inputs
         numbers = [
             (g.index, n) for g in shelf.groups.values() for n in range(*(g.part or (0, SIZE)))
         ]
         assert sorted(numbers) == [(index, n) for index in range(GROUPS) for n in range(SIZE)], (
             "each response once"
         )
-        told = {
-            (one.index, one.first, one.replica, len(one.response_tokens))
-            for one in moved.dispatched.groups
+        reported = {
+            (group.index, group.first, group.replica, len(group.response_tokens))
+            for group in moved.dispatched.groups
         }
         parts = {key: group.part or (0, SIZE) for key, group in shelf.groups.items()}
-        assert told == {
+        assert reported == {
             (shelf.groups[key].index, a, key[0], b - a) for key, (a, b) in parts.items()
         }
         assert {replica for replica, _ in shelf.groups} == {0, 1, 2}, (
@@ -350,9 +352,9 @@ def test_where_engines_sleep_a_unit_whose_engine_is_being_started_changes_last(
     chosen = config(run={"device": device})
     pool = EnginePool()
     engines: Any = [Engine(f"e{number}") for number in range(3)]
-    for seat, engine in enumerate(engines):
-        pool.add(engine, seat=seat, shared=True)
-        pool._uses[engine.name].in_flight_sequences = 0 if seat == 1 else 1 + seat
+    for engine_index, engine in enumerate(engines):
+        pool.add(engine, engine_index=engine_index, shared=True)
+        pool._uses[engine.name].in_flight_sequences = 0 if engine_index == 1 else 1 + engine_index
     for engine in (engines[0], engines[2]):
         pool.serve(engine, 5)
     roles = Roles(chosen, pool, Timeline(None, ""), lambda: None)

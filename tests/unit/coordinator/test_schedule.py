@@ -19,7 +19,13 @@ from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.features import AdmissionPace
 from pa_npu.data.prompts import Prompt
-from pa_npu.dispatch.schedule import DispatchTurn, EngineSpeed, Reach, Schedule, same_windows
+from pa_npu.dispatch.schedule import (
+    DispatchTurn,
+    EngineSpeed,
+    Schedule,
+    SlowEngineLimit,
+    same_windows,
+)
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import EnvironmentContext
@@ -235,7 +241,9 @@ SCHEDULES = {
         "r",
         tuple(reversed(range(GROUPS))),
         (same_windows("ab", 16),),
-        reach=Reach(tuple(float(5 + (7 * i) % 60) for i in range(GROUPS)), {"b": 0.02}, 1.5),
+        slow_engine_limit=SlowEngineLimit(
+            tuple(float(5 + (7 * i) % 60) for i in range(GROUPS)), {"b": 0.02}, 1.5
+        ),
     ),
 }
 
@@ -320,8 +328,10 @@ def branch(turns: Sequence[tuple[int, int, bool]]) -> Sample:
             sample.write(written, np.zeros(length, np.float32), 0)
         else:
             sample.show(written)
-    told = [SampleTurn(0, number, "", length, trained, None) for number, length, trained in turns]
-    return sample.finish(True, "", 0.0, told)
+    reported = [
+        SampleTurn(0, number, "", length, trained, None) for number, length, trained in turns
+    ]
+    return sample.finish(True, "", 0.0, reported)
 
 
 def test_trees_of_sessions_cost_their_unique_tokens() -> None:
@@ -351,7 +361,7 @@ def test_what_training_takes_is_learned_and_expected_by_unique_tokens() -> None:
 
     rules = Rules("auto", "auto", 2, 8, 200, 1, "completion", 1)
     outlook = IterationOutlook([GroupOutlook(10, 40.0, 40.0)], ["engine"])
-    found = []
+    actual = []
     for computed in (None, (10, (180, 80))):
         learned = Learned(rules, tokens)
         timing = GroupTiming(0, "engine", 0.0, 1.0, 10, (40, 40), computed=computed)
@@ -361,7 +371,9 @@ def test_what_training_takes_is_learned_and_expected_by_unique_tokens() -> None:
         assert group.train_s == pytest.approx(seconds) and group.lengths == (40.0, 40.0), (
             "engines write as before"
         )
-        found.append(learned.speeds)
+        actual.append(learned.speeds)
     assert (
-        found[0] is not None and found[1] is not None and found[0][1] == pytest.approx(found[1][1])
+        actual[0] is not None
+        and actual[1] is not None
+        and actual[0][1] == pytest.approx(actual[1][1])
     )

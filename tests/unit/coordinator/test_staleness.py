@@ -299,7 +299,7 @@ def test_published_weights_stay_while_the_policy_moves_on(model: Path) -> None:
     learner.publish(3)
     before = {name: parameter.clone() for name, parameter in stage.policy.named_parameters()}
     consume(learner, source(make_groups(3, GROUPS, RESPONSES, seed=5), 3, Freshness(1)), 1)
-    assert learner.gate.hold(3), "version 3 can still be delivered after the step"
+    assert learner.gate.acquire(3), "version 3 can still be delivered after the step"
     learner.gate.release()
     kept = dict(stage.model("published").named_parameters())
     assert all(torch.equal(kept[name], value) for name, value in before.items())
@@ -309,5 +309,5 @@ def test_published_weights_stay_while_the_policy_moves_on(model: Path) -> None:
     )
     assert [name for name, _ in stage.named_parameters()] == [f"policy.{name}" for name in before]
     learner.publish(4)
-    assert not learner.gate.hold(3) and learner.gate.hold(4)
+    assert not learner.gate.acquire(3) and learner.gate.acquire(4)
     learner.gate.release()

@@ -18,12 +18,12 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.roster import Roster, teacher_prefix
 from pa_npu.coordinator.scoring_teachers import (
-    WITNESSES,
     EngineTeacher,
     PolicyTeacher,
     ScoringTeacher,
-    Witnesses,
+    TaughtRun,
 )
+from pa_npu.coordinator.teacher_witness import WITNESSES, Witnesses
 from pa_npu.coordinator.teachers import Teachers
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.group_session import GroupSession
@@ -130,21 +130,22 @@ class Job:
             channel=lambda prefix: StoreChannel(store, prefix),
         )
         scoring = Scoring(temperature, 2)
-        self.teacher = EngineTeacher("large", chosen, scoring, Witnesses(str(run_dir)), inputs)
-        self.teacher.fleet._make_engine = lambda url: engines[url]  # type: ignore[assignment, return-value]
+        run = TaughtRun(chosen, inputs, scoring, Witnesses(str(run_dir)))
+        self.teacher = EngineTeacher("large", run)
+        self.teacher.membership._make_engine = lambda url: engines[url]  # type: ignore[assignment, return-value]
         self.prompt = prompt
 
     async def __aenter__(self) -> EngineTeacher:
-        await self.teacher.fleet.__aenter__()
+        await self.teacher.membership.__aenter__()
         try:
             await self.teacher.ready()
         except BaseException:
-            await self.teacher.fleet.__aexit__()
+            await self.teacher.membership.__aexit__()
             raise
         return self.teacher
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self.teacher.fleet.__aexit__()
+        await self.teacher.membership.__aexit__()
 
     async def score(self, tokens: list[int]) -> Scores:
         sample = sample_of(tokens)
@@ -171,8 +172,8 @@ async def test_a_group_leaves_with_what_its_teacher_says_of_its_trained_tokens()
     ]
 
     class Scripted(ScoringTeacher):
-        def __init__(self, *given: Any) -> None:
-            super().__init__(*given)
+        def __init__(self, name: str, config: Config, scoring: Scoring) -> None:
+            super().__init__(name, config, scoring)
             self.checked: list[int] = []
 
         async def score(self, prompt: Prompt, sample: Sample, label: str, session: Any) -> Scores:
@@ -183,7 +184,7 @@ async def test_a_group_leaves_with_what_its_teacher_says_of_its_trained_tokens()
             self.checked.append(iteration)
 
     columns = score_columns(chosen)
-    teacher = Scripted("teacher.large", chosen, Scoring())
+    teacher = Scripted("large", chosen, Scoring())
     shelf, engine = Shelf(), ScriptedEngine("a", list(range(GROUPS)))
     with ThreadPoolExecutor(1) as store_thread:
         producer = make_producer(chosen, [engine], ScriptedRewards(), shelf, store_thread)
@@ -291,7 +292,8 @@ async def session_of(engine: TeacherEngine) -> GroupSession:
 
 async def test_the_policy_scores_its_response_behind_the_prompt_with_its_hint() -> None:
     chosen = config_with({"hint_column": "hint"})
-    teacher = PolicyTeacher("large", chosen, Scoring(1.0, 2))
+    run = TaughtRun(chosen, SimpleNamespace(), Scoring(1.0, 2), Witnesses(str(chosen.run.dir)))
+    teacher = PolicyTeacher("large", run)
     prompt = Prompt(0, PROMPT, "", "", {}, hinted={"large": np.array([3, 8, 8, 4], np.int32)})
     engine, sample = PolicyEngine("a"), sample_of([7, 9])
     with await session_of(engine) as session:

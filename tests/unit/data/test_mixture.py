@@ -38,7 +38,7 @@ def stream(sizes: dict[str, int], weights: list[float]) -> TrainingStream:
 )
 def test_every_stretch_has_the_shares_of_the_weights_to_a_prompt(weights: list[float]) -> None:
     mixed = stream({"a": 50, "b": 20, "c": 7}, weights)
-    sources = [prompt.source for prompt in mixed.take(400)]
+    sources = [prompt.source for prompt in mixed.next_items(400)]
     for end in range(1, 401):
         counts = Counter(sources[:end])
         for name, weight in zip("abc", weights, strict=True):
@@ -49,10 +49,12 @@ def test_every_stretch_has_the_shares_of_the_weights_to_a_prompt(weights: list[f
 
 
 def test_each_dataset_has_epochs_of_its_own_in_the_order_that_it_has_alone() -> None:
-    mixed = stream({"a": 10, "b": 4}, [1, 1]).take(80)
+    mixed = stream({"a": 10, "b": 4}, [1, 1]).next_items(80)
     for name, prompts in zip("ab", loaded({"a": 10, "b": 4}), strict=True):
         own = [prompt.prompt_id for prompt in mixed if prompt.source == name]
-        assert own == [prompt.prompt_id for prompt in PromptStream(prompts.prompts, 1).take(40)]
+        assert own == [
+            prompt.prompt_id for prompt in PromptStream(prompts.prompts, 1).next_items(40)
+        ]
 
 
 @pytest.mark.parametrize("taken", [0, 1, 13, 64])
@@ -61,22 +63,24 @@ def test_a_restored_mixture_goes_on_where_the_other_stopped(taken: int) -> None:
     weights = [2.0, 1.0]
     original = stream(sizes, weights)
     again = stream(sizes, weights)
-    original.take(taken)
+    original.next_items(taken)
     again.restore(json.loads(json.dumps(original.state())))
-    assert [p.prompt_id for p in again.take(50)] == [p.prompt_id for p in original.take(50)]
+    assert [p.prompt_id for p in again.next_items(50)] == [
+        p.prompt_id for p in original.next_items(50)
+    ]
 
 
 def test_other_weights_count_from_the_checkpoint_on_and_other_datasets_are_refused() -> None:
     first = stream({"a": 11, "b": 5}, [9, 1])
-    first.take(100)
+    first.next_items(100)
     second = stream({"a": 11, "b": 5}, [1, 1])
     second.restore(first.state())
-    assert Counter(prompt.source for prompt in second.take(10)) == {"a": 5, "b": 5}, (
+    assert Counter(prompt.source for prompt in second.next_items(10)) == {"a": 5, "b": 5}, (
         "nothing is made up for"
     )
-    for other in (stream({"a": 11, "c": 5}, [9, 1]), stream({"a": 12, "b": 5}, [9, 1])):
+    for another in (stream({"a": 11, "c": 5}, [9, 1]), stream({"a": 12, "b": 5}, [9, 1])):
         with pytest.raises(DataError, match="the checkpoint"):
-            other.restore(first.state())
+            another.restore(first.state())
     with pytest.raises(DataError, match="the checkpoint is of other datasets"):
         second.restore(PromptStream(loaded({"a": 11})[0].prompts, 1).state())
     with pytest.raises(DataError, match="the checkpoint"):
@@ -87,7 +91,7 @@ def test_the_record_counts_each_dataset() -> None:
     mixed = stream({"a": 10, "b": 10}, [3, 1])
     outcomes = [
         Outcome(prompt.source, 1.0 if prompt.source == "a" else None, 0.5)
-        for prompt in mixed.take(8)
+        for prompt in mixed.next_items(8)
     ]
     assert mixed.observe(outcomes) == {
         "sources": {
@@ -100,10 +104,12 @@ def test_the_record_counts_each_dataset() -> None:
 def test_one_dataset_is_a_plain_stream_whose_old_states_are_understood() -> None:
     alone = stream({"a": 9}, [1])
     plain = PromptStream(loaded({"a": 9})[0].prompts, 1)
-    assert [p.prompt_id for p in alone.take(4)] == [
-        p.prompt_id for p in plain.take(4)
+    assert [p.prompt_id for p in alone.next_items(4)] == [
+        p.prompt_id for p in plain.next_items(4)
     ] and alone.state() == plain.state()
     again = stream({"a": 9}, [2])
     again.restore(plain.state())
-    assert [p.prompt_id for p in again.take(20)] == [p.prompt_id for p in plain.take(20)]
+    assert [p.prompt_id for p in again.next_items(20)] == [
+        p.prompt_id for p in plain.next_items(20)
+    ]
     assert alone.observe([]) == {}

@@ -115,7 +115,7 @@ def test_a_weight_is_that_of_the_pair(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({"prompt": "ab", "chosen": "cd"}, "no rejected"),
         ({"prompt": "ab", "completion": "cd"}, "no chosen and no rejected"),
@@ -137,11 +137,13 @@ def test_a_weight_is_that_of_the_pair(tmp_path: Path) -> None:
         (["ab"], "not an object"),
     ],
 )
-def test_a_row_that_is_no_pair_is_refused_in_one_line(row: Any, said: str, tmp_path: Path) -> None:
+def test_a_row_that_is_no_pair_is_refused_in_one_line(
+    row: Any, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(DataError) as refused:
         load(tmp_path, row)
     line = str(refused.value)
-    assert said in line and "pairs.jsonl:1" in line and "\n" not in line
+    assert message in line and "pairs.jsonl:1" in line and "\n" not in line
 
 
 def test_what_is_too_long_is_refused_cut_or_left_out(tmp_path: Path) -> None:
@@ -166,7 +168,7 @@ def test_pairs_come_as_groups_with_the_chosen_row_first_once_in_an_epoch(tmp_pat
     loaded = load_training_rows(made, tokenizer(CHATML), "pair")
     assert num_items(made, "pair") == 2
     stream = stream_of(made, loaded, "pair")
-    taken = [group for _ in range(3) for group in stream.take(2)]
+    taken = [group for _ in range(3) for group in stream.next_items(2)]
     assert sorted(group.prompt_id for group in taken) == list(range(6))
     for group in taken:
         chosen, rejected = group.rows
@@ -175,8 +177,8 @@ def test_pairs_come_as_groups_with_the_chosen_row_first_once_in_an_epoch(tmp_pat
     state = stream.state()
     again = stream_of(made, loaded, "pair")
     again.restore(state)
-    following = [group.prompt_id for group in again.take(2)]
-    assert following == [group.prompt_id for group in stream.take(2)]
+    following = [group.prompt_id for group in again.next_items(2)]
+    assert following == [group.prompt_id for group in stream.next_items(2)]
 
 
 def test_the_first_pair_is_shown_with_both_answers(tmp_path: Path) -> None:

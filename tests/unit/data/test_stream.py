@@ -26,31 +26,31 @@ def ids(prompts: list[Prompt]) -> list[int]:
 
 def test_each_epoch_holds_every_prompt_once_in_a_new_order() -> None:
     stream = PromptStream(make_prompts(10), seed=3)
-    epochs = [ids(stream.take(10)) for _ in range(4)]
+    epochs = [ids(stream.next_items(10)) for _ in range(4)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
 def test_batches_that_cross_epochs_lose_and_repeat_nothing() -> None:
     prompts = make_prompts(7)
-    in_one_go = ids(PromptStream(prompts, seed=1).take(70))
+    in_one_go = ids(PromptStream(prompts, seed=1).next_items(70))
     stream = PromptStream(prompts, seed=1)
-    assert [i for _ in range(14) for i in ids(stream.take(5))] == in_one_go
+    assert [i for _ in range(14) for i in ids(stream.next_items(5))] == in_one_go
     assert set(Counter(in_one_go).values()) == {10}
 
 
 def test_order_depends_on_the_seed_and_only_on_it() -> None:
     prompts = make_prompts(50)
-    assert ids(PromptStream(prompts, seed=1).take(50)) == ids(
-        PromptStream(prompts, seed=1).take(50)
+    assert ids(PromptStream(prompts, seed=1).next_items(50)) == ids(
+        PromptStream(prompts, seed=1).next_items(50)
     )
-    assert ids(PromptStream(prompts, seed=1).take(50)) != ids(
-        PromptStream(prompts, seed=2).take(50)
+    assert ids(PromptStream(prompts, seed=1).next_items(50)) != ids(
+        PromptStream(prompts, seed=2).next_items(50)
     )
 
 
 def test_the_order_stays_what_saved_positions_mean() -> None:
-    assert ids(PromptStream(make_prompts(8), seed=1).take(16)) == [
+    assert ids(PromptStream(make_prompts(8), seed=1).next_items(16)) == [
         6,
         3,
         7,
@@ -71,7 +71,7 @@ def test_the_order_stays_what_saved_positions_mean() -> None:
 
 
 def test_without_shuffling_prompts_come_in_dataset_order() -> None:
-    assert ids(PromptStream(make_prompts(3), seed=5, shuffle=False).take(7)) == [
+    assert ids(PromptStream(make_prompts(3), seed=5, shuffle=False).next_items(7)) == [
         0,
         1,
         2,
@@ -86,15 +86,15 @@ def test_without_shuffling_prompts_come_in_dataset_order() -> None:
 def test_a_restored_stream_continues_where_the_other_stopped(taken: int) -> None:
     prompts = make_prompts(7)
     original = PromptStream(prompts, seed=9)
-    original.take(taken)
+    original.next_items(taken)
     state = json.loads(json.dumps(original.state()))
     again = PromptStream(prompts, seed=9)
     again.restore(state)
-    assert ids(again.take(20)) == ids(original.take(20))
+    assert ids(again.next_items(20)) == ids(original.next_items(20))
 
 
 @pytest.mark.parametrize(
-    "other",
+    "another",
     [
         PromptStream(make_prompts(7), seed=2),
         PromptStream(make_prompts(7), seed=1, shuffle=False),
@@ -103,11 +103,11 @@ def test_a_restored_stream_continues_where_the_other_stopped(taken: int) -> None
         PromptStream(list(reversed(make_prompts(7))), seed=1),
     ],
 )
-def test_a_state_of_other_data_or_another_order_is_refused(other: PromptStream) -> None:
+def test_a_state_of_other_data_or_another_order_is_refused(another: PromptStream) -> None:
     stream = PromptStream(make_prompts(7), seed=1)
     stream.restore(PromptStream(make_prompts(7), seed=1).state())
     with pytest.raises(DataError, match="differ from those of the checkpoint"):
-        stream.restore(other.state())
+        stream.restore(another.state())
 
 
 def test_no_prompts_are_refused() -> None:

@@ -49,16 +49,16 @@ def test_a_group_waits_for_its_completions_and_for_the_seconds_after_the_last_of
         [DispatchTurn(0, 0.0), DispatchTurn(0, 2.5), DispatchTurn(1, 0.5), DispatchTurn(2, 0.0)]
     )
     assert progress.ready_at() == 0.0
-    progress.dispatched()
+    progress.note_dispatched()
     assert progress.ready_at() == 2.5, "seconds from the beginning"
-    progress.dispatched()
+    progress.note_dispatched()
     assert progress.ready_at() == math.inf, "not before a group completes"
-    progress.completed(7.0)
+    progress.note_completed(7.0)
     assert progress.ready_at() == 7.5
-    progress.dispatched()
-    progress.completed(9.0)
+    progress.note_dispatched()
+    progress.note_completed(9.0)
     assert progress.ready_at() == 9.0
-    progress.dispatched()
+    progress.note_dispatched()
     assert progress.ready_at() == 0.0, "replacements have no turns"
 
 
@@ -67,11 +67,11 @@ def test_an_engine_that_would_stand_idle_gets_a_group_whatever_its_turn():
         [DispatchTurn(0, 0.0), DispatchTurn(0, 99.0), DispatchTurn(2, 1.0), DispatchTurn(2, 1.0)],
         engines=2,
     )
-    progress.dispatched()
+    progress.note_dispatched()
     assert progress.ready_at() == 0.0, "one group in flight, two engines"
-    progress.dispatched()
+    progress.note_dispatched()
     assert progress.ready_at() == math.inf
-    progress.completed(3.0)
+    progress.note_completed(3.0)
     assert progress.ready_at() == 0.0
 
 
@@ -80,9 +80,9 @@ def test_windows_change_with_the_groups_dispatched():
     schedule = Schedule("s", (0, 1, 2), windows)
     progress = Dispatching(schedule, 2)
     assert [progress.window(name) for name in "abc"] == [16, 32, 8]
-    progress.dispatched()
+    progress.note_dispatched()
     assert progress.window("a") == 16
-    progress.dispatched()
+    progress.note_dispatched()
     assert [progress.window(name) for name in "abc"] == [64, 24, 24]
     assert schedule.largest_window == 64
 

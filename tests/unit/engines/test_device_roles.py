@@ -32,5 +32,5 @@ def test_a_device_is_lent_once_and_taken_back_with_all_others() -> None:
     assert devices.is_lent(1) and not devices.is_lent(3)
     devices.decode_all()
     assert devices.any_lent, "memory comes back with a publish, not with an iteration"
-    assert devices.take_back() == {0, 1, 2}
-    assert not devices.any_lent and devices.take_back() == set()
+    assert devices.return_all() == {0, 1, 2}
+    assert not devices.any_lent and devices.return_all() == set()

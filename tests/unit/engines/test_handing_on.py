@@ -55,8 +55,8 @@ async def session_of(pool: EnginePool) -> GroupSession:
 
 def pool_of(*engines: Engine) -> EnginePool:
     pool = EnginePool()
-    for seat, engine in enumerate(engines):
-        pool.add(engine, seat=seat)  # type: ignore[arg-type]
+    for engine_index, engine in enumerate(engines):
+        pool.add(engine, engine_index=engine_index)  # type: ignore[arg-type]
         pool.serve(engine, 0)  # type: ignore[arg-type]
     return pool
 
@@ -98,8 +98,8 @@ async def test_responses_may_be_handed_on_unbegun_as_often_as_devices_change_the
     with await session_of(pool) as session:
         session.lease.close()
         session.lease = await pool.admit(1, 100, lambda _: 64, 1.0)
-        for seat, engine in enumerate(pool.engines):
-            if engine is session.lease.engine and seat:
+        for engine_index, engine in enumerate(pool.engines):
+            if engine is session.lease.engine and engine_index:
                 next(turns)  # the first to rest is the one that it is on
         (response,) = await session.generate(PROMPT, 1, 0, SAMPLING)
     assert len(response.tokens) == LENGTH and next(turns, None) is None

@@ -12,36 +12,38 @@ async def test_an_engine_of_the_launchers_that_is_left_out_has_left_whoever_noti
     noticed,
 ):
     job = Job()
-    async with job.fleet:
+    async with job.membership:
         await job.serving("a")
         index = job.roster.announce("b")
-        await job.until(lambda: "b" in job.engines, "the fleet sees it")
+        await job.until(lambda: "b" in job.engines, "the membership sees it")
         job.engines["b"].answers.set()
-        await job.until(lambda: job.fleet._members[index].state == "ready", "it is ready")
+        await job.until(lambda: job.membership._members[index].state == "ready", "it is ready")
         if noticed:
-            await job.fleet.report_lost(job.engines["b"], "killed")
+            await job.membership.report_lost(job.engines["b"], "killed")
             assert job.roster.replacement_wanted(index, 0), "the launcher is asked first"
             job.roster.ask_leave(index)
         else:
             job.roster.ask_leave(index)
             await job.until(
-                lambda: job.roster.has_left(index) or job.fleet._members[index].state == "leaving",
+                lambda: (
+                    job.roster.has_left(index) or job.membership._members[index].state == "leaving"
+                ),
                 "seen",
             )
-            await job.fleet.report_lost(job.engines["b"], "killed")
+            await job.membership.report_lost(job.engines["b"], "killed")
         await job.until(lambda: job.roster.has_left(index), "it has left")
-        assert job.fleet.size == 1
+        assert job.membership.size == 1
         again = job.roster.announce("b")
         await job.until(
-            lambda: again in job.fleet._members, "at a place of its own it is welcome again"
+            lambda: again in job.membership._members, "at a place of its own it is welcome again"
         )
 
 
 async def test_an_engine_that_was_started_again_on_another_node_is_asked_there():
     job = Job()
-    async with job.fleet:
+    async with job.membership:
         index = job.roster.announce("a")
-        await job.until(lambda: "a" in job.engines, "the fleet sees it")
+        await job.until(lambda: "a" in job.engines, "the membership sees it")
         job.roster.renew(index, 1, "b")
-        await job.until(lambda: "b" in job.engines, "the fleet asks at the new address")
-        assert job.fleet._members[index].generation == 1
+        await job.until(lambda: "b" in job.engines, "the membership asks at the new address")
+        assert job.membership._members[index].generation == 1

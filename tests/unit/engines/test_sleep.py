@@ -14,7 +14,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.roster import Roster
 from pa_npu.engines.client import EngineClient
-from pa_npu.engines.membership import Fleet
+from pa_npu.engines.membership import EngineMembership
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.errors import ConfigError, DeadlineExceeded
@@ -55,7 +55,7 @@ class Job:
     def coordinate(self) -> None:
         """A coordinator of its own."""
         self.pool = EnginePool()
-        self.fleet = Fleet(
+        self.membership = EngineMembership(
             self.config.rollout,
             self.pool,
             Roster(self.roster._channel, API_KEY),
@@ -68,7 +68,7 @@ class Job:
             timeout_s=self.config.publish.timeout_s,
             seed=self.config.run.seed,
             senders=self.config.mesh.senders(),
-            fleet=self.fleet,
+            membership=self.membership,
             pool=self.pool,
             channel=self.channel,
             connection=connection,
@@ -77,12 +77,12 @@ class Job:
         )
 
     async def __aenter__(self) -> Job:
-        await self.fleet.__aenter__()
-        await self.fleet.wait_all_ready()
+        await self.membership.__aenter__()
+        await self.membership.wait_all_ready()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.fleet.__aexit__()
+        await self.membership.__aexit__()
         await self.pool.close()
 
     async def version(self, version: int) -> None:
@@ -97,27 +97,27 @@ class Job:
         """Calls of the engines in their order, those with these names; all since `forget` without
         names.
         """
-        found = [call for served in self.engines for call, _ in served.engine.calls]
-        return [call for call in found if call in names] if names else found
+        actual = [call for served in self.engines for call, _ in served.engine.calls]
+        return [call for call in actual if call in names] if names else actual
 
     def forget(self) -> None:
         for served in self.engines:
             served.engine.calls.clear()
 
     def probes_due(self) -> list[bool]:
-        """Whether each engine would be probed once its time has come."""
-        members = [member for _, member in sorted(self.fleet._members.items())]
+        """Returns whether each engine would be probed once its time has come."""
+        members = [member for _, member in sorted(self.membership._members.items())]
         for member in members:
             member.probed_s = -1e9
-        due = [self.fleet._is_probe_due(member) for member in members]
+        due = [self.membership._is_probe_due(member) for member in members]
         for member in members:
             member.probed_s = time.monotonic()
         return due
 
-    async def until(self, condition: Callable[[], bool], what: str) -> None:
+    async def until(self, condition: Callable[[], bool], description: str) -> None:
         deadline = asyncio.get_running_loop().time() + 10
         while not condition():
-            assert asyncio.get_running_loop().time() < deadline, what
+            assert asyncio.get_running_loop().time() < deadline, description
             await asyncio.sleep(0.01)
 
 
@@ -176,7 +176,7 @@ async def test_engines_that_cannot_sleep_are_asked_nothing(engines: list[Served]
         with pytest.raises(
             ConfigError, match="says that it cannot sleep; start it with --enable-sleep-mode"
         ):
-            job.fleet.check_sleep()
+            job.membership.check_sleep()
 
 
 async def test_engines_that_can_sleep_but_have_devices_of_their_own_stay_awake(
@@ -187,7 +187,7 @@ async def test_engines_that_can_sleep_but_have_devices_of_their_own_stay_awake(
         await job.pool.sleep(EVERYWHERE)
         assert (
             not any(served.engine.is_asleep for served in engines)
-            and not job.fleet.has_lent_devices
+            and not job.membership.has_lent_devices
         )
 
 
@@ -215,9 +215,9 @@ async def test_a_device_trains_when_the_engine_that_is_being_started_there_sleep
     async with Job(engines) as job:
         await job.version(0)
         engines[1].stop()
-        await job.fleet.report_lost(job.fleet._members[1].engine, "it died")
+        await job.membership.report_lost(job.membership._members[1].engine, "it died")
         job.roster.renew(1, 1, engines[1].url)
-        await job.until(lambda: job.fleet._members[1].state == "starting", "it is known")
+        await job.until(lambda: job.membership._members[1].state == "starting", "it is known")
         sleeping = asyncio.create_task(job.pool.sleep(EVERYWHERE))
         await asyncio.sleep(0.3)
         assert engines[0].engine.is_asleep and not sleeping.done()
@@ -238,7 +238,7 @@ async def test_who_does_not_go_to_sleep_is_replaced_when_there_is_room(
         async def fails(*, deadline_s: float) -> None:
             raise EngineError("it does not")
 
-        job.fleet._members[0].engine.sleep = fails  # type: ignore[method-assign]
+        job.membership._members[0].engine.sleep = fails  # type: ignore[method-assign]
         await job.pool.sleep(EVERYWHERE)
         assert job.roster.replacement_wanted(0, 0) == "it does not" and job.roster.is_lent(0)
         assert engines[1].engine.is_asleep
@@ -253,7 +253,7 @@ async def test_when_none_is_left_that_sleeps_the_first_to_start_at_the_border_se
         async def fails(*, deadline_s: float) -> None:
             raise EngineError("it does not")
 
-        for member in job.fleet._members.values():
+        for member in job.membership._members.values():
             member.engine.sleep = fails  # type: ignore[method-assign]
         await job.pool.sleep(EVERYWHERE)
         assert not job.pool.engines and job.roster.is_lent(0)
@@ -271,7 +271,7 @@ async def test_engines_are_left_awake_where_the_configuration_says_so(
     async with Job(engines, sleep=False) as job:
         await job.version(0)
         await job.pool.sleep(EVERYWHERE)
-        assert not job.calls("sleep") and not job.fleet.has_lent_devices
+        assert not job.calls("sleep") and not job.membership.has_lent_devices
 
 
 async def test_the_next_coordinator_wakes_those_that_the_one_before_had_put_to_sleep(
@@ -293,8 +293,8 @@ async def test_the_next_coordinator_wakes_those_that_the_one_before_had_put_to_s
 async def test_a_wait_for_one_that_never_starts_ends(engines: list[Served]) -> None:
     async with Job(engines) as job:
         await job.version(0)
-        job.fleet._startup_timeout_s = 1.0
-        job.fleet._members[1].state = "starting"
+        job.membership._startup_timeout_s = 1.0
+        job.membership._members[1].state = "starting"
         with pytest.raises(
             DeadlineExceeded, match=f"waited 1 s for engines {engines[1].url} to sleep"
         ):

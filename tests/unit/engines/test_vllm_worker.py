@@ -104,7 +104,7 @@ def test_version_is_stamped_after_a_complete_receive(make_worker: Callable[..., 
         "version": 4,
         "continues": False,
         "sleeps": False,
-        "routes": False,
+        "expert_choices": False,
         "images": False,
         "scores_at_temperature": False,
     }
@@ -168,8 +168,8 @@ def test_layerwise_reload_is_always_finished(fails: bool, monkeypatch: pytest.Mo
         def __str__(self) -> str:
             return "model"
 
-    def note(what: str) -> None:
-        calls.append(f"{what} on {torch.empty(0).device}")
+    def note(description: str) -> None:
+        calls.append(f"{description} on {torch.empty(0).device}")
 
     reload, config = ModuleType("reload"), ModuleType("config")
     reload.initialize_layerwise_reload = lambda model: note(f"initialize {model}")  # type: ignore[attr-defined]
@@ -253,7 +253,8 @@ def test_engine_needs_nothing_but_torch_and_vllm() -> None:
         ".weight_transfer",
     )
     rooms += tuple(
-        f".engines.vllm.{part}" for part in ("worker", "routes", "scores", "streams", "live")
+        f".engines.vllm.{part}"
+        for part in ("worker", "expert_choices", "scores", "streams", "live")
     )
     rooms += (".platform", ".platform.memory_peaks", ".platform.typical")
     parts = (

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from pa_npu.dispatch.schedule import Reach, Schedule
+from pa_npu.dispatch.schedule import Schedule, SlowEngineLimit
 from pa_npu.planning.iteration_model.flow import unequal
 from pa_npu.planning.iteration_model.schedules import bound_s, choose
 from pa_npu.planning.iteration_model.subjects import (
@@ -41,13 +41,13 @@ def heavy_tailed(seed: int) -> list[VirtualGroup]:
 
 
 def test_an_engine_takes_the_first_group_in_order_that_it_ends_in_time_or_the_shortest() -> None:
-    reach = Reach((9.0, 7.0, 5.0, 3.0), {"slow": 2.0}, 12.0)
-    assert reach.place("fast", [0, 1, 2, 3], 11.9) == 0, (
+    limit = SlowEngineLimit((9.0, 7.0, 5.0, 3.0), {"slow": 2.0}, 12.0)
+    assert limit.place("fast", [0, 1, 2, 3], 11.9) == 0, (
         "an engine that is not named takes the next one"
     )
-    assert reach.place("slow", [0, 1, 2, 3], 0.0) == 2, "5 tokens of 2 s end by 12 s, 7 do not"
-    assert reach.place("slow", [0, 1, 2, 3], 4.0) == 3
-    assert reach.place("slow", [1, 3, 0, 2], 11.0) == 1, "nothing ends in time: the shortest"
+    assert limit.place("slow", [0, 1, 2, 3], 0.0) == 2, "5 tokens of 2 s end by 12 s, 7 do not"
+    assert limit.place("slow", [0, 1, 2, 3], 4.0) == 3
+    assert limit.place("slow", [1, 3, 0, 2], 11.0) == 1, "nothing ends in time: the shortest"
 
 
 def test_no_assignment_of_jobs_to_places_is_shorter_than_the_bound() -> None:

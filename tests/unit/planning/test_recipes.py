@@ -29,6 +29,7 @@ from tests.helpers.recipes import (
     RECIPES,
     ROOT,
     SIZED,
+    STAGES,
     claims,
     dry_run,
     planned,
@@ -103,6 +104,24 @@ def test_the_arithmetic_in_a_recipe_is_what_dry_run_prints(recipe: Path) -> None
         assert len(claimed) == 6
 
 
+@pytest.mark.parametrize(
+    ("recipe", "devices"), zip(STAGES, (8, 16), strict=True), ids=["sft", "distill"]
+)
+def test_the_recipe_of_a_stage_fits_and_says_what_dry_run_prints(
+    recipe: Path, devices: int
+) -> None:
+    for arguments, claimed in claims(recipe):
+        assert claimed == quoted(recipe, arguments), (
+            f"{arguments}: run python -m tests.helpers.recipes"
+        )
+        config = load_config([recipe], [f"run.device={arguments[-1]}"])
+        spec, memory = known_spec(config.model.path), platforms.typical_memory(arguments[-1])
+        assert spec is not None and memory is not None and config.devices.num_devices == devices
+        check_model(config, spec)
+        assert not list(shortages(config, spec, memory[1], own_memory=True))
+    assert len(list(claims(recipe))) == 2
+
+
 # a dense model on one machine, and a mixture
 IN_CI = ("grpo_qwen2.5_7b.yaml", "grpo_qwen3_30b_a3b.yaml")
 
@@ -124,12 +143,12 @@ def test_what_auto_finds_is_never_worse_than_the_recipe_and_on_npu_the_recipe_is
 ) -> None:
     config, (nodes, devices) = shipped(files, kind), SIZED[files]
     assert config.devices.num_devices == nodes * devices
-    found = planned(files, kind)
-    assert found.devices.num_devices <= nodes * devices
-    assert predicted_s(found) <= 1.001 * predicted_s(config)
+    actual = planned(files, kind)
+    assert actual.devices.num_devices <= nodes * devices
+    assert predicted_s(actual) <= 1.001 * predicted_s(config)
     if kind == "npu":
-        assert predicted_s(config) <= 1.02 * predicted_s(found), (
-            f"{found.rollout}: run python -m tests.helpers.recipes"
+        assert predicted_s(config) <= 1.02 * predicted_s(actual), (
+            f"{actual.rollout}: run python -m tests.helpers.recipes"
         )
 
 
@@ -147,8 +166,8 @@ def test_more_devices_are_never_planned_slower_than_the_recipes_own(
     files = (recipe.name,)
     if nodes * 8 < math.prod(SIZED[files]):
         pytest.skip("fewer devices than the recipe is for")
-    found = planned(files, kind, (nodes, 8))
-    assert predicted_s(found) <= 1.001 * predicted_s(shipped(files, kind))
+    actual = planned(files, kind, (nodes, 8))
+    assert predicted_s(actual) <= 1.001 * predicted_s(shipped(files, kind))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -230,22 +249,16 @@ def test_yaml_starters_parse() -> None:
         assert isinstance(yaml.safe_load(path.read_text()), dict), path
 
 
-def test_the_script_of_the_distillation_recipe_makes_its_models() -> None:
-    config = load_config([ROOT / "configs" / "distill_tiny.yaml"])
-    (teacher,) = config.teacher.values()
-    script = (ROOT / "launch" / "run_distill_tiny.sh").read_text()
-    assert f"--out {Path(teacher.model).parent} --hidden" in script
-    assert f"--out {Path(config.model.path).parent}\n" in script
-
-
-def test_the_script_of_the_two_teachers_makes_models_and_rows() -> None:
-    config = load_config([ROOT / "configs" / "distill_two_tiny.yaml"])
-    script = (ROOT / "launch" / "run_distill_two_tiny.sh").read_text()
-    for path in (config.model.path, *(str(teacher.model) for teacher in config.teacher.values())):
-        assert f"--out {Path(path).parent}" in script
-    for dataset in config.data.datasets:
-        assert f'"{Path(dataset.path).stem}", /' in script and f">{dataset.path}" in script
-    assert {Path(dataset.path).stem for dataset in config.data.datasets} == set(config.teacher)
+@pytest.mark.parametrize("recipe", ["distill_tiny", "distill_two_tiny"])
+def test_the_script_of_a_tiny_recipe_makes_its_models_and_questions(recipe: str) -> None:
+    config = load_config([ROOT / "configs" / f"{recipe}.yaml"])
+    script = (ROOT / "launch" / f"run_{recipe}.sh").read_text()
+    made = {f".cache/{name}" for name in re.findall(r"^make_tiny (\w+) ", script, re.MULTILINE)}
+    teachers = [str(teacher.model) for teacher in config.teacher.values()]
+    data = [dataset.path for dataset in config.data.datasets]
+    data += map(str, config.evaluate.sets.values())
+    assert {str(Path(path).parent) for path in (config.model.path, *teachers, *data)} == made
+    assert f'run_recipe {recipe} "$@"' in script
 
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -308,9 +321,9 @@ def test_a_proposal_passes_the_estimate_and_every_rule(tree: dict[str, Any], gib
     config = Config.model_validate(tree)
     spec = known_spec(config.model.path)
     assert spec is not None
-    found = shortages(config, spec, gib * GIB, own_memory=True)
-    assume(found)
-    for shortage in found:
+    actual = shortages(config, spec, gib * GIB, own_memory=True)
+    assume(actual)
+    for shortage in actual:
         assert "\n" not in shortage.line()
         if shortage.proposal is None:
             continue
@@ -322,7 +335,7 @@ def test_a_proposal_passes_the_estimate_and_every_rule(tree: dict[str, Any], gib
             cache = dict(engine_memory(changed, spec, gib * GIB).parts)["KV cache"]
             assert cache // kv_bytes_per_token(changed, spec) >= wanted_tokens(changed)
         assert shortage.role not in {
-            other.role for other in shortages(changed, spec, gib * GIB, own_memory=True)
+            another.role for another in shortages(changed, spec, gib * GIB, own_memory=True)
         }
 
 

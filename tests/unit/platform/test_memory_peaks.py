@@ -73,13 +73,13 @@ def rises(peak: ResidentPeak, child: Child) -> list[float]:
     """MiB above the first look, of an iteration that needs 64 for a time, one that needs nothing,
     one that keeps 32.
     """
-    first = peak.take()
-    found = []
+    first = peak.pop_peak()
+    actual = []
     for needs in ((64, 0), (0,), (32,)):
         for mib in needs:
             child.hold(mib)
-        found.append((peak.take() - first) / MIB)
-    return found
+        actual.append((peak.pop_peak() - first) / MIB)
+    return actual
 
 
 def test_what_one_iteration_needed_is_not_the_next_ones() -> None:
@@ -88,12 +88,12 @@ def test_what_one_iteration_needed_is_not_the_next_ones() -> None:
 
 
 def test_several_processes_add_up_and_one_that_has_ended_counts_nothing() -> None:
-    with Child() as one, Child() as other:
-        peak = ResidentPeak(lambda: [one.pid, other.pid, 2**22 + 1])
-        first = peak.take()
-        one.hold(32), other.hold(16), one.hold(0)
-        assert (peak.take() - first) / MIB == pytest.approx(48, abs=5)
-    assert peak.take() == 0
+    with Child() as one, Child() as second:
+        peak = ResidentPeak(lambda: [one.pid, second.pid, 2**22 + 1])
+        first = peak.pop_peak()
+        one.hold(32), second.hold(16), one.hold(0)
+        assert (peak.pop_peak() - first) / MIB == pytest.approx(48, abs=5)
+    assert peak.pop_peak() == 0
 
 
 def test_where_the_mark_cannot_be_reset_it_is_the_most_since_the_start(
@@ -105,11 +105,11 @@ def test_where_the_mark_cannot_be_reset_it_is_the_most_since_the_start(
 
 
 def test_no_processes_are_no_bytes() -> None:
-    assert ResidentPeak(lambda: []).take() == 0
+    assert ResidentPeak(lambda: []).pop_peak() == 0
 
 
 def test_without_proc_it_is_the_most_since_the_start(tmp_path: Path) -> None:
-    assert ResidentPeak(own_processes, proc=str(tmp_path)).take() > 50 * MIB
+    assert ResidentPeak(own_processes, proc=str(tmp_path)).pop_peak() > 50 * MIB
 
 
 def test_the_processes_of_a_command_are_those_that_its_keeper_started(
@@ -118,17 +118,21 @@ def test_the_processes_of_a_command_are_those_that_its_keeper_started(
     assert keeper.SESSION == memory_peaks.SESSION
     monkeypatch.delenv(keeper.SESSION, raising=False)
     assert own_processes() == [os.getpid()]
-    command = [sys.executable, "-c", "from tests.unit.platform.test_memory_peaks import say; say()"]
+    command = [
+        sys.executable,
+        "-c",
+        "from tests.unit.platform.test_memory_peaks import print_peak; print_peak()",
+    ]
     lifeline, writer = os.pipe()
-    found = subprocess.run(
+    actual = subprocess.run(
         [sys.executable, "-I", "-S", keeper.__file__, str(lifeline), "5", "", "--", *command],
         pass_fds=[lifeline], start_new_session=True, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     os.close(lifeline), os.close(writer)
-    assert found.stdout.strip() == "True", "the command, and what it started"
+    assert actual.stdout.strip() == "True", "the command, and what it started"
 
 
-def say() -> None:
+def print_peak() -> None:
     """In the command: whether its own processes are it and its child."""
     with Child() as child:
         print(set(own_processes()) == {os.getpid(), child.pid} == set(tree(os.getpid())))

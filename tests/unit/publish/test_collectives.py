@@ -62,7 +62,7 @@ class Group:
         return work
 
     def watchdog(self) -> bool:
-        """Whether it ends the process, now that what is pending has timed out or failed."""
+        """Returns whether it ends the process, now that what is pending has timed out or failed."""
         ends = {"nccl": self.handling not in ("0", "2"), "hccl": self.handling != "0"}[self.backend]
         return ends and bool(self.pending)
 

@@ -19,7 +19,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.roster import Roster
 from pa_npu.engines.client import EngineClient
-from pa_npu.engines.membership import Fleet
+from pa_npu.engines.membership import EngineMembership
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling
 from pa_npu.errors import InvariantViolation
@@ -92,7 +92,8 @@ class Source:
 
 
 class Job:
-    """The coordinator's side over a fleet of attached engines, and the trainers' side in a thread.
+    """The coordinator's side over a membership of attached engines, and the trainers' side in a
+    thread.
 
     Use it with `async with`.
     """
@@ -118,7 +119,7 @@ class Job:
         )
         for url in urls:
             self.roster.announce(url)
-        self.fleet = Fleet(
+        self.membership = EngineMembership(
             self.config.rollout, self.pool, self.roster, lambda url: EngineClient(url, VOCAB, KEY)
         )
         stages = [self.publisher.manifest()]
@@ -128,7 +129,7 @@ class Job:
             timeout_s=self.config.publish.timeout_s,
             seed=self.config.run.seed,
             senders=self.config.mesh.senders(),
-            fleet=self.fleet,
+            membership=self.membership,
             pool=self.pool,
             channel=self.channel,
             connection=self.connection,
@@ -148,12 +149,12 @@ class Job:
         )
 
     async def __aenter__(self) -> Job:
-        await self.fleet.__aenter__()
-        await self.fleet.wait_all_ready()
+        await self.membership.__aenter__()
+        await self.membership.wait_all_ready()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.fleet.__aexit__()
+        await self.membership.__aexit__()
         await self.pool.close()
         self.publisher.close()
 
@@ -177,8 +178,8 @@ class Job:
         """As the launcher says it; until it answers."""
         self.roster.renew(index, 1, url)
         deadline = asyncio.get_running_loop().time() + 60
-        while self.fleet._members[index].state != "ready":
-            assert asyncio.get_running_loop().time() < deadline, "the fleet does not see it"
+        while self.membership._members[index].state != "ready":
+            assert asyncio.get_running_loop().time() < deadline, "the membership does not see it"
             await asyncio.sleep(0.02)
 
     async def responses(self) -> dict[str, Any]:
@@ -210,10 +211,10 @@ async def test_a_publish_goes_on_without_who_dies_in_it_and_with_who_is_back(
             with caplog.at_level(logging.WARNING):
                 await job.version(1, dies=engines[0])
             await all_alike(1, 2)
-            said = [record.getMessage() for record in caplog.records]
-            failed = [text for text in said if "publish of weight version 1 failed" in text]
-            assert len(failed) == 1 and "\n" not in failed[0], said
-            assert [text.split()[1] for text in said if " is lost: " in text] == [urls[0]]
+            output = [record.getMessage() for record in caplog.records]
+            failed = [text for text in output if "publish of weight version 1 failed" in text]
+            assert len(failed) == 1 and "\n" not in failed[0], output
+            assert [text.split()[1] for text in output if " is lost: " in text] == [urls[0]]
 
             engines.append(ForkedEngine(model, tmp_path / "engine-0-again"))
             urls[0] = engines[-1].url()

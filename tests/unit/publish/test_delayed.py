@@ -153,9 +153,9 @@ def test_the_second_buffer_is_in_the_plan_and_beside_the_engines_share() -> None
     def lines(fraction: float) -> list[str]:
         config = config_of(rollout={"memory_fraction": fraction})
         return [
-            found.line()
-            for found in shortages(config, spec, 64 * GIB, True)
-            if "second buffer" in found.problem
+            actual.line()
+            for actual in shortages(config, spec, 64 * GIB, True)
+            if "second buffer" in actual.problem
         ]
 
     (line,) = lines(0.85)
@@ -204,7 +204,7 @@ def test_trainers_keep_the_version_before_until_engines_have_swapped(model: Path
         return {name: parameter.detach().clone() for name, parameter in policy.items()}
 
     def held(version: int) -> dict[str, torch.Tensor]:
-        assert learner.gate.hold(version), f"version {version} can be sent to a late engine"
+        assert learner.gate.acquire(version), f"version {version} can be sent to a late engine"
         learner.gate.release()
         return {
             name: parameter.detach().clone()

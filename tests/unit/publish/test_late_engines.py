@@ -13,7 +13,7 @@ from pa_npu import platform as platforms
 from pa_npu.config.mesh import Mesh
 from pa_npu.control.channel import StoreChannel
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.publish.late_engines import LateEngines, VersionGate
+from pa_npu.publish.late_engines import LateEngineSender, VersionGate
 from pa_npu.publish.messages import (
     LATE_ANSWER,
     LATE_BROKEN,
@@ -63,10 +63,10 @@ def ask(channel: StoreChannel, number: int, version: int, go: bool, rank: int = 
     return held
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], description: str) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
-        assert time.monotonic() < deadline, what
+        assert time.monotonic() < deadline, description
         time.sleep(0.002)
 
 
@@ -83,11 +83,11 @@ def test_a_late_engine_is_sent_the_version_when_all_ranks_hold_it(fails: bool) -
 
     publisher = Publisher(work)
     gate.open(4)
-    with LateEngines(publisher, channel, gate, platforms.get("cpu"), ALONE, WAIT_S):  # type: ignore[arg-type]
+    with LateEngineSender(publisher, channel, gate, platforms.get("cpu"), ALONE, WAIT_S):  # type: ignore[arg-type]
         assert ask(channel, 0, version=4, go=False), "held here, but another rank has gone on"
         assert ask(channel, 1, version=4, go=True)
         assert not ask(channel, 2, version=3, go=False)
-    wait_until(lambda: gate.hold(4), "the weights stay held")
+    wait_until(lambda: gate.acquire(4), "the weights stay held")
     assert publisher.calls == [("publish", 4, 1, 2, 0), ("close",)], (
         "the first was called off, the third is outdated"
     )
@@ -111,7 +111,7 @@ def test_whatever_breaks_a_delivery_is_told_and_the_next_engine_is_served(error:
             raise outcome
 
     gate.open(0)
-    with LateEngines(Publisher(work), channel, gate, platforms.get("cpu"), ALONE, WAIT_S):  # type: ignore[arg-type]
+    with LateEngineSender(Publisher(work), channel, gate, platforms.get("cpu"), ALONE, WAIT_S):  # type: ignore[arg-type]
         assert ask(channel, 0, version=0, go=True)
         broken = LATE_BROKEN.wait(channel, WAIT_S, number=0)
         assert (

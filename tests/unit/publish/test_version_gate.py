@@ -12,19 +12,19 @@ from pa_npu.publish.late_engines import VersionGate
 
 def test_only_the_version_that_is_in_place_can_be_held() -> None:
     gate = VersionGate(1.0)
-    assert not gate.hold(3), "nothing is published yet"
+    assert not gate.acquire(3), "nothing is published yet"
     gate.open(3)
-    assert not gate.hold(2)
-    assert gate.hold(3)
+    assert not gate.acquire(2)
+    assert gate.acquire(3)
     gate.release()
     gate.close()
-    assert not gate.hold(3), "the optimizer has begun"
+    assert not gate.acquire(3), "the optimizer has begun"
 
 
 def test_a_change_waits_for_the_sender_and_not_for_ever() -> None:
     gate = VersionGate(0.2)
     gate.open(1)
-    assert gate.hold(1)
+    assert gate.acquire(1)
     with pytest.raises(
         DeadlineExceeded, match=r"version 1 is still being sent to a late engine after 0\.2 s"
     ):
@@ -33,7 +33,7 @@ def test_a_change_waits_for_the_sender_and_not_for_ever() -> None:
     release.start()
     gate.close()
     release.join()
-    assert not gate.hold(1)
+    assert not gate.acquire(1)
 
 
 def test_what_is_offered_is_held_once_engines_have_swapped() -> None:
@@ -44,23 +44,23 @@ def test_what_is_offered_is_held_once_engines_have_swapped() -> None:
     taken = []
     gate.open(3)
     gate.offer(4, lambda: taken.append(4))
-    assert gate.hold(3) and not taken, (
+    assert gate.acquire(3) and not taken, (
         "an engine that is started again generates by what the others have"
     )
     gate.release()
-    assert gate.hold(4) and taken == [4]
+    assert gate.acquire(4) and taken == [4]
     gate.release()
-    gate.take_offer()
+    gate.accept_offer()
     assert taken == [4], "once"
-    assert not gate.hold(3)
+    assert not gate.acquire(3)
     gate.offer(5, lambda: taken.append(5))
-    gate.take_offer()
-    assert taken == [4, 5] and gate.hold(5)
+    gate.accept_offer()
+    assert taken == [4, 5] and gate.acquire(5)
     gate.release()
     gate.offer(6, lambda: taken.append(6))
     gate.open(6)  # published at the border after all
-    gate.take_offer()
-    assert taken == [4, 5] and gate.hold(6)
+    gate.accept_offer()
+    assert taken == [4, 5] and gate.acquire(6)
 
 
 def test_an_offer_is_not_taken_from_under_a_sender() -> None:
@@ -68,7 +68,7 @@ def test_an_offer_is_not_taken_from_under_a_sender() -> None:
     taken = []
     gate.open(3)
     gate.offer(4, lambda: taken.append(4))
-    assert gate.hold(3)
+    assert gate.acquire(3)
     with pytest.raises(DeadlineExceeded, match="version 3 is still being sent"):
-        gate.take_offer()
+        gate.accept_offer()
     assert not taken

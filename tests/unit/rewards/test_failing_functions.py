@@ -9,7 +9,7 @@ import pytest
 
 from pa_npu.config.sections.rollout import RewardConfig, RewardFunction
 from pa_npu.errors import DataError
-from pa_npu.rewards.pool import LEAST, WINDOW, FailingShare, RewardPool
+from pa_npu.rewards.pool import LEAST, WINDOW, FailureLimit, RewardPool
 from tests.helpers.users_rewards import group, users_config
 
 pytestmark = pytest.mark.usefixtures("users_module")
@@ -82,7 +82,7 @@ async def test_functions_that_fail_now_and_then_do_not_end_the_run() -> None:
 
 
 def test_the_failing_share_is_that_of_the_last_groups_only() -> None:
-    share = FailingShare(["f", "g"])
+    share = FailureLimit(["f", "g"])
     for _ in range(10 * WINDOW):
         share.record({})
     for _ in range(WINDOW // 2):

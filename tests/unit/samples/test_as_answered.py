@@ -43,8 +43,8 @@ def answered(
 ) -> Answers:
     answers = Answers(all_trained=all_trained)
     first = group_seed(RUN_SEED, ITERATION, index)
-    for number, one in enumerate(generations):
-        answers.note(number, 0, turn_seed(first, number, 0), one)
+    for number, generation in enumerate(generations):
+        answers.note(number, 0, turn_seed(first, number, 0), generation)
     return answers
 
 
@@ -177,6 +177,47 @@ def test_a_turn_that_two_branches_share_is_trained_in_one_of_them() -> None:
         )
 
 
+def test_an_answer_is_trained_behind_what_the_engine_was_asked_with() -> None:
+    """Of one turn, of two turns, and of two answers that follow one another."""
+    first, second = generation(1), generation(2)
+
+    def sample(shown: Sequence[int], *, between: bool = True) -> Sample:
+        builder = SampleBuilder(PROMPT.tokens)
+        builder.write(first.tokens, first.logprobs, ITERATION)
+        if between:
+            builder.show(np.array(shown, np.int32))
+        builder.write(second.tokens, second.logprobs, ITERATION)
+        return builder.finish(True, "")
+
+    for between in (False, True):
+        asked = np.concatenate(
+            [PROMPT.tokens, first.tokens, np.array([91, 92] * between, np.int32)]
+        ).astype(np.int32)
+        answers = Answers(in_context=True)
+        answers.note(0, 0, 0, first, answers.context_of(PROMPT.tokens))
+        answers.note(0, 1, 1, second, answers.context_of(asked))
+        right = scored_group([sample([91, 92], between=between)], answers)
+        right.group(RUN_SEED, ITERATION, INDEX)
+    answers = Answers(in_context=True)
+    answers.note(0, 0, 0, first, answers.context_of(PROMPT.tokens))
+    answers.note(0, 1, 1, second, answers.context_of(asked))
+    for shown in ([91], [91, 93], [92, 91]):
+        with pytest.raises(
+            InvariantViolation, match="wrote them for sample 0, turn 1, behind other tokens"
+        ):
+            scored_group([sample(shown)], answers).group(RUN_SEED, ITERATION, INDEX)
+
+
+def test_tokens_under_another_version_than_the_engine_named_end_the_run() -> None:
+    generations = [generation(number) for number in range(RESPONSES)]
+    samples = samples_of(PROMPT.tokens, generations)
+    versions = samples[2].versions.copy()
+    versions[-1] -= 1
+    samples[2] = replace(samples[2], versions=versions)
+    with pytest.raises(InvariantViolation, match=r"I1 version: .* versions 2 to 3, .* version 3"):
+        scored_group(samples, answered(generations)).group(RUN_SEED, ITERATION, INDEX)
+
+
 class TrainsParts(SingleTurn):
     trains_whole_answers = False
 
@@ -233,9 +274,9 @@ def test_one_answer_to_two_seeds_ends_the_run_unless_it_may_be_chance() -> None:
 
 
 RESULTS: dict[str, Callable[[RewardResult, RewardResult], RewardResult]] = {
-    "the group's before": lambda result, other: other,
-    "the neighbour's": lambda result, other: replace(result, total=np.roll(result.total, 1)),
-    "one reward changed": lambda result, other: replace(
+    "the group's before": lambda result, another: another,
+    "the neighbour's": lambda result, another: replace(result, total=np.roll(result.total, 1)),
+    "one reward changed": lambda result, another: replace(
         result, total=result.total + np.eye(RESPONSES)[0] * 0.5
     ),
 }
@@ -324,14 +365,14 @@ def test_records_are_made_of_the_group_that_was_dispatched() -> None:
     result.total[:] = 9
     production = Production(ITERATION, num_kept=100)
     production.put(group, scored_group(others, None, result), {(0, 0): None})
-    for kept, given in zip(production._kept, generations, strict=True):
+    for kept, inputs in zip(production._kept, generations, strict=True):
         assert (kept.index, kept.iteration, kept.prompt_id) == (INDEX, ITERATION, PROMPT.prompt_id)
-        assert list(kept.tokens) == given.tokens.tolist()
-        assert np.array_equal(np.float32(kept.logprobs), given.logprobs)
+        assert list(kept.tokens) == inputs.tokens.tolist()
+        assert np.array_equal(np.float32(kept.logprobs), inputs.logprobs)
         assert kept.reward == kept.response / 2 and kept.advantage == kept.response
     (short,) = production._samples or [None]
     if short is not None:
         assert [one["tokens"] for one in short["responses"]] == [
-            len(given.tokens) for given in generations
+            len(generation.tokens) for generation in generations
         ]
         assert [one["reward"] for one in short["responses"]] == [0.0, 0.5, 1.0, 1.5]

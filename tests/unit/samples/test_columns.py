@@ -27,8 +27,10 @@ from pa_npu.samples.types import Sample, SampleBuilder
 from pa_npu.samples.wire import from_bytes, to_bytes
 
 MADE_UP = Column("made_up", "int16", (3, 2), "environment", "my_loss", elsewhere=-1)
-ROUTES = Column("routes", "uint8", (4,), "engine", "the router", tokens="all", elsewhere=255)
-RUN = RunColumns((MADE_UP, ROUTES))
+EXPERT_CHOICES = Column(
+    "expert_choices", "uint8", (4,), "engine", "the router", tokens="all", elsewhere=255
+)
+RUN = RunColumns((MADE_UP, EXPERT_CHOICES))
 IDENTITY = {"run_seed": 0, "iteration": 0, "index": 0, "prompt_id": 0}
 PROMPT = np.arange(3, dtype=np.int32)
 
@@ -42,7 +44,7 @@ def told(column: Column, tokens: np.ndarray) -> np.ndarray:
 
 
 def generation(
-    start: int, length: int, columns: tuple[Column, ...] = (MADE_UP, ROUTES)
+    start: int, length: int, columns: tuple[Column, ...] = (MADE_UP, EXPERT_CHOICES)
 ) -> Generation:
     tokens = np.arange(start, start + length, dtype=np.int32)
     values = {column: told(column, tokens) for column in columns}
@@ -51,10 +53,10 @@ def generation(
     )
 
 
-def two_turns(number: int, columns: tuple[Column, ...] = (MADE_UP, ROUTES)) -> Sample:
-    """The prompt's routes are given, those of what the environment shows between are not."""
-    given = {ROUTES: told(ROUTES, PROMPT)} if ROUTES in columns else None
-    sample = SampleBuilder(PROMPT, given)
+def two_turns(number: int, columns: tuple[Column, ...] = (MADE_UP, EXPERT_CHOICES)) -> Sample:
+    """Expert choices are given for the prompt, and none for what the environment shows between."""
+    inputs = {EXPERT_CHOICES: told(EXPERT_CHOICES, PROMPT)} if EXPERT_CHOICES in columns else None
+    sample = SampleBuilder(PROMPT, inputs)
     write(sample, generation(10 + 100 * number, 2 + number, columns))
     sample.show(np.array([5, 6], np.int32))
     write(sample, generation(50 + 100 * number, 1, columns))
@@ -78,12 +80,14 @@ def test_values_reach_the_targets_in_their_order_and_those_of_all_tokens_the_pac
             targets = moved.targets.numpy()
             assert moved.columns["made_up"].dtype == torch.int16
             np.testing.assert_array_equal(moved.columns["made_up"], told(MADE_UP, targets))
-            np.testing.assert_array_equal(moved.columns["routes"], told(ROUTES, targets))
+            np.testing.assert_array_equal(
+                moved.columns["expert_choices"], told(EXPERT_CHOICES, targets)
+            )
             tokens = moved.tokens.numpy()
             shown = np.isin(tokens, [5, 6])
             padding = np.arange(len(tokens)) >= moved.layout.total - moved.layout.padding
-            wanted = np.where((shown | padding)[:, None], 255, told(ROUTES, tokens))
-            np.testing.assert_array_equal(moved.packed["routes"], wanted)
+            wanted = np.where((shown | padding)[:, None], 255, told(EXPERT_CHOICES, tokens))
+            np.testing.assert_array_equal(moved.packed["expert_choices"], wanted)
 
 
 def test_responses_of_a_single_turn_bring_what_the_engine_filled() -> None:
@@ -132,12 +136,12 @@ def test_columns_of_any_type_and_shape_survive_the_wire_bit_for_bit_whole_in_par
         samples.append(sample.finish(True, ""))
     group = group_of(samples)
     data_bytes = to_bytes(group, columns)
-    found = from_bytes(data_bytes, columns)
-    assert to_bytes(found, columns) == data_bytes
+    actual = from_bytes(data_bytes, columns)
+    assert to_bytes(actual, columns) == data_bytes
     for column in declared:
-        assert found.columns[column].tobytes() == group.columns[column].tobytes()
+        assert actual.columns[column].tobytes() == group.columns[column].tobytes()
         rest = b"".join(sample.columns[column].tobytes() for sample in samples[1:])
-        assert len(samples) == 1 or found[1:].columns[column].tobytes() == rest
+        assert len(samples) == 1 or actual[1:].columns[column].tobytes() == rest
     if declared:
         with pytest.raises(GroupFormatError, match="is unknown"):
             from_bytes(data_bytes)
@@ -146,7 +150,7 @@ def test_columns_of_any_type_and_shape_survive_the_wire_bit_for_bit_whole_in_par
 def test_a_missing_column_is_one_line_with_who_fills_and_who_reads_it_on_both_sides_of_the_wire() -> (
     None
 ):
-    group = group_of([two_turns(number, (ROUTES,)) for number in range(2)])
+    group = group_of([two_turns(number, (EXPERT_CHOICES,)) for number in range(2)])
     line = (
         r"^group 0 of iteration 0 \(prompt 0\): column made_up, which my_loss reads, is missing; the environment "
         r"\(environment.name\) must give it to SampleBuilder$"
@@ -154,30 +158,30 @@ def test_a_missing_column_is_one_line_with_who_fills_and_who_reads_it_on_both_si
     with pytest.raises(GroupFormatError, match=line):
         to_bytes(group, RUN)
     with pytest.raises(GroupFormatError, match=line):
-        from_bytes(to_bytes(group, RunColumns((ROUTES,))), RUN)
+        from_bytes(to_bytes(group, RunColumns((EXPERT_CHOICES,))), RUN)
 
 
 def test_an_unknown_column_is_refused_on_both_sides_of_the_wire() -> None:
     group = group_of([two_turns(number) for number in range(2)])
     with pytest.raises(
         GroupFormatError,
-        match=r"^group 0 .* column routes is unknown, .* \(declared: made_up\); remove",
+        match=r"^group 0 .* column expert_choices is unknown, .* \(declared: made_up\); remove",
     ):
         to_bytes(group, RunColumns((MADE_UP,)))
     with pytest.raises(
         GroupFormatError,
-        match=r"^group bytes: column (made_up|routes) is unknown, .* \(declared: none\)",
+        match=r"^group bytes: column (made_up|expert_choices) is unknown, .* \(declared: none\)",
     ):
         from_bytes(to_bytes(group, RUN))
     with pytest.raises(
         GroupFormatError, match="column made_up differs from its declaration; import that one"
     ):
-        to_bytes(group, RunColumns((replace(MADE_UP, elsewhere=7), ROUTES)))
-    other = RunColumns((replace(MADE_UP, dtype="int32"), ROUTES))
+        to_bytes(group, RunColumns((replace(MADE_UP, elsewhere=7), EXPERT_CHOICES)))
+    another = RunColumns((replace(MADE_UP, dtype="int32"), EXPERT_CHOICES))
     with pytest.raises(
         GroupFormatError, match=r"made_up is I16 \[.*, 3, 2\], expected I32 \[n, 3, 2\]"
     ):
-        from_bytes(to_bytes(group, RUN), other)
+        from_bytes(to_bytes(group, RUN), another)
 
 
 @pytest.mark.parametrize(
@@ -243,8 +247,8 @@ def test_a_declaration_that_no_run_can_have_is_one_line(column: Column, message:
 def test_a_task_gets_the_columns_that_it_names_and_no_others() -> None:
     data = to_bytes(group_of([two_turns(number) for number in range(2)]), RUN)
     task = RUN.reading(["made_up"])
-    found = from_bytes(data, task)
-    assert set(found.columns) == {MADE_UP} and not found.logprobs.any()
+    actual = from_bytes(data, task)
+    assert set(actual.columns) == {MADE_UP} and not actual.logprobs.any()
     with pytest.raises(
         ConfigError, match=r"a task reads \['teacher'\], which no feature of this run declares"
     ):
@@ -265,7 +269,7 @@ def test_trainers_read_the_columns_of_the_loss_and_not_those_of_the_advantage_al
 ) -> None:
     """A column that trainers make may be made from any that is declared."""
     made = replace(ADVANTAGES, filled_by=where, make=of_length)
-    monkeypatch.setattr(advantage, "columns", (made, ROUTES), raising=False)
+    monkeypatch.setattr(advantage, "columns", (made, EXPERT_CHOICES), raising=False)
     monkeypatch.setattr(loss, "columns", (MADE_UP,), raising=False)
     names = {"loss": f"{__name__}:loss", "advantage": f"{__name__}:advantage"}
     config = Config.model_validate(
@@ -273,10 +277,12 @@ def test_trainers_read_the_columns_of_the_loss_and_not_those_of_the_advantage_al
     )
     channel = StoreChannel(dist.HashStore())
     open_buffer(config, channel).put(group_of([two_turns(0), two_turns(1)]), 0, 0)
-    found = open_buffer(config, channel, trains=True).read(0, 0, 0)
-    assert set(found.columns) == ({MADE_UP} if where == "coordinator" else {MADE_UP, ROUTES})
-    assert (found.logprobs[found.trained] == -0.5).all() and found.advantages.any()
-    assert set(open_buffer(config, channel).read(0, 0, 0).columns) == {MADE_UP, ROUTES}, (
+    actual = open_buffer(config, channel, trains=True).read(0, 0, 0)
+    assert set(actual.columns) == (
+        {MADE_UP} if where == "coordinator" else {MADE_UP, EXPERT_CHOICES}
+    )
+    assert (actual.logprobs[actual.trained] == -0.5).all() and actual.advantages.any()
+    assert set(open_buffer(config, channel).read(0, 0, 0).columns) == {MADE_UP, EXPERT_CHOICES}, (
         "whoever keeps it has all"
     )
 
@@ -316,7 +322,7 @@ def test_coordinator_and_trainers_make_columns_and_advantages_of_whole_groups(wh
         pad_multiple=1,
         timeout_s=5.0,
     )
-    found = list(microbatches)
+    actual = list(microbatches)
     lengths = torch.tensor([3.0, 4.0, 5.0, 6.0]).repeat_interleave(torch.tensor([3, 4, 5, 6]))
-    torch.testing.assert_close(torch.cat([one.columns["share"] for one in found]), lengths / 18)
-    assert torch.cat([one.advantages for one in found]).tolist() == lengths.tolist()
+    torch.testing.assert_close(torch.cat([one.columns["share"] for one in actual]), lengths / 18)
+    assert torch.cat([one.advantages for one in actual]).tolist() == lengths.tolist()

@@ -36,7 +36,7 @@ from pa_npu.telemetry.timeline import Timeline
 @pytest.fixture(autouse=True)
 def fresh_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "_lost", 0)
-    monkeypatch.setattr(records, "_said", set())
+    monkeypatch.setattr(records, "_reported", set())
 
 
 @contextlib.contextmanager
@@ -133,7 +133,7 @@ def test_no_record_log_line_or_console_line_holds_what_a_terminal_obeys(
     log.write_bytes(f"| {HOSTILE}\n".encode("utf-8", "surrogatepass"))
     with Console(tmp_path / "launcher.log") as console:
         for text in (*marked.new(), *last_lines(log, 5), HOSTILE):
-            console.say(text)
+            console.print_line(text)
     printed = capsys.readouterr().out
     for text in (printed, (tmp_path / "launcher.log").read_text(), str(PaNpuError(HOSTILE))):
         assert text and all(part.isprintable() for part in text.split("\n")), repr(text)
@@ -168,8 +168,8 @@ def test_a_console_whose_stream_is_full_does_not_stop_the_run(
 ) -> None:
     with open("/dev/full", "w") as full, Console(tmp_path / "launcher.log") as console:
         monkeypatch.setattr("sys.stdout", full)
-        console.say("still here")
-        records.say("| and here")
+        console.print_line("still here")
+        records.print_line("| and here")
         monkeypatch.setattr("sys.stdout", io.StringIO())
         with contextlib.suppress(OSError):
             full.close()

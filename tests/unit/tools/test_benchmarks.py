@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -17,7 +18,7 @@ from pa_npu.coordinator.publication import (
 )
 from pa_npu.telemetry.chain import read_chain
 from tests.helpers.chained_run import make_chained_run, step
-from tools import bench_chain, bench_scaling, bench_staleness
+from tools import bench_chain, bench_scaling, bench_stages, bench_staleness
 from tools.bench_ablation import ALL_OFF, Switches, shapley
 from tools.bench_scaling import Row
 from tools.bench_swap import MODES
@@ -66,12 +67,12 @@ def test_a_small_job_reaches_what_its_engines_and_replicas_allow(
 
 
 def test_every_case_of_staleness_is_a_configuration() -> None:
-    found = [
+    actual = [
         *bench_staleness.cases([0, 1, 4], list(bench_staleness.CORRECTIONS)),
         *bench_staleness.cases([1], ["sampling"], budget=2000, prompts=24)[1:],
     ]
     ratios = {}
-    for case in found:
+    for case in actual:
         config = load_config([str(ROOT / "configs" / "grpo_tiny.yaml")], list(case.settings))
         ratios[case.name] = (
             config.schedule.max_staleness,
@@ -108,3 +109,36 @@ def test_a_line_of_a_chain_is_timed_with_as_many_groups_and_responses_of_the_sam
         "length"
     ].tolist()
     assert bench_chain.IterationCost(iteration_s=4.0, line_s=0.004, responses=12).share == 0.001
+
+
+@pytest.mark.parametrize("subject", ["teacher", "nothing"])
+def test_every_case_of_stages_is_a_configuration_with_equally_many_responses(subject: str) -> None:
+    responses = set()
+    for case in bench_stages.cases_of(subject, 4, 6, "m"):
+        config = load_config([bench_stages.CONFIGS / case.config], case.settings)
+        if config.rollout.has_engines:
+            size = config.rollout.responses_per_prompt
+            responses.add(config.schedule.prompts_per_iteration * size)
+            assert config.schedule.iterations == 4
+    assert responses == {384}
+
+
+def test_the_table_of_stages_has_means_over_seeds_and_the_first_iteration_that_is_there() -> None:
+    args = argparse.Namespace(iterations=2)
+    case = bench_stages.Case("GRPO", "c")
+    runs = [
+        bench_stages.Curve((0.5, 0.7, 0.96), (0.0, 2.0, 5.0)),
+        bench_stages.Curve((0.5, 0.96, 0.98), (0.0, 1.0, 3.0)),
+        bench_stages.Curve((0.5, None, 0.9), (0.0, 1.5, 4.0)),
+    ]
+    line = bench_stages.render([case], {"GRPO": runs}, args).splitlines()[-1]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells == [
+        "GRPO",
+        "0.50",
+        "0.83 (0.70 to 0.96), 1 not",
+        "0.95 (0.90 to 0.98)",
+        "2 (1 to 2), 1 not",
+        "3 (1 to 5), 1 not",
+        "2.0 (1.5 to 2.5)",
+    ]

@@ -98,9 +98,9 @@ def test_an_agents_call_is_few_tokens_which_its_files_keep(tmp_path: Path) -> No
     (call, _), *_ = tiny.call_turns(83, 73, "agent")
     asked = [{"role": "user", "content": "q"}]
     arguments = {"name": "calculator", "arguments": {"x": "83*73"}}
-    said = {"role": "assistant", "content": "", "tool_calls": [{"function": arguments}]}
+    output = {"role": "assistant", "content": "", "tool_calls": [{"function": arguments}]}
     begin, whole = (
-        tokenizer.apply_chat_template(m, tokenize=False) for m in (asked, [*asked, said])
+        tokenizer.apply_chat_template(m, tokenize=False) for m in (asked, [*asked, output])
     )
     assert whole == begin + tiny.ASSISTANT + call, "as the template writes it"
     tokens = tokenizer(call).input_ids
@@ -185,6 +185,20 @@ def test_questions_are_disjoint_readable_and_right(tmp_path: Path) -> None:
             assert is_correct(prompt.row["answer"], prompt.answer)
         sets.append({prompt.text for prompt in prompts})
     assert len(sets[0]) == 500 and len(sets[1]) == 100 and not sets[0] & sets[1]
+
+
+def test_the_student_of_two_teachers_has_rows_that_name_their_task(tmp_path: Path) -> None:
+    make(tmp_path / "m", "--task", "both", "--steps", "1", "--slip-steps", "1")
+    rows = [json.loads(line) for line in (tmp_path / "m" / "train.jsonl").read_text().splitlines()]
+    signs = {"sums": "+", "products": "*"}
+    assert [row["task"] for row in rows].count("sums") == 20 and len(rows) == 40
+    assert all(signs[row["task"]] in row["question"] for row in rows)
+    arguments = tiny.parse_arguments(["--out", "", "--task", "both", "--call-rate", "1"])
+    (asked,) = tiny.answered_products(arguments, [(47, 83)], random.Random(1))
+    assert asked == ("What is 47*83?", tiny.call_turns(47, 83, "calculator"))
+    arguments.call_rate = 0
+    (guessed,) = tiny.answered_products(arguments, [(47, 83)], random.Random(1))
+    assert guessed[1][0][0].startswith("#### ")
 
 
 def test_every_solution_ends_in_the_sum_and_a_slip_in_one_more() -> None:

@@ -95,7 +95,9 @@ def answer_device_capability() -> None:
 
 
 def _has_megatron_training() -> bool:
-    """Whether a Megatron-LM checkout is on the path, found without importing anything of it."""
+    """Returns whether a Megatron-LM checkout is on the path, found without importing anything of
+    it.
+    """
     spec = PathFinder.find_spec("megatron")
     places = spec.submodule_search_locations if spec is not None else None
     return any((Path(place) / "training" / "__init__.py").is_file() for place in places or ())

@@ -39,7 +39,7 @@ class Patch:
     mindspeed: bool | None = None
 
     def line(self) -> str:
-        """For people: `doctor` prints it."""
+        """Returns the line that `doctor` prints."""
         with_or_without = {None: "", True: ", with MindSpeed", False: ", without MindSpeed"}[
             self.mindspeed
         ]

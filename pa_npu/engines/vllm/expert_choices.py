@@ -1,13 +1,13 @@
 """Records the experts that a mixture's routers choose inside a vLLM worker. Imports torch only.
 
-A token's routes are kept at the slot of the KV cache that has its key and value. So they are those
-of the pass that computed these: a cached prefix has the routes of the request that computed it, and
-a preempted request those of its second computation. The routes of a request are copied when it
-ends, before a step can overwrite its slots. Those of a request that a step leaves out, which may
-have been preempted, are copied at once.
+A token's expert choices are kept at the slot of the KV cache that has its key and value. So they
+are those of the pass that computed these: a cached prefix has the expert choices of the request
+that computed it, and a preempted request those of its second computation. The expert choices of a
+request are copied when it ends, before a step can overwrite its slots. Those of a request that a
+step leaves out, which may have been preempted, are copied at once.
 
-Releases with Model Runner V2 record routes themselves (--enable-return-routed-experts), and answer
-with them.
+Releases with Model Runner V2 record expert choices themselves (--enable-return-routed-experts), and
+answer with them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-ASKED = "routes"
-"""The name under which a request asks for its routes."""
+ASKED = "expert_choices"
+"""The name under which a request asks for its expert choices."""
 _NONE = -1  # 65535 of 16 bits
 
 
-def records_routes(worker: Any) -> bool:
+def records_expert_choices(worker: Any) -> bool:
     """Returns whether this engine can report which experts tokens took.
 
     It records them itself, or its routers can be watched; this starts watching them.
@@ -37,13 +37,13 @@ def records_routes(worker: Any) -> bool:
     return recorder_of(worker) is not None
 
 
-def recorder_of(worker: Any) -> VllmRouteRecorder | None:
+def recorder_of(worker: Any) -> VllmExpertChoiceRecorder | None:
     """Returns the worker's recorder, made at the first call.
 
     Returns None if routers cannot be watched: in captured graphs, and in other runners.
     """
     runner = worker.model_runner
-    if not hasattr(runner, "_pa_routes"):
+    if not hasattr(runner, "_pa_expert_choices"):
         model = getattr(runner, "model", None)
         routers: list[Any] = []
         if model is not None:
@@ -51,8 +51,8 @@ def recorder_of(worker: Any) -> VllmRouteRecorder | None:
         groups = getattr(getattr(runner, "kv_cache_config", None), "kv_cache_groups", ())
         watched = bool(routers) and len(groups) == 1 and worker.model_config.enforce_eager
         watched = watched and all(hasattr(runner, name) for name in ("requests", "input_batch"))
-        runner._pa_routes = VllmRouteRecorder(runner, routers) if watched else None
-    recorder: VllmRouteRecorder | None = runner._pa_routes
+        runner._pa_expert_choices = VllmExpertChoiceRecorder(runner, routers) if watched else None
+    recorder: VllmExpertChoiceRecorder | None = runner._pa_expert_choices
     return recorder
 
 
@@ -63,7 +63,7 @@ def _routers(model: torch.nn.Module) -> Iterator[Any]:
             yield router
 
 
-class VllmRouteRecorder:
+class VllmExpertChoiceRecorder:
     """Watches the steps of `runner`, vLLM's first model runner.
 
     Call its methods between steps.
@@ -98,8 +98,8 @@ class VllmRouteRecorder:
         """Forgets the requests that nobody has asked about; nothing is in flight."""
         self._ended.clear()
 
-    def pop_routes(self, request: str, n: int, num_given: int) -> dict[str, Any]:
-        """Returns the routes of the n responses of an API request that has ended.
+    def pop_expert_choices(self, request: str, n: int, num_given: int) -> dict[str, Any]:
+        """Returns the expert choices of the n responses of an API request that has ended.
 
         "given" has those of the tokens that the request gave, once; "own" those of each response.
         Each is base64 of 16-bit ids [tokens, layers, experts per token], empty if unknown.
@@ -116,7 +116,7 @@ class VllmRouteRecorder:
         return {"given": _text(prompt), "own": [_text(rows[num_given:]) for rows in responses]}
 
     def _pop(self, prefix: str) -> torch.Tensor:
-        """Returns the routes of a request, and forgets them if it has ended.
+        """Returns the expert choices of a request, and forgets them if it has ended.
 
         `prefix`: of the engine's own name for the request, which ends in random characters.
         """
@@ -172,7 +172,7 @@ class VllmRouteRecorder:
             self._slots[torch.tensor(slots)] = _NONE
 
     def _held(self, name: str) -> torch.Tensor:
-        """Returns the routes of all tokens that a request in the runner has computed."""
+        """Returns the expert choices of all tokens that a request in the runner has computed."""
         if name in self._aside:
             return self._aside[name]
         if self._slots is None:

@@ -15,23 +15,23 @@ from pa_npu.engines.codec import (
     DecodedAnswer,
 )
 from pa_npu.engines.protocol import EngineError, Generation
-from pa_npu.samples.routes import NO_ROUTE, Routes
+from pa_npu.samples.expert_choices import NO_CHOICE, ExpertChoices
 
 
-def recorded_routes(
+def recorded_expert_choices(
     answer: DecodedAnswer, layers: Sequence[int]
 ) -> list[npt.NDArray[np.uint16]] | None:
-    """Returns each response's routes, uint16 [tokens, layers, experts per token]; None if the
-    answer has none.
+    """Returns each response's expert choices, uint16 [tokens, layers, experts per token]; None if
+    the answer has none.
 
     `layers`: those with experts; the engine may send rows for all layers. Raises ValueError if the
-    routes are no such arrays.
+    expert choices are no such arrays.
     """
     arrays = []
-    for file in answer.route_files:
+    for file in answer.expert_choice_files:
         if file is None:
             return None
-        array = _routes_array(file)
+        array = _expert_ids(file)
         if len(array) and array.shape[1] < len(layers):
             raise ValueError(f"rows of {array.shape[1]} layers, but {len(layers)} have experts")
         if array.shape[1] > len(layers):
@@ -44,7 +44,7 @@ def recorded_routes(
     return arrays
 
 
-def _routes_array(data: bytes) -> npt.NDArray[Any]:
+def _expert_ids(data: bytes) -> npt.NDArray[Any]:
     """Returns the array of an .npy file that has exactly the length that its header states.
 
     Raises ValueError for anything else.
@@ -77,32 +77,33 @@ def _routes_array(data: bytes) -> npt.NDArray[Any]:
     array = np.frombuffer(data, dtype, size, stream.tell()).reshape(
         shape, order="F" if is_fortran else "C"
     )
-    if size and not (array.min() >= -1 and array.max() <= NO_ROUTE):  # -1 is NO_ROUTE in 16 bits
+    if size and not (array.min() >= -1 and array.max() <= NO_CHOICE):  # -1 is NO_CHOICE in 16 bits
         raise ValueError("expert ids beyond 16 bits")
     return array
 
 
-def with_routes(
+def with_expert_choices(
     generation: Generation,
     recorded: npt.NDArray[np.uint16],
     num_given: int,
-    routes: Routes,
+    expert_choices: ExpertChoices,
     engine: str,
 ) -> Generation:
-    """Returns the generation with the routes that an engine recorded, from the prompt's first token.
+    """Returns the generation with the expert choices that an engine recorded, from the prompt's
+    first token.
 
-    Tokens beyond those recorded get no routes.
+    Tokens beyond those recorded get no expert choices.
 
     Args:
         generation: a response.
-        recorded: expert ids, uint16 of any shape; NO_ROUTE for a token without routes.
+        recorded: expert ids, uint16 of any shape; NO_CHOICE for a token without expert choices.
         num_given: tokens of the prompt and of the beginning of the response.
-        routes: the column.
+        expert_choices: the column.
         engine: its name, for messages.
 
-    Raises EngineError if the ids are no routes of this model.
+    Raises EngineError if the ids are no expert choices of this model.
     """
-    column = routes.column
+    column = expert_choices.column
     length = num_given + len(generation.tokens)
     per_token = int(np.prod(column.shape))
     if recorded.size % per_token or recorded.size > length * per_token:
@@ -111,15 +112,18 @@ def with_routes(
             f"{list(column.shape)}; does it serve another model?"
         )
     rows = recorded.reshape(-1, *column.shape)
-    if rows.size and rows.max() >= routes.num_experts:
+    if rows.size and rows.max() >= expert_choices.num_experts:
         of_tokens = rows.reshape(len(rows), -1)
-        wrong = (of_tokens >= routes.num_experts).any(axis=1) & (of_tokens != NO_ROUTE).any(axis=1)
+        wrong = (of_tokens >= expert_choices.num_experts).any(axis=1) & (
+            of_tokens != NO_CHOICE
+        ).any(axis=1)
         if wrong.any():
             raise EngineError(
                 f"engine {engine}: token {int(wrong.argmax())} has expert ids "
-                f"{rows[wrong.argmax()].tolist()!r:.200}, but a layer has {routes.num_experts} "
+                f"{rows[wrong.argmax()].tolist()!r:.200}, but a layer has "
+                f"{expert_choices.num_experts} "
                 "experts; does it serve another model?"
             )
     values = column.blank(length)
-    values[: len(rows)] = rows.astype(column.type)  # NO_ROUTE becomes the column's `elsewhere`
+    values[: len(rows)] = rows.astype(column.type)  # NO_CHOICE becomes the column's `elsewhere`
     return replace(generation, columns={**generation.columns, column: values})
