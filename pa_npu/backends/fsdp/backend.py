@@ -189,7 +189,9 @@ class FsdpBackend:
                     else:
                         objective.loss(microbatch, outputs).backward()
                 if turn.microbatch.group_indices:
-                    self._timeline.complete(turn.label, start_s, now(), lane="microbatches")
+                    self._timeline.complete(
+                        turn.label, start_s, now(), lane="microbatches", turn=turn.kind
+                    )
         if not has_computed:
             # all is trained by rule, on every rank: the step is that of a gradient of 0
             _backward_of_nothing(self._pass(self._nothing, False))

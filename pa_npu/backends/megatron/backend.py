@@ -557,4 +557,4 @@ def with_spans(turns: Iterable[Turn], timeline: Timeline) -> Generator[Turn, Non
         try:
             yield turn
         finally:
-            timeline.complete(turn.label, start_s, now(), lane="microbatches")
+            timeline.complete(turn.label, start_s, now(), lane="microbatches", turn=turn.kind)
