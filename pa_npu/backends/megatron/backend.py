@@ -549,8 +549,8 @@ def run_pipelined(
 
 
 def with_spans(turns: Iterable[Turn], timeline: Timeline) -> Generator[Turn, None, None]:
-    """Yields the same turns, with a timeline span for each: from the moment it is at hand until the next one is
-    asked for.
+    """Yields the same turns, with a timeline span for each: from the moment it is at hand until the
+    next one is asked for.
     """
     for turn in turns:
         start_s = now()
