@@ -104,6 +104,8 @@ NOT_RUN = {
     "test_the_recipe_script_plans_sharded_trainers",
     "bash launch/run_grpo_tiny.sh trainer.backend=fsdp lora.rank=8 optimizer.learning_rate=2e-3": "slow; test_recovery "
     "trains adapters",
+    "RECIPE=configs/grpo_qwen3_8b.yaml bash launch/run_grpo_7b.sh --device npu "
+    "--config configs/lengths/8b_32k_16_devices.yaml": _DEVICES,
     "bash launch/run_grpo_tiny.sh trainer.devices=2 trainer.context_parallel=2": "slow; "
     "test_exact_schedules trains with a context group",
     "bash launch/run_grpo_tiny.sh trainer.backend=fsdp": "slow; test_backends_fsdp trains on it",

@@ -37,12 +37,26 @@ def long_job(
 @pytest.mark.parametrize(
     ("trainer", "sections"),
     [
-        ({"backend": "fsdp", "devices": 2, "recompute": "full"}, {}),
-        ({"backend": "fsdp", "devices": 2}, {"lora": {"rank": 3}}),
-        ({"devices": 2, "tensor_parallel": 2, "recompute": "full"}, {}),
-        ({"devices": 2}, {"trainer": {"frozen_pass": "separate"}}),
+        pytest.param({"backend": "fsdp", "devices": 2, "recompute": "full"}, {}, id="fsdp"),
+        pytest.param(
+            {"backend": "fsdp", "devices": 2},
+            {"lora": {"rank": 3}},
+            id="fsdp, adapters",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            {"devices": 2, "tensor_parallel": 2, "recompute": "full"},
+            {},
+            id="TP 2",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            {"devices": 2, "frozen_pass": "separate"},
+            {},
+            id="two replicas, separate frozen passes",
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=["fsdp", "fsdp, adapters", "TP 2", "two replicas, separate frozen passes"],
 )
 def test_two_ranks_train_as_with_the_prompt_in_each_microbatch_and_repeat_to_the_bit(
     trainer: dict[str, Any], sections: dict[str, Any], tmp_path: Path
