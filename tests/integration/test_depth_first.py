@@ -66,7 +66,10 @@ def test_two_ranks_train_as_with_the_prompt_in_each_microbatch_and_repeat_to_the
         sections = {**sections, "checkpoint": {"export_hf": "merged"}}
     of_each = run_job(long_job(model, tmp_path / "each", trainer, False, **sections))
     once = run_job(long_job(model, tmp_path / "once", trainer, True, **sections))
-    assert_same_training(tmp_path / "each" / "hf", tmp_path / "once" / "hf", of_each, once)
+    # a hundredth of each of the four updates
+    assert_same_training(
+        tmp_path / "each" / "hf", tmp_path / "once" / "hf", of_each, once, atol=4e-5
+    )
     for each, of_once in zip(of_each, once, strict=True):
         saved = each["tokens_computed"] - of_once["tokens_computed"]
         stem = PROMPT - 2 if trainer.get("tensor_parallel") else PROMPT - 1
