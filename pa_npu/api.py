@@ -163,7 +163,7 @@ class Run:
         return self
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The iterations' records as they are written, until the run ends.
+        """Yields the iterations' records as they are written, until the run ends.
 
         Raises RunFailed if it failed and was not stopped.
         """
@@ -241,7 +241,9 @@ class Run:
             self._reader.join()
 
     def _name_of(self, reward: Any) -> str:
-        """A reward as reward.functions names it; where its module is found is kept for the run."""
+        """Returns a reward as reward.functions names it; where its module is found is kept for the
+        run.
+        """
         if isinstance(reward, str):
             return reward
         module_name, name = (

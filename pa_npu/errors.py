@@ -52,8 +52,8 @@ class InvariantViolation(PaNpuError):
 
 
 def printable(text: str) -> str:
-    """The text with escapes for line ends, control characters and all else that a console or page
-    would obey.
+    """Returns the text with escapes for line ends, control characters and all else that a console
+    or page would obey.
     """
     if text.isprintable():
         return text
@@ -65,7 +65,7 @@ HIGHLIGHT = ("\x1b[32m", "\x1b[0m")
 
 
 def plain(text: str) -> str:
-    """The text without HIGHLIGHT, for files and for what is no terminal."""
+    """Returns the text without HIGHLIGHT, for files and for what is no terminal."""
     begin, end = HIGHLIGHT
     return text.replace(begin, "").replace(end, "")
 

@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(bench: Bench, args: argparse.Namespace, stages: int) -> list[Row]:
-    """All eight rows, everything off first."""
+    """Returns all eight rows, everything off first."""
     case = Case("ablation", args.groups, prompt=args.prompt)
 
     def run(
@@ -173,7 +173,9 @@ def row_of(switches: Switches, records: Sequence[Mapping[str, Any]], difference:
 
 
 def cores_of(stages: int, cores: int) -> str:
-    """The engine's core, then one for each stage behind it; the last one for those that have none."""
+    """Returns the engine's core, then one for each stage behind it; the last one for those that
+    have none.
+    """
     return str([0, *(min(1 + stage, cores - 1) for stage in range(stages))]).replace(" ", "")
 
 

@@ -169,7 +169,7 @@ HEADER = ("way", "requests", "mean s", "median s", "95% s", "requests/s", "CPU m
 
 
 def measure(load: Load, cores: Sequence[int], *, through_gateway: bool) -> Measured:
-    """A load on an engine of its own.
+    """Returns a load on an engine of its own.
 
     The gateway has the first core, everything else the others.
     """
@@ -208,7 +208,7 @@ def agents_input(load: Load, url: str, key: str | None) -> str:
 
 
 def start(stack: contextlib.ExitStack, *command: str) -> subprocess.Popen[str]:
-    """A Python child that ends with the stack."""
+    """Returns a Python child that ends with the stack."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, *command], stdout=subprocess.PIPE, text=True, cwd=ROOT, env=env
@@ -219,7 +219,7 @@ def start(stack: contextlib.ExitStack, *command: str) -> subprocess.Popen[str]:
 
 
 def figures_of(process: subprocess.Popen[str], **more: Any) -> Measured:
-    """The figures of agents that have ended."""
+    """Returns the figures of agents that have ended."""
     output, _ = process.communicate(timeout=WAIT_S)
     if process.returncode != 0:
         raise SystemExit(f"the agents ended with exit code {process.returncode}")
@@ -229,8 +229,8 @@ def figures_of(process: subprocess.Popen[str], **more: Any) -> Measured:
 async def serve(
     load: Load, engine_url: str, start_agents: Callable[[str, str], subprocess.Popen[str]]
 ) -> Measured:
-    """The run's part: sessions, their gateway, and a pool of one engine, as the coordinator has
-    them.
+    """Returns the run's part: sessions, their gateway, and a pool of one engine, as the coordinator
+    has them.
     """
     tokenizer = make_tokenizer()
     tokenizer.chat_template = AGENT_TEMPLATE
@@ -296,7 +296,7 @@ def resident_mib() -> float:
 
 
 def text(num_tokens: int) -> str:
-    """A text that the tokenizer reads as about so many tokens."""
+    """Returns a text that the tokenizer reads as about so many tokens."""
     return "".join(chr(33 + 7 * number % 90) for number in range(num_tokens))
 
 
@@ -311,7 +311,9 @@ async def agents(load: dict[str, Any], url: str, key: str | None) -> None:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
 
         def length() -> int:
-            """Tokens of the next answer: equal ones would all end in the same step of the engine."""
+            """Returns the number of tokens of the next answer: equal ones would all end in the same
+            step of the engine.
+            """
             return int(
                 lengths.integers(work.tokens // 2, work.tokens + work.tokens // 2, endpoint=True)
             )

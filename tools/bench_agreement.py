@@ -244,7 +244,7 @@ def parameters(model: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def measure(
     model: Path, dtype: str, pool: int, tokens: int, draws: int
 ) -> tuple[list[str], list[str]]:
-    """Rows of the two tables."""
+    """Returns rows of the two tables."""
     trainer = Trainer(model, dtype)
     kind = DTYPES[dtype]
     rng = np.random.default_rng(2)

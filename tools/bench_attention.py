@@ -353,7 +353,9 @@ def flex_attend(
 
 
 def flex_mask(layout: PrefixLayout, device: torch.device) -> Callable[..., torch.Tensor]:
-    """A column is seen by the rows from itself to the end of its segment's subtree."""
+    """Returns the mask, in which a column is seen by the rows from itself to the end of its
+    segment's subtree.
+    """
     ends = (
         torch.tensor(layout.subtree_ends).repeat_interleave(torch.tensor(layout.lengths)).to(device)
     )

@@ -300,7 +300,7 @@ class Trainers:
         self._loop.call_soon_threadsafe(self._slots[replica][slot].set_result, work)
 
     async def train(self) -> float:
-        """The time at which the last replica is done."""
+        """Returns the time at which the last replica is done."""
         await asyncio.gather(*map(self._replica, self._slots))
         return self._loop.time()
 
@@ -357,7 +357,7 @@ async def run_iterations(
     seed: int,
     store_thread: Executor,
 ) -> list[Iteration]:
-    """All epochs, one iteration after another."""
+    """Returns all epochs, one iteration after another."""
     config = configuration(case, dispatch, stream)
     work = GroupWork(SHAPES["7B"], config)
     prompt_stream = PromptStream(prompts_of(case.groups * case.iterations_per_epoch, seed), seed)
@@ -592,7 +592,7 @@ def imbalances(case: Case, spec: ModelSpec, seed: int) -> tuple[float, ...]:
 
 
 def least(costs: Sequence[float], replicas: int) -> list[int]:
-    """The baseline: the replica with the least so far that is not full."""
+    """Returns the baseline: the replica with the least so far that is not full."""
     loads = [0.0] * replicas
     free = [len(costs) // replicas] * replicas
     chosen = []

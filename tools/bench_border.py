@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def borders(run: Path, skip: int) -> list[dict[str, float]]:
-    """The parts of the border before each iteration from `skip` on, in seconds.
+    """Returns the parts of the border before each iteration from `skip` on, in seconds.
 
     Raises SystemExit where there is no timeline.
     """

@@ -141,7 +141,7 @@ def train(
 
 
 def measure(backend: str, model: str, args: argparse.Namespace) -> list[float]:
-    """The numbers of `train`, of the rank where the chain's share is largest."""
+    """Returns the numbers of `train`, of the rank where the chain's share is largest."""
     config = make_config(model, args)
     trainer = {**config.trainer.model_dump(), "backend": backend, "devices": args.ranks}
     config = Config.model_validate({**config.model_dump(), "trainer": trainer})
@@ -168,7 +168,7 @@ class IterationCost:
 
 
 def measure_run(config: str, iterations: int, overrides: Sequence[str]) -> list[IterationCost]:
-    """The costs of each iteration but the first."""
+    """Returns the costs of each iteration but the first."""
     costs = []
     with tempfile.TemporaryDirectory() as scratch:
         run_dir = Path(scratch) / "run"
@@ -195,7 +195,7 @@ def measure_run(config: str, iterations: int, overrides: Sequence[str]) -> list[
 
 
 def _lines(process: Popen[bytes], run_dir: Path, iterations: int, log: Path) -> Iterator[Responses]:
-    """The responses of each line of the run's chain, as it appears.
+    """Yields the responses of each line of the run's chain, as it appears.
 
     Ends the program if the run does not come so far.
     """

@@ -370,14 +370,16 @@ def environment(config: Config) -> SingleTurn:
 def samples_of(
     body: Body, sampling: Sampling, prompt: Prompt, responses: int, url: str
 ) -> list[Sample]:
-    """An engine's answer as the environment makes samples of it."""
+    """Returns an engine's answer as the environment makes samples of it."""
     return samples_of_turn(prompt.tokens, body.generations(responses, sampling, url))
 
 
 async def time_parts(
     url: str, channel: StoreChannel, sampling: Sampling, prompt: Prompt, responses: int
 ) -> tuple[Body, dict[str, float]]:
-    """A body, and the CPU microseconds of decoding, building, encoding and putting its group."""
+    """Returns a body, and the CPU microseconds of decoding, building, encoding and putting its
+    group.
+    """
     async with EngineClient(url, VOCABULARY) as engine:
         request = wire.encode_request(prompt.tokens, responses, 0, sampling)
         data, headers = await engine._request(

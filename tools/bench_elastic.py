@@ -277,7 +277,7 @@ class Started:
     log: Path
 
     def line_with(self, text: str) -> str | None:
-        """The first line with `text` in it."""
+        """Returns the first line with `text` in it."""
         return next((line for line in self.log.read_text().splitlines() if text in line), None)
 
 
@@ -318,7 +318,7 @@ def configuration(directory: Path) -> Config:
 
 
 def measure(job: Job, iterations: int) -> list[Row]:
-    """Rows in the order of PHASES; the first iteration of the run warms up and is in none."""
+    """Returns rows in the order of PHASES; the first iteration of the run warms up and is in none."""
     phases: list[str] = []
 
     def iterate(phase: str, leaving: Started | None = None) -> None:

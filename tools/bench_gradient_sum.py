@@ -210,7 +210,7 @@ def train(
 
 
 def measure(backend: str, model: str, args: argparse.Namespace) -> Cost:
-    """The cost on the rank where the share inside the checks is largest."""
+    """Returns the cost on the rank where the share inside the checks is largest."""
     config = make_config(model, args)
     trainer = {**config.trainer.model_dump(), "backend": backend, "devices": args.ranks}
     sections = {"trainer": trainer, "model": {**config.model.model_dump(), "dtype": args.dtype}}

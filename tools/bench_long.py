@@ -122,7 +122,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(args.repetitions + 1):
         start = time.process_time()
         start_wall = time.perf_counter()
-        learner.accumulate(FixedMicrobatches(list(microbatches)))
+        source: Any = FixedMicrobatches(list(microbatches))
+        learner.accumulate(source)
         report = learner.step().report
         seconds.append(time.process_time() - start)
         wall_s.append(time.perf_counter() - start_wall)

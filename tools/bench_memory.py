@@ -196,8 +196,8 @@ def measure(
     store: dist.Store | None = None,
     rank: int = 0,
 ) -> dict[str, object]:
-    """Bytes of the second iteration's forward and backward: `state`, the least that is allocated,
-    and `peak`.
+    """Returns bytes of the second iteration's forward and backward: `state`, the least that is
+    allocated, and `peak`.
     """
     from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -290,7 +290,7 @@ def settings(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def at_full_length(group: Group, arguments: argparse.Namespace, vocab_size: int) -> Group:
-    """The estimate is for responses at their longest."""
+    """Returns the group with responses of the longest length, as the estimate assumes."""
     total = arguments.responses * arguments.response
     return group_of_responses(
         iteration=group.iteration,

@@ -446,7 +446,7 @@ class Bench:
         )
 
     def _server(self, name: str) -> str:
-        """The address of a running engine, started the first time.
+        """Returns the address of a running engine, started the first time.
 
         Raises PeerError where it does not start, each time.
         """
@@ -502,7 +502,9 @@ class Bench:
 
 
 def make_model(directory: Path) -> Path:
-    """A random tiny model whose end token is likelier now and then, so that free lengths are."""
+    """Returns a random tiny model whose end token is likelier now and then, so that free lengths
+    are.
+    """
     command = [sys.executable, "tools/make_tiny_model.py", "--out", str(directory), "--random"]
     subprocess.run(
         [*command, "--hidden", "192", "--layers", "4"],

@@ -287,7 +287,7 @@ class Bench:
         self._urls = ["http://127.0.0.1:1"]
 
     def model(self, name: str) -> Path:
-        """The directory of a model, which is made when it is first asked for."""
+        """Returns the directory of a model, which is made when it is first asked for."""
         directory = self._scratch / name
         if not (directory / "model" / "config.json").exists():
             command = [
@@ -318,7 +318,7 @@ class Bench:
             yield
 
     def run(self, case: Case, iterations: int | None = None) -> Path:
-        """The directory of a run that has ended. iterations: other than a row's."""
+        """Returns the directory of a run that has ended. iterations: other than a row's."""
         iterations = iterations or self._iterations
         self._runs += 1
         run_dir = self._scratch / f"run{self._runs}"

@@ -253,7 +253,7 @@ def print_table(table: list[list[str]]) -> int:
 
 
 def expected(model: str, link: PublishLink, iteration_s: float | None) -> list[list[str]]:
-    """The seconds of one publish on such links, as a table."""
+    """Returns the seconds of one publish on such links, as a table."""
     size = 2 * MODELS[model].num_parameters  # bf16
     table = [["model", "GB in bf16", "TP", "bucket MiB", "seconds", "GB/s", "of an iteration"]]
     for tensor_parallel in (1, 4, 8):
@@ -507,7 +507,7 @@ def _join(case: Case, name: str, rank: int, size: int) -> dist.ProcessGroup:
 
 
 def _together(group: dist.ProcessGroup) -> float:
-    """The time after all processes have come here."""
+    """Returns the time after all processes have come here."""
     group.barrier().wait()
     return time.perf_counter()
 

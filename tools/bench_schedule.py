@@ -469,7 +469,7 @@ def drawn_lengths(
 
 
 def median_for(mean: float, limit: int, spread: float = 1.0) -> float:
-    """The median with which cut lengths have this mean, by bisection over a large sample."""
+    """Returns the median with which cut lengths have this mean, by bisection over a large sample."""
     rng = np.random.default_rng(0)
     draw = np.exp(
         spread
@@ -566,7 +566,7 @@ class Bench:
         return rows
 
     def _colocated_s(self, case: Case, prompt: int, streams: str) -> float:
-        """An iteration of an engine and a replica on each device, border included."""
+        """Returns an iteration of an engine and a replica on each device, border included."""
         engines = len(self._urls)
         settings = [
             "placement.colocate=true",
@@ -580,7 +580,7 @@ class Bench:
         return statistics.median(record["iteration_s"] for record in records)
 
     def shared_row(self, case: Case, replica: int) -> SharedRow:
-        """A row of runs on all devices, `replica` of which are a replica of the trainer."""
+        """Returns a row of runs on all devices, `replica` of which are a replica of the trainer."""
         args = self._args
         devices = self._args.devices
         token_s = devices * self._paced_token_s(
@@ -703,8 +703,8 @@ class Bench:
         )
 
     def _paced_token_s(self, case: Case) -> float:
-        """The speed of a paced trainer: seconds per token of prompts and responses with which Tg /
-        Tt is the case's ratio.
+        """Returns the speed of a paced trainer: seconds per token of prompts and responses with
+        which Tg / Tt is the case's ratio.
         """
         cluster = VirtualCluster(
             {str(n): self._args.paced for n in range(case.engines)}, self._args.max_num_seqs
@@ -715,7 +715,9 @@ class Bench:
         return shortest_generation_s(cluster, lengths, computed) / case.ratio / tokens
 
     def _prompt_for(self, train_s: float, train_at: dict[int, float]) -> int:
-        """The prompt length at which training takes train_s, by the line through two measured ones."""
+        """Returns the prompt length at which training takes train_s, by the line through two
+        measured ones.
+        """
         (p0, t0), (p1, t1) = sorted(train_at.items())
         prompt = p0 + (train_s - t0) * (p1 - p0) / (t1 - t0)
         return int(min(max(prompt, 8), MAX_PROMPT))
@@ -754,8 +756,8 @@ class Bench:
     def _optimum_s(
         self, case: Case, prompt: int, record: dict[str, Any], learned: dict[str, float]
     ) -> float:
-        """The iteration of a record with all lengths known; the optimizer's step is in train_s of
-        the record and here.
+        """Returns the iteration of a record with all lengths known; the optimizer's step is in
+        train_s of the record and here.
         """
         speed = EngineSpeed(
             learned["decode_step_s"], learned["decode_sequence_s"], learned["prompt_token_s"]
@@ -795,7 +797,7 @@ class Bench:
     def _records(
         self, case: Case, prompt: int, iterations: int, overrides: list[str]
     ) -> list[dict[str, Any]]:
-        """The iteration records of one run."""
+        """Returns the iteration records of one run."""
         return read_records(self.run(case, prompt, iterations, overrides))
 
     def run(
@@ -920,7 +922,7 @@ class VirtualBench(Bench):
 
 
 def best_known_s(cluster: VirtualCluster, groups: Sequence[VirtualGroup]) -> float:
-    """The shortest iteration over a family of schedules that know every length.
+    """Returns the shortest iteration over a family of schedules that know every length.
 
     The one found by running time backwards, sequence by sequence (with equal lengths on one engine
     no schedule ends earlier); turns that leave trainers 0 to 15% of slack; constant windows of
@@ -972,8 +974,8 @@ def shortest_generation_s(
 
 
 def simulated(response: int, max_num_seqs: int = MAX_NUM_SEQS) -> str:
-    """A table of best_known_s over max(Tg, Tt), Tg of the constant window that generates fastest,
-    for one engine.
+    """Returns a table of best_known_s over max(Tg, Tt), Tg of the constant window that generates
+    fastest, for one engine.
 
     Only the ratio matters of what a decode step takes and what each sequence adds: with step_s = 0
     an engine is as fast with one group in flight as with all, and groups that come one after

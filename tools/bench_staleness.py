@@ -179,7 +179,7 @@ def run(case: Case, seed: int, args: argparse.Namespace) -> None:
 
 
 def render(chosen: Sequence[Case], seeds: Sequence[int], work: Path) -> str:
-    """The table, in Markdown."""
+    """Returns the table, in Markdown."""
     lines = [
         f"Held-out accuracy after the last iteration over {len(seeds)} seeds, and means over the "
         "last quarter of the iterations.",

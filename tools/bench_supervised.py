@@ -67,8 +67,8 @@ class Times:
 
 
 def make_rows(args: argparse.Namespace, vocab_size: int, *, shared: bool) -> list[Row]:
-    """Rows of a beginning and an answer, whose lengths are drawn between half of the key's and
-    all of it; with `shared`, --group consecutive rows have one beginning.
+    """Returns rows of a beginning and an answer, whose lengths are drawn between half of the key's
+    and all of it; with `shared`, --group consecutive rows have one beginning.
     """
     rng = np.random.default_rng(3)
     rows = []
@@ -187,7 +187,7 @@ class TrlTrainer:
 
 
 def labels_of(row: Row) -> list[int]:
-    """The row's tokens, IGNORED where one is not trained."""
+    """Returns the row's tokens, IGNORED where one is not trained."""
     return np.where(row.weight != 0, row.tokens, IGNORED).tolist()
 
 
@@ -215,7 +215,9 @@ class ThisTrainer:
 def programs_of(
     args: argparse.Namespace, model: str, rows: Sequence[Row], learners: dict[str, Any]
 ) -> dict[str, Callable[[], float]]:
-    """All programs by name, each with its own copy of the model but ours, which share a learner."""
+    """Returns all programs by name, each with its own copy of the model but ours, which share a
+    learner.
+    """
     programs: dict[str, Callable[[], float]] = {
         "transformers": PlainTransformers(model, rows, args.group)
     }
@@ -237,7 +239,7 @@ def programs_of(
 
 
 def timed(programs: dict[str, Callable[[], float]], repetitions: int) -> dict[str, Times]:
-    """Every program's updates, in turn; the first one of each warms it up."""
+    """Returns every program's updates, in turn; the first one of each warms it up."""
     times = {name: Times() for name in programs}
     for name, program in programs.items():
         times[name].loss = program()

@@ -212,7 +212,9 @@ def main() -> int:
 
 
 def make_random_model(directory: Path, family: str = "qwen2") -> str:
-    """A mixture has 8 experts, of which a token goes through two: as much work as the dense layer."""
+    """Writes a random model. A mixture has 8 experts, and a token goes through two: the work of a
+    dense layer.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -283,7 +285,7 @@ TREES: Mapping[str, Sequence[int | None]] = {
 
 
 def compare_trees(model: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Rows by kind of tree. Seconds are of the processor, of one thread.
+    """Returns rows by kind of tree. Seconds are of the processor, of one thread.
 
     The ideal is the ratio of floating-point operations of the two layouts.
     """
@@ -331,7 +333,7 @@ def compare_trees(model: str, args: argparse.Namespace) -> dict[str, Any]:
 def make_sessions(
     args: argparse.Namespace, vocab_size: int, parents: Sequence[int | None], index: int
 ) -> Group:
-    """A group of sessions whose trees have this form, put together as the gateway does."""
+    """Returns a group of sessions whose trees have this form, put together as the gateway does."""
     rng = np.random.default_rng(index)
 
     def tokens(number: int) -> np.ndarray:

@@ -69,7 +69,7 @@ class Measured:
 
 
 def group_of(responses: int, length: int, index: int) -> Group:
-    """A group of random tokens with the columns of every run."""
+    """Returns a group of random tokens with the columns of every run."""
     rng = np.random.default_rng([37, index])
     total = np.arange(responses, dtype=np.float32) % 2
     return group_of_responses(

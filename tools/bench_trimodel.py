@@ -203,7 +203,7 @@ def make_model(directory: Path, hidden: int, seed: int) -> str:
 def compare(
     models: dict[str, str], stages: int, args: argparse.Namespace
 ) -> tuple[list[Row], float]:
-    """The rows of one number of stages, and the largest difference between them."""
+    """Returns the rows of one number of stages, and the largest difference between them."""
 
     def run(variants: tuple[str, ...], repeats: int) -> list[dict[str, Any]]:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -339,7 +339,7 @@ def build_pass(
     algorithm = build_algorithm(config)
 
     def load(models: tuple[str, ...]) -> Any:
-        """A stage whose policy is the first of `models`, the others frozen beside it."""
+        """Returns a stage whose policy is the first of `models`, the others frozen beside it."""
         stage = build_stage(specs[models[0]], config, platform, frozen=models[1:])
         for model, gpt in zip(models, stage.gpts().values(), strict=True):
             load_hf(gpt, specs[model])
@@ -532,7 +532,7 @@ def largest_difference(
 
 
 def memory_rise(variant: Pass) -> int:
-    """Bytes that one pass adds to the resident set at its peak."""
+    """Returns the bytes that one pass adds to the resident set at its peak."""
     variant.zero()
     gc.collect()
     before = _resident("VmRSS")

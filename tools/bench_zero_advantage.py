@@ -65,7 +65,7 @@ class Row:
 
 
 def without_gradient(group: Group) -> Group:
-    """The group as equal rewards make it."""
+    """Returns the group as equal rewards make it."""
     return replace(group, advantages=np.zeros_like(group.advantages))
 
 
@@ -145,7 +145,7 @@ def make_second(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-def
 
 
 def render(rows: Sequence[Row]) -> str:
-    """A table in Markdown."""
+    """Returns a table in Markdown."""
     lines = [
         "| backend | groups without gradient | all computed | by rule | of it the step | time saved beside the step | weights |",
         "|---|---|---|---|---|---|---|",

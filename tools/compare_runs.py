@@ -89,8 +89,8 @@ def _names(known: set[str]):  # type: ignore[no-untyped-def]
 
 
 def table(groups: Sequence[RunGroup]) -> list[tuple[str, ...]]:
-    """The rows under `header`: every metric of every group over the last quarter of the iterations,
-    against the first group.
+    """Returns the rows under `header`: every metric of every group over the last quarter of the
+    iterations, against the first group.
     """
     return [_row(difference, groups[0].label) for difference in differences(groups)]
 
@@ -120,8 +120,8 @@ def notes(groups: Sequence[RunGroup]) -> list[str]:
 def draw(
     groups: Sequence[RunGroup], metrics: Sequence[Metric], axes: Sequence[str] = tuple(AXES)
 ) -> Any:
-    """A figure with a row per metric and a column per x axis; a band is the range over a group's
-    runs.
+    """Returns a figure with a row per metric and a column per x axis; a band is the range over a
+    group's runs.
     """
     figure, panels = plots.new_figure(len(axes), len(metrics), width_in=3.8, height_in=2.4)
     for number, panel in enumerate(panels):
@@ -147,7 +147,7 @@ def draw(
 
 
 def drawable(groups: Sequence[RunGroup]) -> list[Metric]:
-    """The metrics that at least one run has."""
+    """Returns the metrics that at least one run has."""
     return [
         metric
         for metric in METRICS

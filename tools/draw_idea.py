@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def iterations(run: Path) -> dict[int, Iteration]:
-    """All iterations between two publishes, by number.
+    """Returns all iterations between two publishes, by number.
 
     Raises DataError where the run has no timeline.
     """
@@ -120,8 +120,8 @@ def iterations(run: Path) -> dict[int, Iteration]:
 
 
 def choose(by_number: dict[int, Iteration], first: int | None) -> tuple[Iteration, Iteration]:
-    """A synchronous and the following periodic iteration; the last such pair unless `first` names
-    one.
+    """Returns a synchronous and the following periodic iteration; the last such pair unless `first`
+    names one.
     """
     pairs = [number for number in by_number if number % 2 == 0 and number + 1 in by_number]
     wanted = first if first is not None else max(pairs, default=-1)

@@ -44,8 +44,8 @@ def group_of_responses(
 
 
 def separate(layout: PrefixLayout) -> PrefixLayout:
-    """The same sequences without sharing, in leaf order, without padding: what the layout is
-    measured against.
+    """Returns the same sequences without sharing, in leaf order, without padding: what the layout
+    is measured against.
     """
     return PrefixLayout.from_sequences(
         layout.offsets[leaf] + layout.lengths[leaf] for leaf in layout.leaves
@@ -59,7 +59,7 @@ def pairs(layout: PrefixLayout) -> int:
 
 
 def step_flops(flops: FlopsModel, layout: PrefixLayout, predictions: int) -> float:
-    """Work of one step over the layout with that many predicted tokens."""
+    """Returns work of one step over the layout with that many predicted tokens."""
     return (
         layout.total * flops.per_token
         + pairs(layout) * flops.per_pair

@@ -13,7 +13,7 @@ from tools.plots import rendered
 
 
 def svg_fragment(figure: Any) -> str:
-    """The picture as an <svg> element that a page can hold."""
+    """Returns the picture as an <svg> element that a page can hold."""
     text = rendered(figure, "svg").decode("utf-8")
     element = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     return re.sub(
@@ -25,8 +25,8 @@ def svg_fragment(figure: Any) -> str:
 
 
 def html_page(title: str, sections: Sequence[tuple[str, str]]) -> str:
-    """A page that needs nothing beside itself. sections: headings, and contents that are HTML
-    already.
+    """Returns a page that needs nothing beside itself. sections: headings, and contents that are
+    HTML already.
     """
     parts = [
         f"<section><h2>{html.escape(heading)}</h2>{content}</section>"
@@ -36,7 +36,7 @@ def html_page(title: str, sections: Sequence[tuple[str, str]]) -> str:
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of plain text; the first column is left-aligned, the others are numbers."""
+    """Returns a table of plain text; the first column is left-aligned, the others are numbers."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"

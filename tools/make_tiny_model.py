@@ -565,6 +565,7 @@ def lessons(
         return edits, [edited(task, tiny_edits.wrong_sign(task)) for task in tasks]
 
     def calls(order: random.Random) -> list[Lesson]:
+        """Returns a call in some answers, a guess in the others."""
         return answered_products(arguments, order.choices(pairs, k=arguments.batch), order)
 
     return calls, called(arguments, validation)
@@ -573,7 +574,7 @@ def lessons(
 def answered_products(
     arguments: argparse.Namespace, pairs: list[tuple[int, int]], order: random.Random
 ) -> list[Lesson]:
-    """A call in some answers, a guess in the others."""
+    """Returns a call in some answers, a guess in the others."""
     answered = []
     for x, y in pairs:
         guess = f"#### {order.randint(SMALLEST**2, LARGEST**2)}{END_OF_TURN}"
@@ -584,7 +585,7 @@ def answered_products(
 
 
 def called(arguments: argparse.Namespace, pairs: list[tuple[int, int]]) -> list[Lesson]:
-    """A call in every answer."""
+    """Returns a call in every answer."""
     return [(product_question(x, y), call_turns(x, y, arguments.task)) for x, y in pairs]
 
 
@@ -661,7 +662,9 @@ def supervise_calls(
 def call_batch(
     tokenizer: PreTrainedTokenizerFast, batch: list[Lesson]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels [rows, width]; each piece is tokenised by itself, as the environments do."""
+    """Returns tokens and labels [rows, width]; each piece is tokenised by itself, as the
+    environments do.
+    """
     rows = []
     for asked, turns in batch:
         tokens = tokenizer(USER + asked + ASSISTANT).input_ids

@@ -14,8 +14,8 @@ _SAME_STEP = 1e-6
 
 
 def optimum_s(cluster: VirtualCluster, groups: Sequence[VirtualGroup], windows: Windows) -> float:
-    """The iteration with all lengths known, sequence by sequence: a bound to measure schedules
-    against, not a schedule to follow.
+    """Returns the iteration with all lengths known, sequence by sequence: a bound to measure
+    schedules against, not a schedule to follow.
 
     Optimal for equal lengths on one engine; with unequal ones the best of some orders of emission,
     which a better one may beat by a few percent. One update per iteration. The step's and the

@@ -151,7 +151,7 @@ def _published_basis(options: argparse.Namespace, rest: Sequence[str]) -> KnownB
 
 
 def ran_on_name(config: Config) -> str:
-    """The published device that stands for the run's own."""
+    """Returns the published device that stands for the run's own."""
     return config.run.device if config.run.device != "auto" else "cpu"
 
 

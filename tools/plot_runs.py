@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def iteration_parts(record: Mapping[str, Any]) -> dict[str, float]:
-    """The seconds of one iteration by what went on; their sum is iteration_s.
+    """Returns the seconds of one iteration by what went on; their sum is iteration_s.
 
     Generation and training overlap: what both took beyond their union is "at once". The union is
     the iteration without the parts that no schedule can hide (publish, evaluation, checkpoint);

@@ -68,7 +68,7 @@ def bar_style(number: int) -> dict[str, Any]:
 def new_figure(
     columns: int = 1, rows: int = 1, *, width_in: float = 5.0, height_in: float = 3.2
 ) -> tuple[Any, list[Any]]:
-    """A figure and its axes, row by row; width and height, in inches, are of one panel.
+    """Returns a figure and its axes, row by row; width and height, in inches, are of one panel.
 
     Raises UserError without matplotlib.
     """
@@ -102,7 +102,7 @@ def save(figure: Any, path: Path | str) -> list[Path]:
 
 
 def rendered(figure: Any, form: str) -> bytes:
-    """The picture as a file's bytes; form: png or svg."""
+    """Returns the picture as a file's bytes; form: png or svg."""
     buffer = io.BytesIO()
     with _matplotlib().rc_context(_STYLE):
         # without the date and the library's version, which would make equal pictures differ

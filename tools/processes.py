@@ -42,8 +42,8 @@ def end_on_sigterm() -> None:
 def started(
     command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with a group of its own, which is ended with everything in it: interrupted first,
-    so that it can clean up.
+    """Yields a process with a group of its own, which is ended with everything in it: interrupted
+    first, so that it can clean up.
     """
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -110,7 +110,7 @@ def reason_of(log: Path) -> str:
 
 
 def _raised(lines: Sequence[str]) -> list[str]:
-    """The lines that end tracebacks."""
+    """Returns the lines that end tracebacks."""
     raised = []
     inside = False
     for line in lines:

@@ -126,7 +126,9 @@ class Difference:
 
 
 def load_runs(directories: Sequence[Path | str]) -> list[RunCurves]:
-    """The runs in the order given. Raises DataError for a directory that holds no iteration."""
+    """Returns the runs in the order given. Raises DataError for a directory that holds no
+    iteration.
+    """
     return [_load(Path(directory)) for directory in directories]
 
 
@@ -192,7 +194,7 @@ def curve(group: RunGroup, metric: str, axis: str) -> list[tuple[float, float, f
 
 
 def differences(groups: Sequence[RunGroup]) -> list[Difference]:
-    """Every metric of every group, the first one included, against the first group."""
+    """Returns every metric of every group, the first one included, against the first group."""
     listed = []
     for metric in METRICS:
         first = [

@@ -47,8 +47,8 @@ def simulate(
     *,
     streams: bool = True,
 ) -> Outcome:
-    """An iteration of `groups`, which are numbered from 0 and as many as the replicas' slots, plus
-    replacements.
+    """Returns an iteration of `groups`, which are numbered from 0 and as many as the replicas'
+    slots, plus replacements.
 
     streams: groups are delivered as they complete, not all at the end. With dynamic sampling the
     groups from len(schedule.order) on are the replacements, each dispatched when an uninformative

@@ -63,7 +63,7 @@ _SHARE_OF_CORE = 0.01
 
 
 def on(shape: Shape, devices: int) -> Shape:
-    """The shape with as many groups per device, up to MAX_GROUPS."""
+    """Returns the shape with as many groups per device, up to MAX_GROUPS."""
     return replace(
         shape, devices=devices, groups=min(MAX_GROUPS, shape.groups * devices // shape.devices)
     )

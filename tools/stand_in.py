@@ -119,7 +119,7 @@ class StandInEngine:
     ) -> None:
         self.speed = speed
         self._compact = compact
-        self._responses: dict[bytes, compact_answer.Response] = {}
+        self._responses: dict[bytes, compact_answer.CompactResponse] = {}
         self._sleeps = sleeps
         self.is_asleep = False
         self._lengths = lengths
@@ -236,8 +236,8 @@ class StandInEngine:
 
     def _response(
         self, fragment: bytes, begin: int, end: int, is_cut: bool
-    ) -> compact_answer.Response:
-        """A choice's tokens from `begin` to `end`, if it is cut, else to its own end."""
+    ) -> compact_answer.CompactResponse:
+        """Returns a choice's tokens from `begin` to `end`, if it is cut, else to its own end."""
         whole = self._responses.get(fragment)
         if whole is None:
             whole = _read_choice(fragment)
@@ -406,12 +406,12 @@ def _make_choice(
     return length, json.dumps(choice, separators=(",", ":")).encode()[1:-1]
 
 
-def _read_choice(fragment: bytes) -> compact_answer.Response:
+def _read_choice(fragment: bytes) -> compact_answer.CompactResponse:
     choice = json.loads(b"{%s}" % fragment)
     logprobs = None
     if choice["logprobs"] is not None:
         logprobs = np.asarray(choice["logprobs"]["token_logprobs"], np.float32)
-    return compact_answer.Response(
+    return compact_answer.CompactResponse(
         text=choice["text"],
         token_ids=np.asarray(choice["token_ids"], np.int32),
         finish_reason=choice["finish_reason"],
@@ -420,7 +420,7 @@ def _read_choice(fragment: bytes) -> compact_answer.Response:
 
 
 def _part(fragment: bytes, begin: int, end: int, is_cut: bool) -> bytes:
-    """A choice's tokens from `begin` to `end`."""
+    """Returns a choice's tokens from `begin` to `end`."""
     choice = json.loads(b"{%s}" % fragment)
     choice["token_ids"] = choice["token_ids"][begin:end]
     choice["text"] = "".join(f" t{token}" for token in choice["token_ids"])
@@ -454,8 +454,8 @@ async def serving(
 
 
 def write_interpreter(file: Path, *options: str) -> Path:
-    """An executable to name as the engines' interpreter; it starts a stand-in with `options`,
-    whatever model is asked for.
+    """Returns an executable to name as the engines' interpreter; it starts a stand-in with
+    `options`, whatever model is asked for.
     """
     file.write_text(
         _INTERPRETER.format(

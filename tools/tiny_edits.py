@@ -47,7 +47,7 @@ Piece = tuple[str, bool]
 
 
 def tasks(names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Rows of a dataset, three of each name."""
+    """Returns rows of a dataset, three of each name."""
     return [_task(name, right, wrong) for right, wrong in MISTAKES for name in names]
 
 

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def keys_markdown() -> str:
-    """Every key as markdown, a table per section."""
+    """Returns every key as markdown, a table per section."""
     lines: list[str] = []
     for section, field in Config.model_fields.items():
         model = section_of(field.annotation)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pa_npu.agents.openai_format import RequestRefused
+from pa_npu.agents.openai_format import AgentRequestRefused
 from pa_npu.config.schema import Config
 from pa_npu.data.messages import BadMessage, Message, left_out, template_message
 from pa_npu.data.rows import is_text
@@ -70,7 +70,7 @@ class Chat:
         Raises RequestRefused if there is no template, or if it fails or leaves content out.
         """
         if self._template is None:
-            raise RequestRefused(
+            raise AgentRequestRefused(
                 "this model has no chat template; use /v1/completions", code="no_chat_template"
             )
         normalised = [self._normalise(message) for message in messages]
@@ -96,9 +96,11 @@ class Chat:
                 text = apply_template(normalised, tools)
             lost = left_out(apply_template, text, normalised, ())
         except TemplateFailed as failed:
-            raise RequestRefused(f"the chat template {failed}", param="messages") from None
+            raise AgentRequestRefused(f"the chat template {failed}", param="messages") from None
         if lost is not None:
-            raise RequestRefused(f"messages: the chat template leaves out {lost}", param="messages")
+            raise AgentRequestRefused(
+                f"messages: the chat template leaves out {lost}", param="messages"
+            )
         return text
 
     def _normalise(self, message: Mapping[str, Any]) -> Message:
@@ -106,7 +108,7 @@ class Chat:
         try:
             normalised = template_message(message)
         except BadMessage as bad:
-            raise RequestRefused(f"messages: {bad}", param="messages") from None
+            raise AgentRequestRefused(f"messages: {bad}", param="messages") from None
         if normalised["role"] == _DEVELOPER and not self._knows_developer:
             normalised["role"] = "system"
         return normalised
@@ -197,7 +199,7 @@ class Chat:
         """
         try:
             whole = self.render([*messages, message], tools, generate=False)
-        except RequestRefused:
+        except AgentRequestRefused:
             return ()
         if not ending or not whole.startswith(text) or ending not in whole[len(text) :]:
             return ()
@@ -220,7 +222,7 @@ class Chat:
 
 def _check_text(text: str) -> None:
     if not is_text(text):
-        raise RequestRefused(
+        raise AgentRequestRefused(
             "a text has half of a surrogate pair (\\uD800 to \\uDFFF), which no token stands for"
         )
 

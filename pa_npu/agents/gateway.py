@@ -39,8 +39,8 @@ from aiohttp.typedefs import Handler
 
 from pa_npu.agents import messages_format, responses_format
 from pa_npu.agents.openai_format import (
-    CompletionRequest,
-    RequestRefused,
+    AgentRequest,
+    AgentRequestRefused,
     chat_logprobs,
     events,
     models,
@@ -112,25 +112,25 @@ class Gateway:
         self._busy.add(connection)
         try:
             return await handler(request)
-        except RequestRefused as error:
+        except AgentRequestRefused as error:
             refused = error
         except PaNpuError as error:
-            refused = RequestRefused(str(error))
+            refused = AgentRequestRefused(str(error))
         except web.HTTPRequestEntityTooLarge:
             line = f"the body is longer than {LARGEST_REQUEST_BYTES} bytes"
-            refused = RequestRefused(line, status=413)
+            refused = AgentRequestRefused(line, status=413)
         except web.HTTPException as error:
             line = f"{request.method} {request.path}: {error.reason}; see docs/agents.md"
-            refused = RequestRefused(line, status=error.status)
+            refused = AgentRequestRefused(line, status=error.status)
         except asyncio.TimeoutError:
             line = f"the body did not arrive within {_READ_S:g} s"
-            refused = RequestRefused(line, status=408)
+            refused = AgentRequestRefused(line, status=408)
         except ConnectionError:  # nobody is left to read an answer
-            refused = RequestRefused("the connection was lost")
+            refused = AgentRequestRefused("the connection was lost")
         except Exception as error:  # a request may contain anything
             logger.exception("%s %s", request.method, request.path)
             line = f"{type(error).__name__} while answering; see the log"
-            refused = RequestRefused(line, status=500)
+            refused = AgentRequestRefused(line, status=500)
         finally:
             self._busy.discard(connection)
             self._last_busy[connection] = time.monotonic()
@@ -204,7 +204,7 @@ class Gateway:
         request: web.Request,
         session: Session,
         turn: AnsweredTurn,
-        wanted: CompletionRequest,
+        wanted: AgentRequest,
         kind: str,
     ) -> web.StreamResponse:
         choices = [(turn.answer, turn.written)]
@@ -223,7 +223,7 @@ class Gateway:
             or set(body) - {"reward", "turn"}
             or not isinstance(body.get("turn"), (str, type(None)))
         ):
-            raise RequestRefused(
+            raise AgentRequestRefused(
                 'the body must be {"reward": a number, "turn": the id of a completion, or null}'
             )
         session.give_reward(body.get("reward"), body.get("turn"))
@@ -239,7 +239,9 @@ class Gateway:
         try:
             wait_s = min(max(0.0, float(request.query.get("wait_s", "0"))), _MAX_WAIT_S)
         except ValueError:
-            raise RequestRefused("wait_s: must be a number of seconds", param="wait_s") from None
+            raise AgentRequestRefused(
+                "wait_s: must be a number of seconds", param="wait_s"
+            ) from None
         session = await self.sessions.wait_task(program, wait_s)
         if session is None:
             return web.json_response({"task": None})
@@ -261,7 +263,7 @@ class Gateway:
         self.authorise(request, f"session:{session_id}")
         session = self.sessions.find(session_id)
         if session is None:
-            raise RequestRefused(
+            raise AgentRequestRefused(
                 "this session has ended, or never was", status=404, code="session_ended"
             )
         return session
@@ -286,7 +288,7 @@ class Gateway:
         # every key is compared, so that the time to answer depends on none of them
         matches = [authorised(sent, key) for key in keys]
         if not any(matches):
-            raise RequestRefused(
+            raise AgentRequestRefused(
                 "this key may not do that; send the one that you were given",
                 status=401,
                 code="invalid_api_key",
@@ -405,9 +407,9 @@ async def read_json(request: web.Request, check_size: Callable[[int], None] | No
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
-        raise RequestRefused("the body is not JSON") from None
+        raise AgentRequestRefused("the body is not JSON") from None
     if _SURROGATE.search(data) and not is_text(body):
-        raise RequestRefused(
+        raise AgentRequestRefused(
             "the body has half of a surrogate pair (\\uD800 to \\uDFFF), which is no text"
         )
     return body
@@ -415,7 +417,7 @@ async def read_json(request: web.Request, check_size: Callable[[int], None] | No
 
 def _check_reward_size(num_bytes: int) -> None:
     if num_bytes > _MAX_REWARD_BYTES:
-        raise RequestRefused(
+        raise AgentRequestRefused(
             f"the body has {num_bytes} bytes, more than {_MAX_REWARD_BYTES}", status=413
         )
 

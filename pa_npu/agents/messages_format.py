@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from pa_npu.agents.openai_format import MODEL, CompletionRequest, RequestRefused
+from pa_npu.agents.openai_format import MODEL, AgentRequest, AgentRequestRefused
 from pa_npu.agents.other_formats import list_of_objects, named_event, shared_fields
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _ERROR_TYPES = {
 }
 
 
-def error_response(refused: RequestRefused) -> web.Response:
+def error_response(refused: AgentRequestRefused) -> web.Response:
     """Returns a refusal in the form that Anthropic's clients expect."""
     kind = "api_error"
     headers = {}
@@ -85,7 +85,7 @@ def chat_messages(system: Any, messages: Any) -> list[Message]:
     Raises RequestRefused for a block that no chat message stands for.
     """
     if not isinstance(messages, list) or not messages:
-        raise RequestRefused("messages: give a list of messages", param="messages")
+        raise AgentRequestRefused("messages: give a list of messages", param="messages")
     chat: list[Message] = []
     if system is not None:
         chat.append({"role": "system", "content": _text_of(system, "system")})
@@ -98,7 +98,7 @@ def chat_messages(system: Any, messages: Any) -> list[Message]:
         elif role == "system":
             chat.append({"role": "system", "content": _text_of(message.get("content"), "messages")})
         else:
-            raise RequestRefused(
+            raise AgentRequestRefused(
                 f"messages: {message!r:.60} has no role that is user or assistant", param="messages"
             )
     return chat
@@ -149,7 +149,7 @@ def _assistant_message(content: Any) -> Message:
 
 def _blocks(content: Any) -> Sequence[Mapping[str, Any]]:
     if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
-        raise RequestRefused(
+        raise AgentRequestRefused(
             "messages: a content is a text or a list of content blocks", param="messages"
         )
     return content
@@ -164,7 +164,7 @@ def _text_of(content: Any, param: str) -> str:
 
 def _block_text(block: Mapping[str, Any], param: str) -> str:
     if block.get("type") != "text" or not isinstance(block.get("text"), str):
-        raise RequestRefused(
+        raise AgentRequestRefused(
             f"{param}: a block of type {block.get('type')!r:.40} is not served; texts, tool uses and "
             "tool results are",
             param=param,
@@ -178,7 +178,7 @@ def _chat_tools(value: Any) -> list[dict[str, Any]] | None:
     tools = []
     for tool in list_of_objects(value, "tools"):
         if tool.get("type", "custom") not in ("custom", None):
-            raise RequestRefused(
+            raise AgentRequestRefused(
                 f"tools: {tool['type']!r:.40} is a tool of Anthropic's servers; give tools with an "
                 "input_schema",
                 code="unsupported_parameter",
@@ -198,7 +198,7 @@ def _chat_tool_choice(value: Any) -> Any:
     if kind == "tool":
         return {"type": "function", "function": {"name": value.get("name")}}
     if kind not in _TOOL_CHOICES:
-        raise RequestRefused(
+        raise AgentRequestRefused(
             f"tool_choice: {value!r:.60} is none of auto, any, tool and none", param="tool_choice"
         )
     return _TOOL_CHOICES[kind]
@@ -218,11 +218,11 @@ def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise RequestRefused(f"{name}: must be an object", param=name)
+        raise AgentRequestRefused(f"{name}: must be an object", param=name)
     return value
 
 
-def message(turn: AnsweredTurn, message_id: str, request: CompletionRequest) -> dict[str, Any]:
+def message(turn: AnsweredTurn, message_id: str, request: AgentRequest) -> dict[str, Any]:
     """Makes a Message of an answered turn. request: the chat request that was answered."""
     answer = turn.answer.message
     content: list[dict[str, Any]] = []

@@ -74,7 +74,7 @@ _MAX_CHOICES = 128
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error"}
 
 
-class RequestRefused(Exception):
+class AgentRequestRefused(Exception):
     """A request that is not answered, with the error that OpenAI's clients expect.
 
     status: of HTTP. code and param: the fields by which clients tell errors apart.
@@ -118,7 +118,7 @@ class SamplingRules:
 
 
 @dataclass(frozen=True)
-class CompletionRequest:
+class AgentRequest:
     """A checked request.
 
     max_tokens: None leaves it to the run.
@@ -154,14 +154,14 @@ class CompletionRequest:
             or not messages
             or not all(isinstance(message, Mapping) for message in messages)
         ):
-            raise RequestRefused("messages: give a list of messages", param="messages")
+            raise AgentRequestRefused("messages: give a list of messages", param="messages")
         return messages
 
     @property
     def tools(self) -> Sequence[dict[str, Any]]:
         tools = self.body.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-            raise RequestRefused("tools: must be a list of objects", param="tools")
+            raise AgentRequestRefused("tools: must be a list of objects", param="tools")
         return [] if self.body.get("tool_choice") == "none" else tools
 
     @property
@@ -177,7 +177,7 @@ class CompletionRequest:
             and all(type(token) is int and token >= 0 for token in prompt)
         ):
             return prompt
-        raise RequestRefused("prompt: give one text or one list of token ids", param="prompt")
+        raise AgentRequestRefused("prompt: give one text or one list of token ids", param="prompt")
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -188,13 +188,13 @@ class CompletionRequest:
         ):
             return [self.prompt]
         if len(prompt) > _MAX_CHOICES:
-            raise RequestRefused(f"prompt: more than {_MAX_CHOICES} at once", param="prompt")
+            raise AgentRequestRefused(f"prompt: more than {_MAX_CHOICES} at once", param="prompt")
         return [replace(self, body={"prompt": item}).prompt for item in prompt]
 
 
 def read_request(
     body: Any, *, rules: SamplingRules, endpoint_fields: Sequence[str], free: bool = False
-) -> CompletionRequest:
+) -> AgentRequest:
     """Reads and checks the request in a body. Raises RequestRefused.
 
     Args:
@@ -202,7 +202,7 @@ def read_request(
         free: the request is outside of a session (see the module's docstring).
     """
     if not isinstance(body, Mapping):
-        raise RequestRefused("the body must be a JSON object")
+        raise AgentRequestRefused("the body must be a JSON object")
     chosen = {"temperature", "top_p", "seed", "n", "echo"} if free else set()
     known = {
         "max_tokens",
@@ -226,7 +226,7 @@ def read_request(
         if name not in fixed:
             if value is None:
                 continue
-            raise RequestRefused(
+            raise AgentRequestRefused(
                 f"{name}: is not known here; leave it out", code="unsupported_parameter", param=name
             )
         if value in fixed[name]:
@@ -234,17 +234,17 @@ def read_request(
         if name not in rules.as_sampled:
             raise _would_change(name, value, rules)
         if name in _NUMBERS and not _is_number(value):
-            raise RequestRefused(f"{name}: {value!r:.40} is no number", param=name)
+            raise AgentRequestRefused(f"{name}: {value!r:.40} is no number", param=name)
         as_sampled.append(name)
     max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
     echoes = free and body.get("echo") is True
     least = 0 if echoes else 1  # an echoed prompt may be all that is wanted
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < least):
-        raise RequestRefused(
+        raise AgentRequestRefused(
             f"max_tokens: {max_tokens!r:.20} must be a whole number above 0", param="max_tokens"
         )
     options = body.get("stream_options") or {}
-    request = CompletionRequest(
+    request = AgentRequest(
         body=body,
         max_tokens=max_tokens,
         stop=_stop_texts(body),
@@ -257,7 +257,7 @@ def read_request(
     )
     if echoes:
         if request.stream:
-            raise RequestRefused("echo: is not streamed; leave out stream", param="echo")
+            raise AgentRequestRefused("echo: is not streamed; leave out stream", param="echo")
         wants = body.get("logprobs")
         request = replace(
             request,
@@ -268,7 +268,7 @@ def read_request(
     return _with_free_choices(request) if free else request
 
 
-def _would_change(name: str, value: Any, rules: SamplingRules) -> RequestRefused:
+def _would_change(name: str, value: Any, rules: SamplingRules) -> AgentRequestRefused:
     """Returns the refusal of a value that would change what is sampled."""
     line = f"{name}: {value!r:.60} would change what is sampled, which the run decides"
     if name == "temperature":
@@ -276,7 +276,7 @@ def _would_change(name: str, value: Any, rules: SamplingRules) -> RequestRefused
     remedy = "leave it out"
     if name in AS_SAMPLED:
         remedy += f", or let agent.serve_as_sampled name {name}, which then has no effect"
-    return RequestRefused(f"{line}; {remedy}", code="unsupported_parameter", param=name)
+    return AgentRequestRefused(f"{line}; {remedy}", code="unsupported_parameter", param=name)
 
 
 def _wants_top_logprobs(body: Mapping[str, Any]) -> bool:
@@ -284,19 +284,21 @@ def _wants_top_logprobs(body: Mapping[str, Any]) -> bool:
     if number is None or number is False or number == 0:
         return False
     if type(number) is not int or not 0 < number <= _MAX_TOP_LOGPROBS:
-        raise RequestRefused(
+        raise AgentRequestRefused(
             f"top_logprobs: {number!r:.20} is none of 0 to {_MAX_TOP_LOGPROBS}",
             param="top_logprobs",
         )
     if not body.get("logprobs"):
-        raise RequestRefused("top_logprobs: goes with logprobs; set both", param="top_logprobs")
+        raise AgentRequestRefused(
+            "top_logprobs: goes with logprobs; set both", param="top_logprobs"
+        )
     return True
 
 
 def _wanted_logprobs(body: Mapping[str, Any]) -> int:
     number = body.get("logprobs") or 0
     if type(number) is bool or not isinstance(number, int) or not 0 <= number <= _MAX_TOP_LOGPROBS:
-        raise RequestRefused(
+        raise AgentRequestRefused(
             f"logprobs: {number!r:.20} is none of 0 to {_MAX_TOP_LOGPROBS}", param="logprobs"
         )
     return number
@@ -311,11 +313,11 @@ def _stop_texts(body: Mapping[str, Any]) -> tuple[str, ...]:
         or len(stop) > _MAX_STOPS
         or not all(isinstance(text, str) and text for text in stop)
     ):
-        raise RequestRefused(f"stop: give up to {_MAX_STOPS} texts", param="stop")
+        raise AgentRequestRefused(f"stop: give up to {_MAX_STOPS} texts", param="stop")
     return tuple(stop)
 
 
-def _with_free_choices(request: CompletionRequest) -> CompletionRequest:
+def _with_free_choices(request: AgentRequest) -> AgentRequest:
     """Adds the sampling that a request outside of a session chooses. Raises RequestRefused."""
     n = request.body.get("n")
     if n is not None and not (type(n) is int and 1 <= n <= _MAX_CHOICES):
@@ -332,8 +334,8 @@ def _with_free_choices(request: CompletionRequest) -> CompletionRequest:
     return replace(request, n=n or 1, seed=seed, temperature=temperature, top_p=top_p or 1.0)
 
 
-def _out_of_bounds(name: str, value: Any) -> RequestRefused:
-    return RequestRefused(f"{name}: {value!r:.20} is out of bounds", param=name)
+def _out_of_bounds(name: str, value: Any) -> AgentRequestRefused:
+    return AgentRequestRefused(f"{name}: {value!r:.20} is out of bounds", param=name)
 
 
 def _is_number(value: Any) -> bool:
@@ -354,7 +356,7 @@ def model(version: int | None) -> dict[str, Any]:
 def named_model(name: str, version: int | None) -> dict[str, Any]:
     """Returns the entry of the model of this name. Raises RequestRefused if there is none."""
     if name != MODEL:
-        raise RequestRefused(
+        raise AgentRequestRefused(
             f"model: {name!r:.60} is not here; there is {MODEL}", status=404, param="model"
         )
     return model(version)
@@ -370,7 +372,7 @@ def whole_answer(
     completion_id: str,
     written: Sequence[tuple[ChatAnswer, Generation]],
     prompt: Sequence[int],
-    request: CompletionRequest,
+    request: AgentRequest,
 ) -> dict[str, Any]:
     """Makes a whole answer, with the weight version that wrote it.
 
@@ -465,7 +467,7 @@ def _event(chunk: dict[str, Any]) -> bytes:
 
 
 def _logprobs(
-    chat: Chat, written: Generation, request: CompletionRequest, is_chat: bool
+    chat: Chat, written: Generation, request: AgentRequest, is_chat: bool
 ) -> dict[str, Any]:
     """Returns the log-probs of the written tokens in the form of chats or of completions."""
     content = chat_logprobs(chat, written, request)
@@ -478,9 +480,7 @@ def _logprobs(
     }
 
 
-def chat_logprobs(
-    chat: Chat, written: Generation, request: CompletionRequest
-) -> list[dict[str, Any]]:
+def chat_logprobs(chat: Chat, written: Generation, request: AgentRequest) -> list[dict[str, Any]]:
     """Returns the written tokens with their log-probs.
 
     Where the request asks for the likeliest tokens too, there is the written one: an engine reports

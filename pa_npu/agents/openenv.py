@@ -36,7 +36,7 @@ from typing import Any
 import aiohttp
 
 from pa_npu.agents.environment import SessionEnvironment
-from pa_npu.agents.openai_format import CompletionRequest, RequestRefused
+from pa_npu.agents.openai_format import AgentRequest, AgentRequestRefused
 from pa_npu.agents.remote import read_address
 from pa_npu.agents.session import Session
 from pa_npu.data.prompts import Prompt
@@ -133,8 +133,8 @@ class OpenEnvEnvironment(SessionEnvironment):
         messages = [{"role": "user", "content": observed.text}]
         while True:
             try:
-                turn = await session.chat_turn(CompletionRequest({"messages": messages}))
-            except RequestRefused as refused:
+                turn = await session.chat_turn(AgentRequest({"messages": messages}))
+            except AgentRequestRefused as refused:
                 if session.failure is not None:
                     return
                 if refused.code is None:  # not because of a limit of the run

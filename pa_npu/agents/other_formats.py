@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pa_npu.agents.openai_format import RequestRefused
+from pa_npu.agents.openai_format import AgentRequestRefused
 
 
 def shared_fields(
@@ -26,13 +26,13 @@ def shared_fields(
     Raises RequestRefused for a field that is in none of these, or has another value.
     """
     if not isinstance(body, Mapping):
-        raise RequestRefused("the body must be a JSON object")
+        raise AgentRequestRefused("the body must be a JSON object")
     shared = {}
     for name, value in body.items():
         if name in as_in_chat:
             shared[name] = value
         elif name not in read and value is not None and value not in fixed.get(name, ()):
-            raise RequestRefused(
+            raise AgentRequestRefused(
                 f"{name}: {value!r:.60} is not served here; leave it out",
                 code="unsupported_parameter",
                 param=name,
@@ -43,7 +43,7 @@ def shared_fields(
 def list_of_objects(value: Any, name: str) -> list[Mapping[str, Any]]:
     """Returns the value of a field. Raises RequestRefused unless it is a list of objects."""
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
-        raise RequestRefused(f"{name}: must be a list of objects", param=name)
+        raise AgentRequestRefused(f"{name}: must be a list of objects", param=name)
     return value
 
 

@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from pa_npu.agents.environment import SessionEnvironment, task_of
-from pa_npu.agents.openai_format import CompletionRequest, RequestRefused
+from pa_npu.agents.openai_format import AgentRequest, AgentRequestRefused
 from pa_npu.agents.session import Session
 from pa_npu.control.bounded_http import bounded_request
 from pa_npu.data.prompts import Prompt
@@ -106,8 +106,8 @@ class RemoteEnvironment(SessionEnvironment):
         messages = self._messages("reset", answer)
         while True:
             try:
-                turn = await session.chat_turn(CompletionRequest({"messages": messages}))
-            except RequestRefused as refused:
+                turn = await session.chat_turn(AgentRequest({"messages": messages}))
+            except AgentRequestRefused as refused:
                 if session.failure is not None:
                     return
                 if refused.code is None:  # not because of a limit of the run

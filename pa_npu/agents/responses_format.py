@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pa_npu.agents.openai_format import MODEL, CompletionRequest, RequestRefused
+from pa_npu.agents.openai_format import MODEL, AgentRequest, AgentRequestRefused
 from pa_npu.agents.other_formats import list_of_objects, named_event, shared_fields
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _instructions(value: Any) -> list[Message]:
     if value is None:
         return []
     if not isinstance(value, str):
-        raise RequestRefused("instructions: must be a text", param="instructions")
+        raise AgentRequestRefused("instructions: must be a text", param="instructions")
     return [{"role": "system", "content": value}]
 
 
@@ -89,7 +89,7 @@ def _earlier_messages(
     if response_id is None:
         return []
     if not isinstance(response_id, str) or response_id not in conversations:
-        raise RequestRefused(
+        raise AgentRequestRefused(
             f"previous_response_id: {response_id!r:.60} is no stored response of this session; send "
             "the whole input",
             code="previous_response_not_found",
@@ -106,7 +106,7 @@ def input_messages(value: Any) -> list[Message]:
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
-        raise RequestRefused("input: give a text or a list of items", param="input")
+        raise AgentRequestRefused("input: give a text or a list of items", param="input")
     messages: list[Message] = []
     reasoning = ""
     for item in value:
@@ -130,7 +130,7 @@ def input_messages(value: Any) -> list[Message]:
                 message["reasoning_content"] = reasoning
             messages.append(message)
         else:
-            raise RequestRefused(
+            raise AgentRequestRefused(
                 f"input: an item of type {kind!r:.40} is not served", param="input"
             )
         reasoning = ""
@@ -162,13 +162,13 @@ def _text_of(content: Any, kind: str) -> str:
         for part in content:
             is_text = isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS
             if not is_text or not isinstance(part.get("text"), str):
-                raise RequestRefused(
+                raise AgentRequestRefused(
                     f"input: {part!r:.60} in an item of type {kind} is no text; texts are served",
                     param="input",
                 )
             texts.append(part["text"])
         return "".join(texts)
-    raise RequestRefused(f"input: an item of type {kind} has no text", param="input")
+    raise AgentRequestRefused(f"input: an item of type {kind} has no text", param="input")
 
 
 def _chat_tools(value: Any) -> list[dict[str, Any]] | None:
@@ -177,7 +177,7 @@ def _chat_tools(value: Any) -> list[dict[str, Any]] | None:
     tools = []
     for tool in list_of_objects(value, "tools"):
         if tool.get("type") != "function":
-            raise RequestRefused(
+            raise AgentRequestRefused(
                 f"tools: {tool.get('type')!r:.40} is executed by OpenAI's servers; give functions",
                 code="unsupported_parameter",
                 param="tools",
@@ -203,7 +203,7 @@ def _object_field(body: Mapping[str, Any], name: str, field: str) -> Any:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise RequestRefused(f"{name}: must be an object", param=name)
+        raise AgentRequestRefused(f"{name}: must be an object", param=name)
     return value.get(field)
 
 
@@ -219,7 +219,7 @@ def _wants_logprobs(include: Any) -> bool:
     if include is None:
         return False
     if not isinstance(include, list) or not all(name in _INCLUDED for name in include):
-        raise RequestRefused(
+        raise AgentRequestRefused(
             f"include: {include!r:.80} is not served; there are {', '.join(_INCLUDED)}",
             code="unsupported_parameter",
             param="include",
@@ -230,7 +230,7 @@ def _wants_logprobs(include: Any) -> bool:
 def response(
     turn: AnsweredTurn,
     response_id: str,
-    request: CompletionRequest,
+    request: AgentRequest,
     body: Mapping[str, Any],
     logprobs: Sequence[Mapping[str, Any]],
     temperature: float,

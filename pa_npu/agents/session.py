@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.agents.chat import Chat, ChatAnswer
-from pa_npu.agents.openai_format import CompletionRequest, RequestRefused, SamplingRules
+from pa_npu.agents.openai_format import AgentRequest, AgentRequestRefused, SamplingRules
 from pa_npu.agents.tree import SessionTree, TurnNode
 from pa_npu.control.tasks import cancel
 from pa_npu.engines.protocol import Generation
@@ -174,11 +174,11 @@ class Session:
         Raises RequestRefused for a reward that is not a finite number, or an unknown id.
         """
         if isinstance(reward, bool):
-            raise RequestRefused(f"reward: {reward} must be a finite number", param="reward")
+            raise AgentRequestRefused(f"reward: {reward} must be a finite number", param="reward")
         try:
             value = as_reward(reward)
         except NotAReward as error:
-            raise RequestRefused(
+            raise AgentRequestRefused(
                 f"reward: must be a finite number; {error}", param="reward"
             ) from None
         if completion is None:
@@ -187,7 +187,7 @@ class Session:
         _, session_id, number = ["", "", *completion.split("-")][-3:]
         is_number = number.isascii() and number.isdecimal() and len(number) <= _LONGEST_TURN_NUMBER
         if session_id != self.id or not is_number or not 0 < int(number) < len(self.tree.nodes):
-            raise RequestRefused(
+            raise AgentRequestRefused(
                 f"turn: {completion!r:.60} is no id of a completion of this session", param="turn"
             )
         self.tree.nodes[int(number)].reward = value
@@ -197,7 +197,7 @@ class Session:
         if num_bytes > _OTHER_BYTES + _BYTES_PER_TOKEN * self.limits.branch:
             raise self._too_long(num_bytes // _BYTES_PER_TOKEN, "about")
 
-    async def chat_turn(self, request: CompletionRequest) -> AnsweredTurn:
+    async def chat_turn(self, request: AgentRequest) -> AnsweredTurn:
         """Answers a chat request. Raises RequestRefused."""
         messages = request.messages
         tools = request.tools
@@ -211,7 +211,7 @@ class Session:
         node = self._add(parent, context, text[begin:], written, answer)
         return AnsweredTurn(node, answer, written, prompt)
 
-    async def completion_turn(self, request: CompletionRequest) -> AnsweredTurn:
+    async def completion_turn(self, request: AgentRequest) -> AnsweredTurn:
         """Answers a completions request, of a text or of token ids. Raises RequestRefused."""
         asked = request.prompt
         if isinstance(asked, str):
@@ -229,7 +229,7 @@ class Session:
         node = self._add(parent, context, context_text, written, answer)
         return AnsweredTurn(node, answer, written, prompt)
 
-    async def count_tokens(self, request: CompletionRequest) -> int:
+    async def count_tokens(self, request: AgentRequest) -> int:
         """Returns how many tokens a chat request would show to the policy. Raises RequestRefused."""
         self._check_size(_num_characters([request.messages, request.tools], self._max_characters))
         text = self.chat.render(request.messages, request.tools)
@@ -278,13 +278,13 @@ class Session:
         if len(tokens) > self.limits.branch:
             raise self._too_long(len(tokens))
         if max(tokens) >= len(self.chat.tokenizer):
-            raise RequestRefused(
+            raise AgentRequestRefused(
                 f"prompt: token {max(tokens)} is not in the model's vocabulary", param="prompt"
             )
         return np.asarray(tokens, np.int32)
 
     async def _generate(
-        self, parent: TurnNode, context: npt.NDArray[np.int32], request: CompletionRequest
+        self, parent: TurnNode, context: npt.NDArray[np.int32], request: AgentRequest
     ) -> tuple[int, npt.NDArray[np.int32], Generation]:
         """Lets the policy answer a request that adds `context` behind `parent`.
 
@@ -333,7 +333,7 @@ class Session:
         except PaNpuError as error:
             self.failure = error
             self._ended.set()
-            raise RequestRefused(str(error), status=500) from None
+            raise AgentRequestRefused(str(error), status=500) from None
         finally:
             self._running.discard(task)
         return number, tokens, written
@@ -349,16 +349,16 @@ class Session:
         first = len(path[0].context) if path else len(context)
         left = self.limits.response - (len(tokens) - first)
         if not len(tokens):
-            raise RequestRefused("the prompt has no tokens; give it some")
+            raise AgentRequestRefused("the prompt has no tokens; give it some")
         if first > self.limits.prompt or left < 1:
             raise self._too_long(len(tokens))
         return left
 
-    def _too_long(self, num_tokens: int, about: str = "") -> RequestRefused:
+    def _too_long(self, num_tokens: int, about: str = "") -> AgentRequestRefused:
         self._was_refused = True
         limits = self.limits
         number = f"{about} {num_tokens}".lstrip()
-        return RequestRefused(
+        return AgentRequestRefused(
             f"{number} tokens do not fit: a branch may begin with {limits.prompt} "
             f"(data.max_prompt_tokens) and have {limits.response} behind that "
             "(rollout.max_response_tokens)",
@@ -366,8 +366,8 @@ class Session:
             param="messages",
         )
 
-    def _has_ended(self) -> RequestRefused:
-        return RequestRefused(f"this session has ended: {self.outcome}", code="session_ended")
+    def _has_ended(self) -> AgentRequestRefused:
+        return AgentRequestRefused(f"this session has ended: {self.outcome}", code="session_ended")
 
 
 def _num_characters(value: Any, limit: int) -> int:

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pa_npu.agents.environment import SessionEnvironment
-from pa_npu.agents.openai_format import CompletionRequest, RequestRefused
+from pa_npu.agents.openai_format import AgentRequest, AgentRequestRefused
 from pa_npu.agents.session import Session
 from pa_npu.control.tasks import gather
 from pa_npu.control.worker_process import WorkerProcess, json_line
@@ -125,10 +125,10 @@ class ToolClassEnvironment(SessionEnvironment):
         messages = _with_observation(prompt, observation)
         tools = place.tools[name]
         while True:
-            request = CompletionRequest({"messages": messages, "tools": tools})
+            request = AgentRequest({"messages": messages, "tools": tools})
             try:
                 turn = await session.chat_turn(request)
-            except RequestRefused as refused:
+            except AgentRequestRefused as refused:
                 if session.failure is not None:
                     return
                 if refused.code is None:  # not because of a limit of the run

@@ -50,7 +50,7 @@ class Stepped:
 
 
 def scheduled_rate(config: Config, update: int) -> float:
-    """The learning rate of an update, from 1."""
+    """Returns the learning rate of an update, from 1."""
     options = config.optimizer
     iterations = config.schedule.iterations
     begin = config.schedule.updates(options.warmup_of(iterations))

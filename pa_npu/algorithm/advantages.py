@@ -75,7 +75,7 @@ KNOWN_ADVANTAGES = (*GROUP_ADVANTAGES, BATCH_STD)
 
 
 def find_group_advantage(name: str) -> GroupAdvantage:
-    """The registered function, or the one that `module:function` names.
+    """Returns the registered function, or the one that `module:function` names.
 
     Raises ConfigError when there is none.
     """

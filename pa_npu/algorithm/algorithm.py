@@ -244,7 +244,7 @@ class Algorithm(ABC):
         """Returns the advantages of one group, float32 [T]; 0 on tokens that are not trained."""
 
     def batch_credit(self, groups: Sequence[ScoredSamples]) -> list[TokenValues]:
-        """The same of all groups of an iteration.
+        """Returns the same of all groups of an iteration.
 
         Called where the iteration is handed over as a whole.
         """

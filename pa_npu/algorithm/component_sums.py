@@ -41,7 +41,7 @@ def all_sums(algorithm: Algorithm, batch: TokenBatch) -> LossSums:
 
 
 def all_metric_names(algorithm: Algorithm) -> tuple[str, ...]:
-    """The leading component's metrics, and the sum of each other one."""
+    """Returns the leading component's metrics, and the sum of each other one."""
     return (*algorithm.metric_names, *_component_metrics(algorithm))
 
 

@@ -43,8 +43,8 @@ KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 def kl_reward_advantages(
     batch: TokenBatch, estimator: str, coefficient: float, kind: str
 ) -> torch.Tensor:
-    """The advantages, [tokens], of -coefficient * KL(old policy || reference) as a part of each
-    response's reward.
+    """Returns the advantages, [tokens], of -coefficient * KL(old policy || reference) as a part of
+    each response's reward.
 
     KL is estimated by the sum over the response's tokens: with k1 the reward of RLOO, arXiv
     2402.14740. `kind` is one of LINEAR_ADVANTAGES, which are the sum of the rewards' and the KL's,
@@ -63,7 +63,7 @@ def kl_reward_advantages(
 
 
 @dataclass(frozen=True)
-class Weights:
+class TokenWeights:
     """Factors of the tokens' losses, without gradient, [tokens], and where they were truncated or
     masked, [tokens] bool.
     """
@@ -72,7 +72,7 @@ class Weights:
     cut: torch.Tensor
 
 
-def importance_weights(batch: TokenBatch, config: AlgorithmConfig) -> Weights:
+def importance_weights(batch: TokenBatch, config: AlgorithmConfig) -> TokenWeights:
     """pi_proximal / pi_sampling of each token, or of the whole response (product over its tokens),
     kept within bounds.
 
@@ -92,9 +92,9 @@ def importance_weights(batch: TokenBatch, config: AlgorithmConfig) -> Weights:
         log_ratio = batch.per_token(batch.response_sum(log_ratio))
     ratio = log_ratio.exp()
     if config.importance_floor is None:
-        return Weights(ratio.clamp(max=config.importance_cap), ratio > config.importance_cap)
+        return TokenWeights(ratio.clamp(max=config.importance_cap), ratio > config.importance_cap)
     cut = (ratio > config.importance_cap) | (ratio < config.importance_floor)
-    return Weights(torch.where(cut, torch.zeros_like(ratio), ratio), cut)
+    return TokenWeights(torch.where(cut, torch.zeros_like(ratio), ratio), cut)
 
 
 def age_weights(ages: torch.Tensor, exponent: float) -> torch.Tensor:

@@ -218,7 +218,7 @@ def slope_of(products: Values, expected: Values, sizes: Values, noise: float) ->
 
 
 def on_host(batch: TokenBatch) -> TokenBatch:
-    """The batch with its tensors on the host."""
+    """Returns the batch with its tensors on the host."""
     moved: dict[str, Any] = {}
     for name, values in vars(batch).items():
         if isinstance(values, torch.Tensor):

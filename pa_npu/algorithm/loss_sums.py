@@ -38,8 +38,8 @@ def metric_names(config: AlgorithmConfig, *, stale: bool = False) -> tuple[str, 
 def weighted_sums(
     batch: TokenBatch, config: AlgorithmConfig, terms: PolicyTerms, *, kl_in_loss: bool
 ) -> LossSums:
-    """The weighted sum of w * terms + kl_coef * KL - entropy_coef * entropy; w: importance and age
-    weights, if asked for.
+    """Returns the weighted sum of w * terms + kl_coef * KL - entropy_coef * entropy; w: importance
+    and age weights, if asked for.
 
     kl_in_loss: whether the KL is a term of each token's loss.
     """

@@ -147,8 +147,8 @@ class Objective:
             before()
 
     def balance(self, microbatch: Targets) -> float:
-        """The factor of the routers' auxiliary loss: with the microbatch's part of the normaliser,
-        its weight in their mean.
+        """Returns the factor of the routers' auxiliary loss: with the microbatch's part of the
+        normaliser, its weight in their mean.
         """
         lengths = microbatch.leading
         counts = Counts(tokens=sum(lengths), responses=sum(length > 0 for length in lengths))
@@ -162,7 +162,8 @@ class Objective:
         return hidden
 
     def loss(self, microbatch: Targets, outputs: Outputs) -> torch.Tensor:
-        """The sum over the microbatch's tokens, whose gradient the backend computes, undivided.
+        """Returns the sum over the microbatch's tokens, whose gradient the backend computes,
+        undivided.
 
         Raises InvariantViolation.
         """
@@ -244,7 +245,7 @@ class Objective:
         return sums
 
     def normaliser(self, totals: Totals, reductions: Reductions) -> float:
-        """The divisor of the update's sum. totals: of all replicas.
+        """Returns the divisor of the update's sum. totals: of all replicas.
 
         Collective if only the last stage knows it.
         """
@@ -257,8 +258,8 @@ class Objective:
         return self._algorithm.normaliser(counts)
 
     def _with_teachers(self, microbatch: Targets, outputs: Outputs) -> dict[str, torch.Tensor]:
-        """The microbatch's columns, and the log-probs of each teacher: of those that trainers hold
-        from the frozen pass, of others as they came with the samples.
+        """Returns the microbatch's columns, and the log-probs of each teacher: of those that
+        trainers hold from the frozen pass, of others as they came with the samples.
 
         Raises InvariantViolation where these are of other weights (I7).
         """
@@ -280,7 +281,9 @@ class Objective:
         return columns
 
     def _choices(self, microbatch: Targets, outputs: Outputs) -> Choices | None:
-        """The policy's and the teachers' distributions over the teachers' most likely tokens."""
+        """Returns the policy's and the teachers' distributions over the teachers' most likely
+        tokens.
+        """
         policy = outputs.policy.choices
         by_model = {
             name: logprobs.choices

@@ -47,11 +47,11 @@ class TokenBatch:
     choices: Choices | None = None
 
     def select(self, rows: torch.Tensor) -> TokenBatch:
-        """The batch of some of its tokens. rows: bool [tokens]."""
+        """Returns the batch of some of its tokens. rows: bool [tokens]."""
         return self._with_columns(lambda values: values[rows])
 
     def wide(self) -> TokenBatch:
-        """The batch with all its floating-point columns in fp64."""
+        """Returns the batch with all its floating-point columns in fp64."""
         return self._with_columns(
             lambda values: values.double() if values.is_floating_point() else values
         )
@@ -109,8 +109,8 @@ def clip(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
 
 
 def gspo(batch: TokenBatch, config: AlgorithmConfig) -> PolicyTerms:
-    """The clip on the sequence ratio s_i = (pi(o_i) / pi_old(o_i))^(1/|o_i|), which all tokens of a
-    response share.
+    """Returns the clip on the sequence ratio s_i = (pi(o_i) / pi_old(o_i))^(1/|o_i|), which all
+    tokens of a response share.
 
     GSPO, arXiv 2507.18071, eq. 5 to 7. The paper averages over responses:
     aggregation=sequence-mean.
@@ -194,7 +194,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 
 
 def find_policy_loss(name: str) -> PolicyLoss:
-    """The registered loss, or the function that `module:function` names.
+    """Returns the registered loss, or the function that `module:function` names.
 
     Raises ConfigError when there is none.
     """
@@ -203,8 +203,8 @@ def find_policy_loss(name: str) -> PolicyLoss:
 
 
 def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig) -> PolicyTerms:
-    """The clip's loss, which for A < 0 grows with the ratio without end unless one of the two keys
-    bounds it.
+    """Returns the clip's loss, which for A < 0 grows with the ratio without end unless one of the
+    two keys bounds it.
 
     dual_clip = c: min(loss, -c A) where A < 0. Ye et al., arXiv 1912.09729, eq. 5; verl's
     clip_ratio_c.

@@ -72,7 +72,7 @@ class PreferencePairs(RewardCredit):
         return PAIRS
 
     def normaliser(self, counts: Counts) -> float:
-        """The number of pairs: the loss is their mean."""
+        """Returns the number of pairs: the loss is their mean."""
         return max(1.0, counts.units)
 
     def broken_normalisers(

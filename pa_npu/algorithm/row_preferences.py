@@ -106,7 +106,7 @@ class RowPreferences(Algorithm):
         )
 
     def _pairs(self, batch: TokenBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of each pair, before its weight, and sums over pairs by name."""
+        """Returns the loss of each pair, before its weight, and sums over pairs by name."""
         import torch
 
         if batch.reference_logprobs is None or batch.num_responses % _PAIR:
@@ -169,7 +169,7 @@ class RowPreferences(Algorithm):
         return ExpectedGradient(values, limit, np.ones(len(values), np.bool_))
 
     def _slope_of(self, difference: np.ndarray) -> np.ndarray:
-        """The derivative of `_loss_of`, in fp64."""
+        """Returns the derivative of `_loss_of`, in fp64."""
         beta, share, name = self.keys.kl_coef, self.keys.label_smoothing, self.keys.preference_loss
         if name == "ipo":
             slope: np.ndarray = 2 * (difference - 1 / (2 * beta))
@@ -204,7 +204,7 @@ class RowPreferences(Algorithm):
     # The normaliser
 
     def normaliser(self, counts: Counts) -> float:
-        """The number of pairs: the loss is their mean."""
+        """Returns the number of pairs: the loss is their mean."""
         return counts.responses / _PAIR
 
     # Its keys

@@ -39,7 +39,7 @@ def broken_rules(config: Config) -> Iterator[str]:
 
 
 def rules_of(algorithm: Algorithm) -> Iterator[str]:
-    """The same of an algorithm whose code is known to import."""
+    """Yields the same of an algorithm whose code is known to import."""
     config = algorithm.config
     yield from broken_source(algorithm)
     yield from unread_keys(config, algorithm.unread)

@@ -222,8 +222,8 @@ def _made_up_group(num_samples: int) -> ScoredSamples:
 
 
 def _made_up_batch(columns: Sequence[Any] = ()) -> TokenBatch:
-    """A TokenBatch of one group, on the policy that sampled for half of the tokens and near it for
-    the others.
+    """Returns a TokenBatch of one group, on the policy that sampled for half of the tokens and near
+    it for the others.
 
     columns: the declared ones that it has.
     """

@@ -142,8 +142,8 @@ class Statistics:
     apart: bool
 
     def metrics(self, tokens: int, normaliser: float) -> dict[str, Any]:
-        """The fields of UpdateReport that say how the loss went. tokens: of the leading component,
-        of all replicas, that were computed.
+        """Returns the fields of UpdateReport that say how the loss went. tokens: of the leading
+        component, of all replicas, that were computed.
         """
         sums = self.sums
 

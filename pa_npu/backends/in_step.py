@@ -42,9 +42,7 @@ class Turn:
     @property
     def label(self) -> str:
         """Its groups, for people."""
-        groups = ", ".join(map(str, self.microbatch.group_indices))
-        shared = {"open": ", shared part", "close": ", shared part's backward"}
-        return f"group {groups}{shared.get(self.kind, '')}"
+        return f"group {', '.join(map(str, self.microbatch.group_indices))}"
 
 
 def zero_for_fillers(

@@ -410,7 +410,7 @@ def _logits(
     dtype: torch.dtype,
     cap: float | None,
 ) -> torch.Tensor:
-    """A chunk's scaled logits in `dtype`; rounded to the weight's type first, as the engine
+    """Returns a chunk's scaled logits in `dtype`; rounded to the weight's type first, as the engine
     computes them.
     """
     logits = (hidden @ weight.t()).to(dtype)

@@ -229,15 +229,16 @@ class TrainBackend(Protocol):
         """
 
     def gradient_size(self, first: int = 0, every: int = SAMPLED_EVERY) -> torch.Tensor:
-        """The norm of the gradient that this rank holds, or of one element in `every` from `first`
-        on; fp32 []. 0 where there is none. Not collective."""
+        """Returns the norm of the gradient that this rank holds, or of one element in `every` from
+        `first` on; fp32 []. 0 where there is none. Not collective.
+        """
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the update's gradient."""
 
     def stepped(self) -> list[SteppedTensor]:
-        """All tensors that the optimizer steps, equally many on all replicas, in one order. Not
-        collective.
+        """Returns all tensors that the optimizer steps, equally many on all replicas, in one order.
+        Not collective.
 
         Between `scale_gradients` and `step` their gradients are those that the step clips and
         applies. The step writes into the same memory, except that it makes moments where there are
@@ -328,8 +329,8 @@ class BackendModule(Protocol):
         """Returns one line, for people, for each change to another package in a trainer's process."""
 
     def fit(self, config: Config, spec: ModelSpec) -> tuple[Config, list[str]]:
-        """The configuration as this model needs it, and a line for people about each thing that was
-        found; before anything starts.
+        """Returns the configuration as this model needs it, and a line for people about each thing
+        that was found; before anything starts.
 
         Raises ConfigError where the backend cannot train the model.
         """

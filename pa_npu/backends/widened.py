@@ -27,7 +27,7 @@ def widened(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
         return tuple(map(follow, inputs))
 
     def follow(value: Any) -> Any:
-        """An input that came in another type: an image's patches are no embedding's rows."""
+        """Returns an input in the wider type: an image's patches are no embedding's rows."""
         is_number = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.to(dtype) if is_number else value
 

@@ -153,5 +153,5 @@ class Deadlines:
 
 
 def _rounds(requests: int, at_once: int) -> int:
-    """The most that a group waits for, in times of one request: as reward_limit_s says."""
+    """Returns the most that a group waits for, in times of one request: as reward_limit_s says."""
     return 2 + (-(-requests // at_once) if requests > at_once else 0)

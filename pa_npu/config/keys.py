@@ -16,7 +16,7 @@ from pa_npu.config.foreign_names import FOREIGN
 from pa_npu.config.presets import PRESETS, PresetName
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import Section
-from pa_npu.config.sections.inputs import Demonstrations, TrainingDataset
+from pa_npu.config.sections.inputs import DemonstrationDataset, TrainingDataset
 from pa_npu.config.sections.rollout import EngineSettings, RewardFunction
 
 
@@ -165,7 +165,7 @@ ENTRIES: dict[str, type[Section]] = {
     "rollout.engine_settings": EngineSettings,
     "reward.functions": RewardFunction,
     "data.train": TrainingDataset,
-    "data.demonstrations": Demonstrations,
+    "data.demonstrations": DemonstrationDataset,
 }
 """Sections that are entries of a key's list."""
 

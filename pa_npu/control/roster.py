@@ -53,7 +53,7 @@ class EngineStart:
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class ConfigForEngines:
     """The run's resolved configuration as JSON.
 
     Its paths are absolute. The values of its engines' environment are left out.
@@ -76,7 +76,7 @@ class DeviceLent:
     to_trainer: bool
 
 
-CONFIG = Topic("config", RunConfig, "the launcher to publish its configuration")
+CONFIG = Topic("config", ConfigForEngines, "the launcher to publish its configuration")
 START = Topic("{index}", EngineStart, "engine {index} to be announced")
 REPLACE = Topic(
     "{index}/replace/{generation}", Said, "the coordinator to ask for another engine {index}"
@@ -156,7 +156,7 @@ class Roster:
 
     def publish_config(self, tree: dict[str, Any]) -> None:
         """Publishes the run's configuration for engines that join."""
-        CONFIG.put(self._channel, RunConfig(tree))
+        CONFIG.put(self._channel, ConfigForEngines(tree))
 
     def wait_config(self, timeout_s: float) -> dict[str, Any]:
         """Waits for the run's configuration and returns it.

@@ -58,17 +58,19 @@ class Planner:
         # work of what trainers have had, and as if it were prompts and what was written
         self._computed = self._written = 1.0
 
-    def pace(self, iteration: int, prompts: Sequence[Prompt]) -> AdmissionPace:
-        """The schedule of an iteration that begins now."""
+    def admission_pace(self, iteration: int, prompts: Sequence[Prompt]) -> AdmissionPace:
+        """Returns the schedule of an iteration that begins."""
         schedule = self.controller.begin_iteration(self.outlook(iteration, prompts), iteration)
         return AdmissionPace(schedule, len(self.pool.engines))
 
     def tokens(self, prompt: Prompt) -> int:
-        """Expected tokens of a group, prompts and responses."""
+        """Returns the expected tokens of a group, prompt and responses."""
         return self.num_samples * (len(prompt.tokens) + round(self.lengths.mean(prompt)))
 
     def expected_work(self, prompts: Sequence[Prompt]) -> float | None:
-        """Expected work of training all groups of an iteration; None before any length was seen."""
+        """Returns the expected work of training all groups of an iteration; None before any length
+        was seen.
+        """
         if not self.lengths.num_observed:
             return None
         expected = sum(
@@ -119,46 +121,48 @@ class Admission:
     pool: EnginePool
     iteration: int
     choice: EveryGroup
-    pace: AdmissionPace
+    admission_pace: AdmissionPace
     version: int | None
-    points: HookPoints
+    hook_points: HookPoints
     # of all that was generated, by index
     _lengths: dict[int, tuple[Prompt, list[int]]] = field(default_factory=dict, init=False)
 
     async def next(self) -> Admitted | None:
-        """The next group, when an engine has room for it; None when all have been dispatched that
-        are needed.
+        """Waits until an engine has room for the next group, and returns it. Returns None when all
+        groups that are needed have been dispatched.
         """
         if self.choice.must_wait:
-            for tell in self.points.nothing_left:
-                tell()
+            for notify in self.hook_points.nothing_left:
+                notify()
         if (number := await self.choice.next_index()) is None:
             return None
         # replacements come as they are needed, after the prompts that the iteration began with
-        index = self.pace.index(number)
+        index = self.admission_pace.index(number)
         prompt = self.choice.prompt(index)
         tokens = self.planner.tokens(prompt)
-        for wait in self.points.before_admit:
+        for wait in self.hook_points.before_admit:
             await wait()
         # every group in flight ends by its own deadline, and an engine that is gone is replaced by
         # its own
         lease = await self.pool.admit(
             self.planner.num_samples,
             tokens,
-            self.pace.window,
+            self.admission_pace.window,
             self.planner.engine_wait_s,
             version=self.version,
         )
-        if (taken := self.pace.taken_by(lease.engine.name)) is not None:
+        if (taken := self.admission_pace.taken_by(lease.engine.name)) is not None:
             index = taken
             prompt = self.choice.prompt(taken)
             lease.expect(self.planner.tokens(prompt))
-        for tell_admitted in self.points.admitted:
-            tell_admitted(lease)
+        for notify_admitted in self.hook_points.admitted:
+            notify_admitted(lease)
         return Admitted(index, prompt, lease)
 
     def delivered(self, index: int, group: ScoredGroup, lease: Lease, times: DeliveryTimes) -> None:
-        """A group has been scored, and what it released delivered. lease: closed."""
+        """Learns from a group that is scored, and whose released groups are delivered. lease:
+        closed.
+        """
         lengths = group.lengths
         self._lengths[index] = group.prompt, lengths
         end_s = lease.start_s + lease.duration_s
@@ -178,7 +182,7 @@ class Admission:
         self.planner.observe(timing, self.iteration)
 
     def end(self) -> None:
-        """All groups have been delivered."""
+        """Ends the iteration: all groups have been delivered."""
         self.planner.lengths.observe([self._lengths[index] for index in sorted(self._lengths)])
 
 
@@ -219,19 +223,19 @@ class ResponseLengths:
 
     @property
     def num_observed(self) -> int:
-        """Groups seen so far."""
+        """Returns the number of groups seen so far."""
         return self._count
 
     def mean(self, prompt: Prompt) -> float:
-        """Expected tokens of a response."""
+        """Returns the expected tokens of a response."""
         return self._expect(prompt)[0]
 
     def longest(self, prompt: Prompt) -> float:
-        """Expected tokens of the longest response of a group."""
+        """Returns the expected tokens of the longest response of a group."""
         return self._expect(prompt)[1]
 
     def observe(self, groups: Sequence[tuple[Prompt, Sequence[int]]]) -> None:
-        """Response lengths of an iteration's groups.
+        """Learns from the response lengths of an iteration's groups.
 
         All at once: those that finish first are short, and a baseline of them alone would make all
         others look long.

@@ -35,7 +35,7 @@ _NO_CHANCE = -40.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class EngineAnswer:
     """One answer of an engine. sample, turn: what it was asked for. digest: of its tokens and
     log-probs. logprob: its sum. version: of its weights; None if the engine does not state it.
     context: digest of the tokens that the engine was asked with; empty if nobody compares them.
@@ -76,7 +76,7 @@ class Answers:
         self._num_trained: int | None = None
         self._whole = whole
         self._all_trained = all_trained
-        self._answers: list[Answer] = []
+        self._answers: list[EngineAnswer] = []
 
     def context_of(self, tokens: npt.NDArray[np.int32]) -> bytes:
         """Returns the digest of what an engine is asked with, or nothing where it is not compared."""
@@ -85,9 +85,9 @@ class Answers:
     def note(
         self, sample: int, turn: int, seed: int, generation: Generation, context: bytes = b""
     ) -> None:
-        """context: as `context_of` gives it."""
+        """Notes an answer. context: as `context_of` gives it."""
         self._answers.append(
-            Answer(
+            EngineAnswer(
                 sample=sample,
                 turn=turn,
                 seed=seed,
@@ -116,7 +116,7 @@ class Answers:
                     f"seed {answer.seed} instead of {expected}; the policy would answer as it does "
                     "for another place"
                 )
-        first: dict[bytes, Answer] = {}
+        first: dict[bytes, EngineAnswer] = {}
         for answer in self._answers:
             earlier = first.setdefault(answer.digest, answer)
             if earlier.seed != answer.seed and answer.logprob < _NO_CHANCE:
@@ -173,7 +173,9 @@ class Answers:
                 f"{fault}: {missing} of {len(self._answers)} answers of engines are not trained"
             )
 
-    def _why(self, row: _Row, first: int, last: int, known: dict[tuple[int, bytes], Answer]) -> str:
+    def _why(
+        self, row: _Row, first: int, last: int, known: dict[tuple[int, bytes], EngineAnswer]
+    ) -> str:
         """Returns why a stretch of trained tokens is no answers."""
         length = last - first
         answer = known.get((length, _digest(row.tokens[first:last], row.logprobs[first:last])))
@@ -220,8 +222,8 @@ class _Row:
 def _split(
     row: _Row, first: int, last: int, left: Counter[_Part], lengths: Sequence[int]
 ) -> list[_Part] | None:
-    """The answers that the tokens from `first` to `last` are, one after another; None where they
-    are none.
+    """Returns the answers that the tokens from `first` to `last` are, one after another; None if
+    they are none.
     """
     if first == last:
         return []
@@ -255,8 +257,9 @@ def _digest(tokens: npt.NDArray[Any], logprobs: npt.NDArray[Any]) -> bytes:
 
 
 def _seed_of(run_seed: int, iteration: int, index: int, sample: int, turn: int) -> int:
-    """The seed of a sample's turn, written out from its definition: a hash of the place, and for
-    first turns of samples the next numbers."""
+    """Returns the seed of a sample's turn, written out from its definition: a hash of the place,
+    and for first turns of samples the next numbers.
+    """
     group = _hash(b"pa_npu.rollout", run_seed, iteration, index)
     return group + sample if turn == 0 else _hash(b"pa_npu.turn", group, sample, turn)
 

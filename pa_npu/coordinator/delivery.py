@@ -83,7 +83,7 @@ class Delivery:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """More of the iteration's numbers for its record."""
+        """Returns further numbers of the iteration for its record."""
         return {}
 
     async def close(self) -> None:
@@ -156,7 +156,7 @@ class HeldDelivery(Delivery):
 
 
 def _known(values: TokenValues, group: ScoredSamples) -> TokenValues:
-    """Credit that is known already, of all groups together."""
+    """Returns the credit of all groups together that is known already."""
     return values
 
 
@@ -222,8 +222,8 @@ class Production(Feature):
         self._no_verdict: Sums = defaultdict(int)
 
     def scored(self, index: int, group: ScoredGroup) -> None:
-        """A scored group, trained or not: the policy's accuracy is over these, whatever is chosen
-        for training.
+        """Counts a scored group, trained or not: the policy's accuracy is over these, whatever is
+        chosen for training.
         """
         prompt = group.prompt
         result = group.result
@@ -238,7 +238,7 @@ class Production(Feature):
         self._outcomes[index] = Outcome(prompt.source, None if result.errors else right, reward)
 
     def add(self, index: int, group: ScoredGroup) -> None:
-        """A group that is trained, under this number."""
+        """Adds a group that is trained under this number."""
         samples = group.samples
         result = group.result
         lengths = group.lengths
@@ -322,7 +322,7 @@ class Production(Feature):
                         keep_image(self._run_dir, attachment.digest.hex(), attachment.array)
 
     def end(self, replica_imbalance: float) -> Produced:
-        """All groups are in the buffer. replica_imbalance: Assignment's."""
+        """Ends the iteration: all groups are in the buffer. replica_imbalance: Assignment's."""
         counted = self._counted
         groups = len(self._trained)
         samples, prompts, others, tokens, shortest, longest, finished = zip(
@@ -381,7 +381,7 @@ class Production(Feature):
 
 
 def _mean(values: Sequence[float]) -> float:
-    """numpy takes ten times as long for the few values of a group."""
+    """Returns the mean; numpy takes ten times as long for the few values of a group."""
     return sum(values) / len(values)
 
 

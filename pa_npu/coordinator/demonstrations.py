@@ -40,7 +40,7 @@ class Demonstrations:
         return self._rows.fingerprint
 
     def groups(self, iteration: int) -> list[ScoredGroup]:
-        """The groups that the iteration trains, the longest first."""
+        """Returns the groups that the iteration trains, the longest first."""
         self._rows.go_to(iteration * self._num_rows)
         groups = in_order_of_work(self._rows.next_items(self._num_rows), self._size)
         return [self._group(group) for group in groups]

@@ -88,8 +88,8 @@ class EngineGroups:
             version=version,
             choice=choice,
             expected_work=self.planner.expected_work(prompts),
-            tail=IdleTailMeter(self.pool),
-            pace=self.planner.pace(iteration, prompts),
+            idle_tail_meter=IdleTailMeter(self.pool),
+            admission_pace=self.planner.admission_pace(iteration, prompts),
         )
 
 
@@ -102,46 +102,57 @@ class IterationOnEngines:
     version: int | None
     choice: EveryGroup
     expected_work: float | None
-    tail: IdleTailMeter
-    pace: AdmissionPace
+    idle_tail_meter: IdleTailMeter
+    admission_pace: AdmissionPace
     features: Sequence[Feature] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.features = (self.tail, self.pace)
+        self.features = (self.idle_tail_meter, self.admission_pace)
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The admission window that the iteration ended with, and IdleTailMeter's."""
-        return {"window": self.pace.schedule.largest_window, "tail_waste": self.tail.tail_waste}
+        """Returns the admission window at the iteration's end, and IdleTailMeter's number."""
+        return {
+            "window": self.admission_pace.schedule.largest_window,
+            "tail_waste": self.idle_tail_meter.tail_waste,
+        }
 
-    async def bring(self, points: HookPoints, deliver: Deliver) -> None:
+    async def bring(self, hook_points: HookPoints, deliver: Deliver) -> None:
         source = self.source
         choice = self.choice
         admission = Admission(
-            source.planner, source.pool, self.number, choice, self.pace, self.version, points
+            planner=source.planner,
+            pool=source.pool,
+            iteration=self.number,
+            choice=choice,
+            admission_pace=self.admission_pace,
+            version=self.version,
+            hook_points=hook_points,
         )
         async with TaskScope() as scope:
             while (admitted := await admission.next()) is not None:
                 scope.start(
-                    self._complete(admitted, admission, points, deliver),
+                    self._complete(admitted, admission, hook_points, deliver),
                     f"group {admitted.index} of iteration {self.number}",
                 )
                 if choice.is_dispatched:
-                    for tell in points.all_dispatched:
-                        tell()
+                    for notify in hook_points.all_dispatched:
+                        notify()
         await source.pool.sleep()
         admission.end()
 
     async def _complete(
-        self, admitted: Admitted, admission: Admission, points: HookPoints, deliver: Deliver
+        self, admitted: Admitted, admission: Admission, hook_points: HookPoints, deliver: Deliver
     ) -> None:
-        """A group, from its engine to the buffer."""
-        group, lease = await self._generate(admitted, points)
+        """Generates a group and delivers it to the buffer."""
+        group, lease = await self._generate(admitted, hook_points)
         times = await deliver(admitted.index, group)
         admission.delivered(admitted.index, group, lease, times)
 
-    async def _generate(self, admitted: Admitted, points: HookPoints) -> tuple[ScoredGroup, Lease]:
-        """The group with its rewards, and the lease under which it ended, closed."""
+    async def _generate(
+        self, admitted: Admitted, hook_points: HookPoints
+    ) -> tuple[ScoredGroup, Lease]:
+        """Returns the group with its rewards, and the lease under which it ended, closed."""
         source = self.source
         config = self.source.config
         index = admitted.index
@@ -153,7 +164,7 @@ class IterationOnEngines:
         with GroupSession(
             source.pool,
             admitted.lease,
-            self.pace.window,
+            self.admission_pace.window,
             deadline_s=config.rollout.request_timeout_s,
             again_deadline_s=source.planner.engine_wait_s,
             label=f"group {index} of iteration {iteration}",
@@ -173,8 +184,8 @@ class IterationOnEngines:
                 samples = await self._scored(teachers, admitted, samples, session)
                 teachers = None
         generate.answers.expect(generate.num_trained)
-        for tell in points.generated:
-            tell(session.lease)
+        for notify in hook_points.generated:
+            notify(session.lease)
         lengths = [sample.num_written for sample in samples]
         # what a planner fits speeds to
         shape = {"tokens": sum(lengths), "prompt": len(prompt.tokens), "lengths": lengths}

@@ -121,8 +121,8 @@ class ScoredGroup:
     def group(
         self, run_seed: int, iteration: int, index: int, credit: Credit | None = None
     ) -> Group:
-        """The group that trainers get under this number. credit: gives its tokens advantages; None:
-        zeros.
+        """Returns the group that trainers get under this number. credit: gives its tokens
+        advantages; None: zeros.
 
         Raises InvariantViolation where its samples are not what engines answered, or its rewards
         are of other texts.
@@ -161,7 +161,8 @@ async def run_episode(
     generate: GroupGenerate,
     max_tokens: int,
 ) -> list[Sample]:
-    """The samples that the environment makes of a prompt, of which num_samples are asked for.
+    """Returns the samples that the environment makes of a prompt, of which num_samples are asked
+    for.
 
     most_tokens: of a sample behind its prompt.
     Errors of engines pass as they are; what else is raised becomes EnvironmentFailed. An
@@ -256,7 +257,7 @@ def check_components(algorithm: Algorithm, scored: ScoredGroup) -> None:
 
 
 def with_components(algorithm: Algorithm, samples: list[Sample]) -> list[Sample]:
-    """The samples with the components that the algorithm gives their tokens."""
+    """Returns the samples with the components that the algorithm gives their tokens."""
     if type(algorithm).token_components is Algorithm.token_components:
         return samples
     return [
@@ -275,7 +276,8 @@ async def score(
     counted: Mapping[str, int] | None = None,
     answers: Answers | None = None,
 ) -> ScoredGroup:
-    """The samples of a prompt with their rewards: those that the environment gave, if it gave any.
+    """Returns the samples of a prompt with their rewards: those that the environment gave, if it
+    gave any.
 
     counted: by the environment. answers: that engines gave for them.
     """

@@ -121,7 +121,7 @@ class Evaluator:
         self._start_s = 0.0
 
     async def evaluate(self, version: int) -> Evaluation:
-        """All questions, on the version that the engines hold."""
+        """Asks all questions, on the version that the engines hold."""
         self._answers = {}
         self._start_s = time.perf_counter()
         async with TaskScope() as scope:

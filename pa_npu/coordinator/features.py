@@ -84,7 +84,7 @@ class AdmissionPace(Feature):
         self._completed = asyncio.Event()
 
     async def before_admit(self) -> None:
-        """Wait until the next group may be dispatched, if an engine has room.
+        """Waits until the next group may be dispatched, if an engine has room.
 
         Groups in flight end by their own deadlines, and with none in flight the next one may go, so
         this wait has an end too.
@@ -111,8 +111,8 @@ class AdmissionPace(Feature):
         return self._left[0] if self._left else self.schedule.order[number]
 
     def taken_by(self, engine: str) -> int | None:
-        """The index that goes to this engine instead of `index`, which is not asked for again;
-        None: that one.
+        """Returns the index of the group that goes to this engine in place of the next one in
+        order; None: the next one in order.
         """
         if self.schedule.slow_engine_limit is None or not self._left:
             return None
@@ -121,11 +121,11 @@ class AdmissionPace(Feature):
         )
 
     def admitted(self, lease: Lease) -> None:
-        """The next group has been given to an engine."""
+        """Notes that the next group has been given to an engine."""
         self._dispatching.note_dispatched()
 
     def generated(self, lease: Lease) -> None:
-        """The last response of a group is there, which had this engine at last."""
+        """Notes that a group's last response is there; it came from this engine."""
         self._dispatching.note_completed(self._now_s())
         self._completed.set()
 
@@ -138,7 +138,7 @@ class AdmissionPace(Feature):
 
 
 @dataclass
-class _Engine:
+class _EngineLoad:
     capacity: int = 0
     idle_s: float = 0.0
     idle_sequence_s: float = 0.0
@@ -169,10 +169,10 @@ class IdleTailMeter(Feature):
         self._pool = pool
         self._waits = False
         self._last = pool.use()
-        self._engines: defaultdict[str, _Engine] = defaultdict(_Engine)  # seen so far
+        self._engines: defaultdict[str, _EngineLoad] = defaultdict(_EngineLoad)  # seen so far
 
     def admitted(self, lease: Lease) -> None:
-        """A group has been given to an engine."""
+        """Counts a group that has been given to an engine."""
         engine = lease.engine
         if self._waits or engine.name not in self._last:
             self._advance()
@@ -186,7 +186,7 @@ class IdleTailMeter(Feature):
         self._waits = True
 
     def generated(self, lease: Lease) -> None:
-        """A group's responses are here."""
+        """Counts a group whose responses are here."""
         if not self._waits:
             return  # others are to come
         self._advance()

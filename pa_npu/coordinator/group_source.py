@@ -49,7 +49,7 @@ class IterationGroups(Protocol):
     @property
     def numbers(self) -> dict[str, Any]: ...
 
-    async def bring(self, points: HookPoints, deliver: Deliver) -> None:
+    async def bring(self, hook_points: HookPoints, deliver: Deliver) -> None:
         """Delivers every group that the iteration's choice asks for, and returns when all are
         delivered. The first failure cancels the rest and is raised.
         """
@@ -66,7 +66,7 @@ class GroupSource(Protocol):
     def begin(
         self, iteration: int, prompts: Sequence[Prompt], choice: EveryGroup, version: int | None
     ) -> IterationGroups:
-        """The groups of an iteration, which begins now.
+        """Begins an iteration and returns its groups.
 
         choice: says which prompts are asked for. version: of the weights that must write them;
         None: any.

@@ -87,8 +87,8 @@ class HeldOutLosses(Evaluations):
         return record
 
     def _chosen(self, sets: Mapping[str, Mapping[str, Any]]) -> float:
-        """The loss that checkpoint.keep_best goes by: of the set that evaluate.metric names, or the
-        first.
+        """Returns the loss that checkpoint.keep_best goes by: of the set that evaluate.metric
+        names, or the first.
         """
         name = (self.config.evaluate.metric or "").partition("/")[0]
         chosen = sets.get(name) or next(iter(sets.values()))

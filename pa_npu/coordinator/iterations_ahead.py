@@ -132,7 +132,7 @@ class IterationsAhead:
     # before a border
 
     def begin(self) -> None:
-        """Before the first border: what was resumed is all there is."""
+        """Begins before the first border: the iterations that were resumed are all there are."""
         self._put_position(self.next)
 
     def draw(self, last: int) -> Prompt:
@@ -240,8 +240,8 @@ class IterationsAhead:
     # telling trainers and checkpoints
 
     def _announce(self, produced: Produced) -> None:
-        """All of an iteration's groups are in the buffer: for the trainers to check (I2), and to
-        put into checkpoints.
+        """Tells the trainers that all of an iteration's groups are in the buffer, so that they
+        check them (I2) and put them into checkpoints.
         """
         iteration = produced.iteration
         self._produced[iteration] = produced
@@ -256,8 +256,8 @@ class IterationsAhead:
 
 
 def usable_ahead(config: Config, freshness: Freshness) -> list[AheadIteration]:
-    """The iterations that checkpoint.load has ahead of its version, by number, where this run may
-    train them.
+    """Returns the iterations that checkpoint.load has ahead of its version, by number, as far as
+    this run may train them.
 
     None where the run's keys are others, so that these groups would not be its own: they are
     produced anew, from the same prompts.
@@ -282,7 +282,7 @@ def usable_ahead(config: Config, freshness: Freshness) -> list[AheadIteration]:
 def carried_of(
     iteration: AheadIteration, columns: RunColumns = NONE
 ) -> tuple[list[ScoredGroup], float | None]:
-    """The groups that are carried, and TokenBudget.group_tokens.
+    """Returns the groups that are carried, and TokenBudget.group_tokens.
 
     Raises DataError where they cannot be read.
     """

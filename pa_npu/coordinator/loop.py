@@ -83,7 +83,7 @@ class Coordinator:
         return await self.publication.cross(version, prompt, on_crossed, scope)
 
     async def _begin(self, border: BorderOutcome) -> None:
-        """The first border ends no iteration."""
+        """Crosses the first border, which ends no iteration."""
         await self.ahead.prepared()
 
     async def _end(self, iteration: int, interval: Interval, border: BorderOutcome) -> None:

@@ -7,14 +7,14 @@ Where groups come from is the source's business (group_source.py): engines write
 (engine_groups.py), or they are rows of data (row_groups.py). They finish, and are delivered, in any
 order. Nothing here waits for trainers, so the producer cannot stall them.
 
-What a feature does it does at these points (features.py), for each iteration in this order:
+A feature acts at these points (features.py), for each iteration in this order:
 
     point            when                                                    who is there
     before_admit     before a group asks for an engine                       the schedule's turns
-    admitted         a group has room on an engine                           tail, pace
-    nothing_left     until another group is scored                           tail
+    admitted         a group has room on an engine                           idle tail meter, admission pace
+    nothing_left     until another group is scored                           idle tail meter
     all_dispatched   engines have had all groups that it began with          the next border (publish.mode=rolling)
-    generated        all samples of a group are there                        tail, pace
+    generated        all samples of a group are there                        idle tail meter, admission pace
     scored           it has its rewards                                      the iteration's numbers; changes of roles (roles.py)
     delivered        a group is in the buffer                                copies for other programs (served_run.py)
 
@@ -51,7 +51,7 @@ class _Iteration:
 
     choice: EveryGroup
     groups: IterationGroups
-    points: HookPoints
+    hook_points: HookPoints
     production: Production
     delivery: Delivery
     demonstrations: Sequence[ScoredGroup]
@@ -72,9 +72,9 @@ class _Iteration:
         await self.delivery.accept(len(self.demonstrations) + number, group)
 
     async def deliver(self, index: int, group: ScoredGroup) -> DeliveryTimes:
-        """A scored group, and whatever it releases, on the way to the buffer."""
-        for tell in self.points.scored:
-            tell(index, group)
+        """Sends a scored group, and whatever groups it releases, on the way to the buffer."""
+        for notify in self.hook_points.scored:
+            notify(index, group)
         scored_s = time.perf_counter()
         released = self.choice.scored(index, group)
         start_s = time.perf_counter()
@@ -112,8 +112,8 @@ class Producer:
         self._algorithm = build_algorithm(self.config)
 
     async def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
-        """Choose what the source chooses for an iteration ahead of `produce`; none may begin or be
-        learned from meanwhile.
+        """Lets the source choose for an iteration ahead of `produce`. No iteration may begin, and
+        none be learned from, meanwhile.
         """
         await self.source.prepare(iteration, prompts)
 
@@ -126,8 +126,8 @@ class Producer:
         version: int | None = None,
         features: Sequence[Feature] = (),
     ) -> Produced:
-        """Put all groups of an iteration into the buffer. The first failure cancels the rest and is
-        raised.
+        """Puts all groups of an iteration into the buffer. The first failure cancels the rest and
+        is raised.
 
         choice: which groups are asked for and trained; None: one per prompt. version: of the
         weights that must write them; None: any.
@@ -136,7 +136,7 @@ class Producer:
         this = self._plan(iteration, prompts, choice, version, features)
         try:
             await this.begin()
-            await this.groups.bring(this.points, this.deliver)
+            await this.groups.bring(this.hook_points, this.deliver)
             imbalance = await this.delivery.finish(this.size)
         finally:
             await this.delivery.close()
@@ -172,7 +172,7 @@ class Producer:
         num_kept = kept_groups(config.telemetry.samples)
         run_dir = Path(config.run.dir)
         production = Production(iteration, num_kept, len(demonstrations), run_dir)
-        points = HookPoints([*self.features, *groups.features, production, *features])
+        hook_points = HookPoints([*self.features, *groups.features, production, *features])
         make_delivery = self.streamed if config.schedule.streams(iteration) else HeldDelivery
         delivery = make_delivery(
             config=config,
@@ -182,6 +182,6 @@ class Producer:
             work=self.work,
             buffer=self.buffer,
             store_thread=self.store_thread,
-            on_delivered=points.delivered,
+            on_delivered=hook_points.delivered,
         )
-        return _Iteration(choice, groups, points, production, delivery, demonstrations)
+        return _Iteration(choice, groups, hook_points, production, delivery, demonstrations)

@@ -68,7 +68,9 @@ class Publication(ABC):
     @property
     @abstractmethod
     def version(self) -> int:
-        """The version that writes new groups. Defined once the first border has been crossed."""
+        """Returns the version that writes new groups. Defined once the first border has been
+        crossed.
+        """
 
     @abstractmethod
     async def cross(
@@ -137,10 +139,10 @@ class BlockingPublication(Publication):
         return await self._load(version, prompt, on_crossed)
 
     def expect(self, version: int, crossed: asyncio.Future[BorderOutcome]) -> None:
-        """Nothing comes while engines generate."""
+        """Does nothing: no version comes while engines generate."""
 
     async def close(self) -> None:
-        """Nothing is under way between two borders."""
+        """Does nothing: no version is under way between two borders."""
 
     def is_probed(self, version: int) -> bool:
         """Returns whether engines answer a probe after they have loaded `version`."""
@@ -160,7 +162,7 @@ class BlockingPublication(Publication):
     async def _load(
         self, version: int, prompt: Prompt, on_crossed: OnCrossed
     ) -> asyncio.Future[BorderOutcome]:
-        """All engines load `version` when the trainers send it."""
+        """Loads `version` into all engines when the trainers send it."""
         await self.written(version)
         probe_prompt = prompt if self.is_probed(version) else None
         held = await self.publish.publish(version, probe_prompt, self._within_s(version))
@@ -269,14 +271,14 @@ class DelayedPublication(BlockingPublication):
     async def _swap(
         self, version: int, prepared: Sequence[Member], on_crossed: OnCrossed, scope: TaskScope
     ) -> asyncio.Future[BorderOutcome]:
-        """All engines swap to what they have prepared."""
+        """Swaps all engines to the version that they have prepared."""
         self._start_swap(version, prepared, asyncio.Event())
         return await ended(await self._swapped(version), on_crossed)
 
     def _start_swap(
         self, version: int, prepared: Sequence[Member], begun: asyncio.Event
     ) -> asyncio.Task[EnginesHold]:
-        """begun: set when the first engines have swapped."""
+        """Starts the swap. begun: is set when the first engines have swapped."""
         self._swapping = asyncio.create_task(
             self.publish.swap(version, prepared, begun.set),
             name=f"swap to weight version {version}",

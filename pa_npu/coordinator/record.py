@@ -13,7 +13,13 @@ from pa_npu.config.schema import Config
 from pa_npu.control.messages import BorderReport, IterationReport, RunsOn
 from pa_npu.coordinator.delivery import Produced
 from pa_npu.engines.pool import EngineUse
-from pa_npu.evaluation.results import Judged, Progress, kept_versions, results_file, write_results
+from pa_npu.evaluation.results import (
+    EvaluationProgress,
+    Judged,
+    kept_versions,
+    results_file,
+    write_results,
+)
 from pa_npu.planning.iteration_model.subjects import Prediction
 from pa_npu.platform.memory_peaks import ResidentPeak
 from pa_npu.publish.engines_hold import EnginesHold
@@ -68,7 +74,7 @@ class RunRecords:
             if version >= first_iteration:
                 file = results_file(run_dir, version)
                 attempt(file, file.unlink)
-        self._progress = Progress(run_dir)
+        self._progress = EvaluationProgress(run_dir)
         self._kept = SampleStore(run_dir, first_iteration, piece)
         self._trackers = Trackers(
             run_dir, config.telemetry, tracked_config(config), first_iteration
@@ -175,8 +181,8 @@ def _held_out_metrics(numbers: Mapping[str, Any]) -> str:
 
 
 def tracked_config(config: Config) -> dict[str, Any]:
-    """The resolved configuration for trackers, by key, without secrets; of the engines' environment
-    the names alone.
+    """Returns the resolved configuration for trackers, by key, without secrets; of the engines'
+    environment the names alone.
     """
     tree = config.model_dump(mode="json")
     tree["rollout"]["env"] = sorted(tree["rollout"]["env"])

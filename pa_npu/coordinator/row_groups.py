@@ -36,7 +36,7 @@ class RowGroups:
         self.algorithm = build_algorithm(self.config)
 
     async def prepare(self, iteration: int, prompts: Sequence[Prompt]) -> None:
-        """Nothing is chosen: groups come in their order."""
+        """Does nothing: groups come in their order."""
 
     def begin(
         self, iteration: int, prompts: Sequence[Prompt], choice: EveryGroup, version: int | None
@@ -63,15 +63,15 @@ class IterationOfRows:
         """Returns the number of rows that the iteration trains."""
         return {"rows": sum(len(group.samples) for group in self.groups)}
 
-    async def bring(self, points: HookPoints, deliver: Deliver) -> None:
+    async def bring(self, hook_points: HookPoints, deliver: Deliver) -> None:
         while not self.choice.must_wait and (index := await self.choice.next_index()) is not None:
             await deliver(index, self.groups[index])
-        for tell in points.all_dispatched:
-            tell()
+        for notify in hook_points.all_dispatched:
+            notify()
 
 
 def group_of(prompt: Prompt, algorithm: Algorithm) -> ScoredGroup:
-    """The group of a RowGroup, without rewards."""
+    """Returns the group of a RowGroup, without rewards."""
     if not isinstance(prompt, RowGroup):
         raise PaNpuError(f"prompt {prompt.prompt_id} is no group of rows")
     samples = with_components(algorithm, [sample_of(row) for row in prompt.rows])
@@ -79,8 +79,8 @@ def group_of(prompt: Prompt, algorithm: Algorithm) -> ScoredGroup:
 
 
 def sample_of(row: Row, *, component: int = 1, factor: float = 1.0) -> Sample:
-    """The row as a sample whose trained tokens have this component, and the row's weights times
-    `factor`. No policy wrote any.
+    """Returns the row as a sample whose trained tokens have this component, and the row's weights
+    times `factor`. No policy wrote any of them.
     """
     num_tokens = len(row.tokens)
     is_trained = row.weight != 0

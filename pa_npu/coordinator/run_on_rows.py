@@ -131,7 +131,7 @@ class NothingScheduled:
 
 
 def open_stream(config: Config, loaded: list[AnySet]) -> RowGroupStream:
-    """The stream of groups of rows, at the position of the checkpoint."""
+    """Returns the stream of groups of rows, at the position of the checkpoint."""
     for rows in loaded:
         logger.info("training on %s", rows.summary)
     stream = stream_of(config, loaded, build_algorithm(config).row_is)

@@ -29,8 +29,8 @@ from aiohttp import web
 from pa_npu.agents.chat import Chat, ChatAnswer
 from pa_npu.agents.gateway import CHAT_FIELDS, TEXT_FIELDS, Gateway, read_json, send_answer
 from pa_npu.agents.openai_format import (
-    CompletionRequest,
-    RequestRefused,
+    AgentRequest,
+    AgentRequestRefused,
     SamplingRules,
     events,
     models,
@@ -91,7 +91,7 @@ class _Kept:
         known = ", ".join((_ABOUT, *PER_TOKEN, *_FOLLOWING, *PER_SAMPLE)) + (
             f", {run_columns}" if run_columns else ""
         )
-        raise RequestRefused(
+        raise AgentRequestRefused(
             f"columns: {name!r:.40} is unknown; there are {known}", param="columns"
         )
 
@@ -213,7 +213,7 @@ class ServedRun(Feature):
         asked = await self._read(request, TEXT_FIELDS)
         prompts = asked.prompts
         if len(prompts) > 1 and asked.stream:
-            raise RequestRefused("stream: one prompt at a time", param="stream")
+            raise AgentRequestRefused("stream: one prompt at a time", param="stream")
         whole = [await self._complete(prompt, asked) for prompt in prompts]
         answer = whole[0]
         for further in whole[1:]:
@@ -225,7 +225,7 @@ class ServedRun(Feature):
             choice["index"] = number
         return await send_answer(request, answer, _stream(answer, asked))
 
-    async def _complete(self, prompt: str | list[int], asked: CompletionRequest) -> dict[str, Any]:
+    async def _complete(self, prompt: str | list[int], asked: AgentRequest) -> dict[str, Any]:
         """Returns the answer to one prompt."""
         tokens = (
             self._chat.encode(prompt, begins=True, templated=False)
@@ -233,7 +233,7 @@ class ServedRun(Feature):
             else prompt
         )
         if max(tokens, default=0) >= len(self._chat.tokenizer):
-            raise RequestRefused(
+            raise AgentRequestRefused(
                 f"prompt: token {max(tokens)} is not in the model's vocabulary", param="prompt"
             )
         number = next(self._requests)
@@ -276,7 +276,7 @@ class ServedRun(Feature):
         logprobs = [*scores.logprobs[1:].tolist(), *generation.logprobs.tolist()]
         choice["logprobs"] = echo_logprobs(decode, tokens, logprobs, likely)
 
-    async def _read(self, request: web.Request, fields: Sequence[str]) -> CompletionRequest:
+    async def _read(self, request: web.Request, fields: Sequence[str]) -> AgentRequest:
         body = await read_json(request)
         rules = SamplingRules(
             temperature=self.sampling.temperature,
@@ -284,7 +284,7 @@ class ServedRun(Feature):
         )
         return read_request(body, rules=rules, endpoint_fields=fields, free=True)
 
-    async def _score(self, tokens: Sequence[int], asked: CompletionRequest) -> Scores | None:
+    async def _score(self, tokens: Sequence[int], asked: AgentRequest) -> Scores | None:
         """Returns the scores of a prompt that is echoed with log-probs; None for all others."""
         if not (asked.echo and asked.logprobs):
             return None
@@ -305,7 +305,7 @@ class ServedRun(Feature):
         return await self._by_one_version(score, "scores")
 
     async def _sample(
-        self, tokens: Sequence[int], asked: CompletionRequest, number: int
+        self, tokens: Sequence[int], asked: AgentRequest, number: int
     ) -> list[Generation]:
         left = self._room_behind(tokens)
         sampling = replace(
@@ -340,9 +340,9 @@ class ServedRun(Feature):
                 f"{len(tokens)} tokens; a prompt has at least one, and with its answer at most "
                 f"{longest}"
             )
-            raise RequestRefused(line, code="context_length_exceeded", param="prompt")
+            raise AgentRequestRefused(line, code="context_length_exceeded", param="prompt")
         if self._placeholder in tokens:
-            raise RequestRefused(
+            raise AgentRequestRefused(
                 f"token {self._placeholder} stands for an image, which this endpoint does not take",
                 param="prompt",
             )
@@ -354,7 +354,7 @@ class ServedRun(Feature):
             try:
                 await asyncio.wait_for(self._holds.wait(), self.config.deadlines.wait_timeout_s)
             except asyncio.TimeoutError:
-                raise RequestRefused(
+                raise AgentRequestRefused(
                     "the engines wait for weights; try later", status=503
                 ) from None
             task = asyncio.create_task(call(), name=name)
@@ -368,7 +368,7 @@ class ServedRun(Feature):
                 try:
                     return task.result()
                 except PaNpuError as error:  # a sample for others ends no run
-                    raise RequestRefused(str(error), status=503) from None
+                    raise AgentRequestRefused(str(error), status=503) from None
 
     async def _session(self, sequences: int, tokens: int) -> GroupSession:
         """Returns a session with room for so many sequences."""
@@ -392,14 +392,14 @@ class ServedRun(Feature):
         try:
             asked = msgspec.convert(await read_json(request), TakeGroups)
         except msgspec.ValidationError as error:
-            raise RequestRefused(str(error)) from None
+            raise AgentRequestRefused(str(error)) from None
         if asked.task not in self._tasks and len(self._tasks) >= _MOST_TASKS:
-            raise RequestRefused(
+            raise AgentRequestRefused(
                 f"task: there are {_MOST_TASKS} already; use one of them", param="task"
             )
         task = self._tasks.get(asked.task, _Task(asked.columns))
         if task.asked != asked.columns:
-            raise RequestRefused(
+            raise AgentRequestRefused(
                 f"task: {asked.task} takes {list(task.asked)}; give another set another name",
                 param="task",
             )
@@ -426,5 +426,5 @@ class ServedRun(Feature):
         return web.Response(body=body, content_type="application/json")
 
 
-def _stream(answer: dict[str, Any], asked: CompletionRequest) -> Iterable[bytes] | None:
+def _stream(answer: dict[str, Any], asked: AgentRequest) -> Iterable[bytes] | None:
     return events(answer, asked.usage) if asked.stream else None

@@ -43,21 +43,27 @@ class Updates:
         return self._groups
 
     def choose(self, iteration: int, prompts: Sequence[Prompt]) -> EveryGroup:
-        """The choice among the iteration's groups, which begin with these prompts."""
+        """Returns the choice among the iteration's groups, which begin with these prompts."""
         return self._kind(prompts)
 
     def produced(self, iteration: int, choice: EveryGroup) -> None:
-        """The iteration is complete; `choice` is the one that `choose` gave."""
+        """Notes that the iteration is complete; `choice` is the one that `choose` returned."""
 
     def resumed(self, iteration: int, num_groups: int) -> None:
-        """An iteration, with this many groups, was produced before the run was interrupted."""
+        """Notes an iteration with this many groups that was produced before the run was
+        interrupted.
+        """
 
     def carry_on(self, groups: Sequence[ScoredGroup], group_tokens: float | None) -> None:
-        """Take what was carried when the run was interrupted. group_tokens: TokenBudget's."""
+        """Takes the groups that were carried when the run was interrupted. group_tokens:
+        TokenBudget's.
+        """
         raise AssertionError("only updates by a budget of tokens carry groups")
 
     def save(self, version: int) -> None:
-        """Before `version` may be saved: what a checkpoint needs beside complete iterations."""
+        """Stores what a checkpoint needs beside complete iterations; called before `version` may be
+        saved.
+        """
 
 
 @dataclass(eq=False, repr=False)
@@ -106,7 +112,8 @@ class EveryGroup:
         return []
 
     async def next_index(self) -> int | None:
-        """The next dispatch index; waits while unscored groups may be enough, None when they were.
+        """Waits while unscored groups may be enough, and returns the next dispatch index; None if
+        they were enough.
 
         Unscored groups end by their own deadlines, hence so does this wait.
         """
@@ -119,7 +126,7 @@ class EveryGroup:
         return self.num_dispatched - 1
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt of a dispatch index; asked for once for each."""
+        """Returns the prompt of a dispatch index; called once for each index."""
         return self.prompts[index]
 
     def trains(self, group: ScoredGroup) -> bool:

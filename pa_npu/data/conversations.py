@@ -99,8 +99,8 @@ class Renderer:
         return ", ".join(self._rules)
 
     def text_of(self, row: RowContent) -> TrainedText:
-        """The row's text. Raises DataError where it cannot be rendered, or nothing says what of it
-        the assistant wrote.
+        """Returns the row's text. Raises DataError where it cannot be rendered, or nothing says
+        what of it the assistant wrote.
         """
         if isinstance(row, PlainText):
             return self._plain(row)
@@ -117,7 +117,7 @@ class Renderer:
             ) from None
 
     def encode(self, texts: Sequence[TrainedText]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """Tokens of each text, and the characters [start, end) that each was made of."""
+        """Returns tokens of each text, and the characters [start, end) that each was made of."""
         encoded: list[tuple[list[int], list[tuple[int, int]]]] = [([], [])] * len(texts)
         for special in (False, True):
             numbers = [number for number, text in enumerate(texts) if text.special is special]
@@ -145,7 +145,7 @@ class Renderer:
     # without a template
 
     def _plain(self, row: PlainText) -> TrainedText:
-        """The text as it is, with the end token behind it."""
+        """Returns the text as it is, with the end token behind it."""
         self._use(AS_THEY_ARE)
         text = row.text if row.text.endswith(self._end_token) else row.text + self._end_token
         whole = row.before + text
@@ -154,7 +154,7 @@ class Renderer:
         return TrainedText(row.location, whole, written, special=True, why_nothing=why)
 
     def _joined(self, row: Conversation) -> PlainText:
-        """A question and its answer, one behind the other as in a run with engines."""
+        """Returns a question and its answer, one behind the other as in a run with engines."""
         trained = [number for number, weight in enumerate(row.weights) if weight]
         last = len(row.messages) - 1
         if trained not in ([last], []):
@@ -168,7 +168,7 @@ class Renderer:
     # with a template
 
     def _composed(self, row: Conversation) -> Conversation:
-        """The row with data.system_prompt and data.instruction."""
+        """Returns the row with data.system_prompt and data.instruction."""
         messages = [dict(message) for message in row.messages]
         weights = list(row.weights)
         if self._options.instruction:
@@ -223,7 +223,7 @@ class Renderer:
         return TrainedText(row.location, text, written, special=False, why_nothing=why)
 
     def _marked(self, row: Conversation, text: str) -> tuple[Written, ...]:
-        """The characters between the template's marks, with the weights of the messages."""
+        """Returns the characters between the template's marks, with the weights of the messages."""
         options = dict(self._options.template_options)
         if row.tools:
             options["tools"] = list(row.tools)

@@ -44,7 +44,7 @@ class BadMessage(Exception):
 
 
 def template_message(message: Any, images: list[Any] | None = None) -> Message:
-    """The message as templates read it. Raises BadMessage.
+    """Returns the message as templates read it. Raises BadMessage.
 
     images: gets what the message's parts hold of images, None for a part that only says where one
     is; None refuses such parts.
@@ -72,7 +72,7 @@ def is_of_sharegpt(message: Any) -> bool:
 
 
 def _named_as_here(message: Mapping[str, Any]) -> Message:
-    """A message of ShareGPT with role and content.
+    """Returns a message of ShareGPT with role and content.
 
     Raises BadMessage where nobody is known by the name in `from`.
     """
@@ -90,7 +90,9 @@ def _named_as_here(message: Mapping[str, Any]) -> Message:
 
 
 def _calls_of_sharegpt(message: Mapping[str, Any]) -> list[Any]:
-    """The calls that the value of a `function_call` is, or is the JSON of. Raises BadMessage."""
+    """Returns the calls that the value of a `function_call` is, or is the JSON of. Raises
+    BadMessage.
+    """
     calls = message.get("value")
     if isinstance(calls, str):
         try:
@@ -103,7 +105,9 @@ def _calls_of_sharegpt(message: Mapping[str, Any]) -> list[Any]:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without null fields: a table's structs have every field that any of its rows has."""
+    """Returns the value without null fields: a table's structs have every field that any of its
+    rows has.
+    """
     if isinstance(value, Mapping):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
@@ -112,7 +116,9 @@ def without_nulls(value: Any) -> Any:
 
 
 def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """The functions of a row's column `tools`. Empty where these are not described, as by names."""
+    """Returns the functions of a row's column `tools`. Empty where these are not described, as by
+    names.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -162,7 +168,7 @@ def _with_renamed(message: Message, names: Mapping[str, str]) -> Message:
 
 
 def _renamed(entry: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """An entry of tools or tool_calls whose function has the other name."""
+    """Returns an entry of tools or tool_calls whose function has the other name."""
     name = names[_function_name(entry)]
     if "function" in entry:
         return {**entry, "function": {**entry["function"], "name": name}}
@@ -192,7 +198,7 @@ def _content_text(content: Any, images: list[Any] | None) -> str:
 
 
 def _image_of(part: Mapping[str, Any]) -> Any:
-    """The image that a part holds or names; None where it only says that one is there."""
+    """Returns the image that a part holds or names; None where it only says that one is there."""
     value = part.get("image_url") if part.get("type") == "image_url" else None
     if value is None:
         value = part.get("image") or part.get("url") or part.get("path")
@@ -202,7 +208,7 @@ def _image_of(part: Mapping[str, Any]) -> Any:
 
 
 def with_image_parts(message: Message) -> Message:
-    """The message as templates of models with images read it: texts and images are parts."""
+    """Returns the message as templates of models with images read it: texts and images are parts."""
     pieces = message["content"].split(IMAGE_MARK)
     if len(pieces) == 1:
         return message
@@ -252,7 +258,9 @@ def _list_of(value: Any, name: str) -> Sequence[Any]:
 
 
 def _function_name(tool: Any) -> str:
-    """The name of the function that an entry of tools describes; empty where it describes none."""
+    """Returns the name of the function that an entry of tools describes; empty where it describes
+    none.
+    """
     function = tool.get("function", tool) if isinstance(tool, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else ""

@@ -61,7 +61,8 @@ def read_pairs(
     usual: Sequence[str],
     columns_optional: bool,
 ) -> Iterator[PairContent]:
-    """The pairs of a dataset, in order; arguments as pa_npu.data.row_layouts.read_conversations.
+    """Yields the pairs of a dataset, in order; arguments as
+    pa_npu.data.row_layouts.read_conversations.
 
     Raises DataError at the first row that is none.
     """
@@ -92,14 +93,14 @@ def _pair(
 
 
 def _as_list(value: Any) -> Any:
-    """A single message as a list of one; anything else unchanged."""
+    """Returns a single message as a list of one; anything else unchanged."""
     return [value] if isinstance(value, Mapping) else value
 
 
 def _prompt(
     location: str, row: Mapping[str, Any], options: DataConfig, optional: bool
 ) -> tuple[Any, str]:
-    """The prompt and its column; None where chosen and rejected are all that there is."""
+    """Returns the prompt and its column; None where chosen and rejected are all that there is."""
     named = named_column(location, row, "question_column", options.question_column, optional)
     if named is not None:
         return named, str(options.question_column)
@@ -173,7 +174,7 @@ def _content(
     before: tuple[Message, ...],
     answer: tuple[Message, ...],
 ) -> Conversation:
-    """The prompt and one answer, of which the assistant's messages are compared."""
+    """Returns the prompt and one answer, of which the assistant's messages are compared."""
     if all(message["role"] != "assistant" for message in answer):
         same = "; the pair is equal" if not answer else ""
         raise DataError(

@@ -75,7 +75,7 @@ class PairSet(TrainedSet[Pair]):
 
 
 def groups_of_pairs(pairs: Sequence[Pair]) -> list[RowGroup]:
-    """A group of each pair, the chosen row first."""
+    """Returns a group of each pair, the chosen row first."""
     return [RowGroup.from_rows(pair.rows) for pair in pairs]
 
 
@@ -135,7 +135,7 @@ def load_pairs(
 def _tokenised(
     read: Iterator[PairContent], renderer: Renderer, first_id: int, source: str
 ) -> Iterator[tuple[PairContent, Pair]]:
-    """Every pair with its rows, some pairs at a time."""
+    """Yields every pair with its rows, some pairs at a time."""
     row_id = first_id
     while batch := list(islice(read, _ENCODED_TOGETHER)):
         contents = [content for pair in batch for content in (pair.chosen, pair.rejected)]
@@ -151,7 +151,7 @@ def _tokenised(
 
 
 def _behind_beginning(pair: Pair) -> Pair:
-    """The pair without the tokens that both rows begin with among those that are compared."""
+    """Returns the pair without the tokens that both rows begin with among those that are compared."""
     shared = num_common([row.tokens for row in pair.rows])
     rows = []
     for row in pair.rows:
@@ -162,7 +162,7 @@ def _behind_beginning(pair: Pair) -> Pair:
 
 
 def _cut(content: PairContent, pair: Pair, max_tokens: int, options: DataConfig) -> Pair:
-    """The pair with its answers cut at the limit. Raises DataError where that is refused."""
+    """Returns the pair with its answers cut at the limit. Raises DataError where that is refused."""
     if options.overlong_prompt == "refuse":
         longest = max(len(row.tokens) for row in pair.rows)
         raise DataError(

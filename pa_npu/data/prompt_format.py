@@ -30,8 +30,8 @@ _BY_NAME = ("auto", "always", "never")
 
 @functools.cache
 def template_text(named: str) -> str | None:
-    """The template that data.chat_template names by its file, as it was when this process first
-    asked.
+    """Returns the template that data.chat_template names by its file, as it was when this process
+    first asked.
 
     None where the key names none. Raises DataError where the file cannot be read.
     """
@@ -39,8 +39,8 @@ def template_text(named: str) -> str | None:
 
 
 def kept_template(data: DataConfig) -> str | None:
-    """The same; logs a warning, and returns None, where the file cannot be read, as on another
-    machine.
+    """Returns the same; logs a warning, and returns None, where the file cannot be read, as on
+    another machine.
     """
     try:
         return template_text(data.chat_template)
@@ -71,8 +71,8 @@ class PromptFormat:
         )
 
     def given_to(self, data: DataConfig) -> tuple[DataConfig, list[str]]:
-        """The section with these values, and the names of those that it had otherwise; what was set
-        in it stays.
+        """Returns the section with these values, and the names of those that it had otherwise; what
+        was set in it stays.
         """
         changed = {
             name: value

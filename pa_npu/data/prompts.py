@@ -126,7 +126,7 @@ def load_prompts(
     limit = config.max_prompt_tokens
     prompts: list[Prompt] = []
     used: list[Record] = []
-    too_long: list[_Encoded] = []
+    too_long: list[_EncodedPrompt] = []
     shortest = sys.maxsize
     for number, encoded in enumerate(_encoded(records, tokenizer, config, images)):
         record = encoded.record
@@ -212,7 +212,7 @@ def _read(
     return records
 
 
-def _too_long(prompts: Sequence[_Encoded], limit: int) -> DataError:
+def _too_long(prompts: Sequence[_EncodedPrompt], limit: int) -> DataError:
     """Returns the refusal of prompts that are longer than `limit` tokens."""
     first = prompts[0]
     longest = max(prompts, key=lambda encoded: encoded.num_tokens)
@@ -258,7 +258,7 @@ def load_training(
     hints: Sequence[Hint] = (),
     images: ImageInput | str = "no model was given",
 ) -> list[PromptSet]:
-    """The training datasets, in the configuration's order, with prompt_ids of their own.
+    """Returns the training datasets, in the configuration's order, with prompt_ids of their own.
 
     Raises DataError.
     """
@@ -313,7 +313,7 @@ def first_prompt_lines(prompt: Prompt, tokenizer: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Encoded:
+class _EncodedPrompt:
     """A rendered record and its tokens; of a text far too long the last ones, and how many it has
     at least.
 
@@ -342,8 +342,8 @@ def _encoded(
     tokenizer: Any,
     config: DataConfig,
     images: ImageInput | str,
-) -> Iterator[_Encoded]:
-    """Every record with its text and tokens. images: as load_prompts.
+) -> Iterator[_EncodedPrompt]:
+    """Yields every record with its text and tokens. images: as load_prompts.
 
     What a template makes of all rows together need not fit in memory.
     """
@@ -389,7 +389,7 @@ def _encoded(
             shown: tuple[ShownImage, ...] = ()
             if isinstance(images, ImageInput) and not least:
                 tokens, shown = images.shown(encoded_record, tokens)
-            yield _Encoded(encoded_record, whole, tokens, least, shown)
+            yield _EncodedPrompt(encoded_record, whole, tokens, least, shown)
         batch = []
         num_characters = 0
 
@@ -418,7 +418,9 @@ def _tokens(texts: list[str], tokenizer: Any, with_template: bool) -> list[list[
 
 
 def _render(record: Record, tokenizer: Any, config: DataConfig, template: Any) -> str:
-    """The prompt's text up to the place where the response begins, with all that the row says."""
+    """Returns the prompt's text up to the place where the response begins, with all that the row
+    says.
+    """
     messages = compose_messages(record, config)
     if record.images and template is None:
         raise DataError(
@@ -470,7 +472,9 @@ def knows_reasoning(template: Any) -> bool:
 
 
 def with_reasoning(message: Message) -> Message:
-    """The message with its reasoning in the content, for a template that does not know the field."""
+    """Returns the message with its reasoning in the content, for a template that does not know the
+    field.
+    """
     reasoning = message.get(_REASONING)
     if not isinstance(reasoning, str) or not reasoning:
         return message
@@ -479,8 +483,9 @@ def with_reasoning(message: Message) -> Message:
 
 
 def compose_messages(record: Record, config: DataConfig) -> list[Message]:
-    """The row's messages with the configured system prompt before (a row's own takes precedence)
-    and the instruction appended to the last of the user's messages."""
+    """Returns the row's messages with the configured system prompt before (a row's own takes
+    precedence) and the instruction appended to the last of the user's messages.
+    """
     messages = [dict(message) for message in record.messages]
     if config.instruction:
         asked = [message for message in messages if message["role"] == "user"]

@@ -186,7 +186,8 @@ def _record(location: str, row: Mapping[str, Any], columns: Columns) -> Record:
 def _question(
     location: str, row: Mapping[str, Any], named: str | None, value: Any
 ) -> tuple[Any, str]:
-    """The question and its column. value: of the column that the user named. Raises DataError.
+    """Returns the question and its column. value: of the column that the user named. Raises
+    DataError.
 
     Several columns are fine where they ask the same: which of two different texts is asked would
     otherwise be a guess, and a system message could be lost with it.
@@ -214,7 +215,9 @@ def _question(
 
 
 def _plain_question(value: Any) -> Any:
-    """The text of a question: of messages, the user's where there is no other before the answer."""
+    """Returns the text of a question: of messages, the user's where there is no other before the
+    answer.
+    """
     if isinstance(value, str):
         return value.strip()
     if not isinstance(value, list):
@@ -231,7 +234,7 @@ def _plain_question(value: Any) -> Any:
 
 
 def column_names(row: Mapping[str, Any]) -> str:
-    """The row's columns for messages, those inside others by their dotted names."""
+    """Returns the row's columns for messages, those inside others by their dotted names."""
     names: list[str] = []
     for name, value in row.items():
         if isinstance(value, Mapping) and value:
@@ -244,8 +247,8 @@ def column_names(row: Mapping[str, Any]) -> str:
 def named_column(
     location: str, row: Mapping[str, Any], key: str, name: str | None, optional: bool
 ) -> Any:
-    """The value of a column that the user names, or of one inside another by a dotted name; None
-    where none is named.
+    """Returns the value of a column that the user names, or of one inside another by a dotted name;
+    None where none is named.
     """
     if name is None:
         return None
@@ -266,7 +269,8 @@ def named_column(
 def _with_images(
     location: str, messages: tuple[Message, ...], column: Any, inline: Sequence[Any]
 ) -> tuple[tuple[Message, ...], tuple[Any, ...]]:
-    """The messages with an <image> for each image of the row, and the images in their order.
+    """Returns the messages with an <image> for each image of the row, and the images in their
+    order.
 
     column: the row's images. inline: what parts of the messages hold.
     """
@@ -320,8 +324,8 @@ def refuse_images(location: str, row: Mapping[str, Any], column: str | None) -> 
 def row_messages(
     location: str, value: Any, name: str, is_table: bool, images: list[Any] | None = None
 ) -> tuple[Message, ...]:
-    """The messages of a question. name: of its column. is_table: nulls are fields that are not
-    there. images: as for template_message.
+    """Returns the messages of a question. name: of its column. is_table: nulls are fields that are
+    not there. images: as for template_message.
     """
     if name in _OF_MESSAGES:
         value = _listed(value)
@@ -357,7 +361,9 @@ def row_messages(
 
 
 def _listed(value: Any) -> Any:
-    """The list of messages that a text is the JSON of, as in CSV files; anything else as it is."""
+    """Returns the list of messages that a text is the JSON of, as in CSV files; anything else as it
+    is.
+    """
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
@@ -370,8 +376,8 @@ def _listed(value: Any) -> Any:
 def behind_system_column(
     messages: tuple[Message, ...], row: Mapping[str, Any]
 ) -> tuple[Message, ...]:
-    """The messages of a conversation behind the system prompt that ShareGPT's rows may have in a
-    column of its own.
+    """Returns the messages of a conversation behind the system prompt that ShareGPT's rows may have
+    in a column of its own.
 
     A system message of the conversation itself goes before that column.
     """
@@ -382,7 +388,9 @@ def behind_system_column(
 
 
 def _solution(location: str, row: Mapping[str, Any], needed: bool) -> Any:
-    """The reference of a problem without an answer: its solution, where that says its final answer."""
+    """Returns the reference of a problem without an answer: its solution, where that says its final
+    answer.
+    """
     solution = row.get("solution")
     if (
         not needed
@@ -399,7 +407,7 @@ def _solution(location: str, row: Mapping[str, Any], needed: bool) -> Any:
 
 
 def _reference(location: str, answer: Any, needed: bool, row: Mapping[str, Any]) -> str:
-    """The final answer as text: what follows the last `####`, or everything."""
+    """Returns the final answer as text: what follows the last `####`, or everything."""
     if isinstance(answer, float) and not math.isfinite(answer):
         raise DataError(
             f"{location}: answer is {answer}, which no response can equal; correct or remove the "
@@ -424,7 +432,7 @@ def _reference(location: str, answer: Any, needed: bool, row: Mapping[str, Any])
 
 
 def _likely(row: Mapping[str, Any]) -> str:
-    """The column that probably holds the answer, for a message."""
+    """Returns the column that probably holds the answer, for a message."""
     for name in _LIKELY_ANSWERS:
         if named_column("", row, "", name, optional=True) is not None:
             return f"={name}"
@@ -432,7 +440,7 @@ def _likely(row: Mapping[str, Any]) -> str:
 
 
 def published(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with question and answer where it is of a published benchmark, told by its columns;
+    """Returns the row with question and answer where it is of a published benchmark, told by its columns;
     else the row as it is.
 
         Problem, Answer                                AIME 2024 (Maxwell-Jia/AIME_2024)

@@ -58,7 +58,7 @@ def read_conversations(
     usual: Sequence[str],
     columns_optional: bool,
 ) -> Iterator[RowContent]:
-    """The rows of a dataset, in order. Raises DataError at the first that cannot be read.
+    """Yields the rows of a dataset, in order. Raises DataError at the first that cannot be read.
 
     key: the configuration key that names the dataset. split, usual: as pa_npu.data.rows.read_rows.
     columns_optional: whether rows without the named columns go by their layout.
@@ -112,7 +112,9 @@ def _conversation(
     weight: float,
     tools: tuple[dict[str, Any], ...],
 ) -> Conversation:
-    """A conversation in which all messages of the assistant are trained that have no weight 0."""
+    """Returns a conversation in which all messages of the assistant are trained that have no weight
+    0.
+    """
     messages = row_messages(location, value, name, isinstance(row, TableRow))
     if name in CONVERSATIONS:
         messages = behind_system_column(messages, row)
@@ -134,7 +136,7 @@ def _pair(
     weight: float,
     tools: tuple[dict[str, Any], ...],
 ) -> Conversation:
-    """A question, or messages, and the answer, a text or messages, which alone is trained."""
+    """Returns a question, or messages, and the answer, a text or messages, which alone is trained."""
     is_table = isinstance(row, TableRow)
     before = row_messages(location, asked, name if isinstance(asked, str) else "messages", is_table)
     if isinstance(answered, bool) or not isinstance(answered, (str, int, float, list)):
@@ -164,7 +166,7 @@ def _pair(
 def without_weights(
     location: str, messages: Sequence[Message], row_weight: float
 ) -> tuple[tuple[Message, ...], tuple[float, ...]]:
-    """The messages as templates read them, and the weight of each."""
+    """Returns the messages as templates read them, and the weight of each."""
     plain: list[Message] = []
     weights: list[float] = []
     for number, message in enumerate(messages):

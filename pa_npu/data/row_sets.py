@@ -228,7 +228,7 @@ def _stretches(trained: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class _Encoded:
+class _EncodedRow:
     location: str
     text: str
     tokens: list[int]
@@ -237,27 +237,27 @@ class _Encoded:
     why_nothing: str
 
 
-def _texts(read: Iterator[Any], renderer: Renderer) -> Iterator[_Encoded]:
-    """Every row with its tokens, some rows at a time."""
+def _texts(read: Iterator[Any], renderer: Renderer) -> Iterator[_EncodedRow]:
+    """Yields every row with its tokens, some rows at a time."""
     while batch := list(islice(read, _ENCODED_TOGETHER)):
         texts = [renderer.text_of(conversation) for conversation in batch]
         yield from _encoded(texts, renderer)
 
 
 def encoded_rows(texts: Sequence[TrainedText], renderer: Renderer, source: str) -> list[Row]:
-    """The texts as rows, numbered from 0."""
+    """Returns the texts as rows, numbered from 0."""
     return [_row(text, number, source) for number, text in enumerate(_encoded(texts, renderer))]
 
 
-def _encoded(texts: Sequence[TrainedText], renderer: Renderer) -> Iterator[_Encoded]:
+def _encoded(texts: Sequence[TrainedText], renderer: Renderer) -> Iterator[_EncodedRow]:
     encodings = renderer.encode(texts)
     for text, (tokens, offsets) in zip(texts, encodings, strict=True):
-        yield _Encoded(text.location, text.text, tokens, offsets, text.written, text.why_nothing)
+        yield _EncodedRow(text.location, text.text, tokens, offsets, text.written, text.why_nothing)
 
 
-def _row(text: _Encoded, row_id: int, source: str) -> Row:
-    """A token is trained where a character of it was written by whoever is trained; the first one
-    follows from nothing.
+def _row(text: _EncodedRow, row_id: int, source: str) -> Row:
+    """Returns a text as a row. A token is trained if a character of it is to be trained; the first
+    one follows from nothing.
     """
     tokens = np.array(text.tokens, np.int32)
     offsets = np.array(text.offsets, np.int64).reshape(-1, 2)
@@ -272,7 +272,7 @@ def _row(text: _Encoded, row_id: int, source: str) -> Row:
 
 
 def cut_row(row: Row, max_tokens: int) -> Row:
-    """The first tokens of a row."""
+    """Returns the first tokens of a row."""
     return Row(
         row.row_id,
         row.tokens[:max_tokens],

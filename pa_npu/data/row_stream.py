@@ -62,8 +62,8 @@ class RowGroupStream:
         self._groups_of = groups_of_rows if groups_of is None else groups_of
 
     def next_items(self, num_groups: int) -> list[RowGroup]:
-        """The next groups, of the next num_groups x size items, in an order by which replicas that
-        take turns get about as many tokens.
+        """Returns the next groups, of the next num_groups x size items, in an order by which
+        replicas that take turns get about as many tokens.
         """
         return _longest_first(
             self._groups_of(self._rows.next_items(num_groups * self._size), self._size)
@@ -83,14 +83,16 @@ class RowGroupStream:
 
 
 def groups_of_rows(rows: Sequence[Row], size: int) -> list[RowGroup]:
-    """The rows in groups of `size`, of which the last may be smaller; neighbours begin alike."""
+    """Returns the rows in groups of `size`, of which the last may be smaller; neighbours begin
+    alike.
+    """
     ordered = sorted(rows, key=lambda row: (row.tokens.tolist(), row.row_id))
     starts = range(0, len(ordered), size)
     return [RowGroup.from_rows(ordered[start : start + size]) for start in starts]
 
 
 def in_order_of_work(rows: Sequence[Row], size: int) -> list[RowGroup]:
-    """The same, the groups with the most tokens first."""
+    """Returns the same, the groups with the most tokens first."""
     return _longest_first(groups_of_rows(rows, size))
 
 

@@ -84,7 +84,7 @@ def read_rows(
 def read_objects(
     path: str, key: str, split: str | None, usual: Sequence[str]
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The rows of a dataset, each with its location; arguments as read_rows.
+    """Yields the rows of a dataset, each with its location; arguments as read_rows.
 
     Raises DataError at the first that is no JSON object.
     """
@@ -121,7 +121,7 @@ def _file_rows(file: Path, key: str) -> Rows:
 
 
 def _parts(directory: Path, key: str, split: str | None, usual: Sequence[str]) -> list[Path]:
-    """The files of one split of a directory, in order."""
+    """Returns the files of one split of a directory, in order."""
     if (listing := directory / "dataset_dict.json").exists():
         splits = _read_json(listing, key, lambda content: [str(name) for name in content["splits"]])
         chosen = _choose(splits, split, usual, directory, key)
@@ -192,7 +192,9 @@ def _loose_files(directory: Path, key: str, split: str | None, usual: Sequence[s
 
 
 def _split_of(file: Path) -> str:
-    """The split that a directory or the first word of the file's name says; "" where none does."""
+    """Returns the split that a directory or the first word of the file's name says; "" where none
+    does.
+    """
     for part in reversed([*file.parts[:-1], file.stem]):
         if (split := _SPLITS.get(re.split(r"[-_.]", part.lower(), maxsplit=1)[0])) is not None:
             return split
@@ -224,7 +226,7 @@ def _read_json(file: Path, key: str, take: Callable[[Any], list[str]]) -> list[s
 
 
 def _csv_rows(file: Path, separator: str) -> Rows:
-    """A first line of names, then one row after another; cells are texts."""
+    """Yields the rows behind a first line of names; cells are texts."""
     csv.field_size_limit(LONGEST_ROW_BYTES)  # of the whole process; the library's own is 128 KiB
     first_line = 1  # of the row that is being read, which may be several lines long
     try:
@@ -293,7 +295,7 @@ def _jsonl_rows(file: Path) -> Rows:
 
 
 def _without_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON.
+    """Returns an object of JSON from its pairs.
 
     Raises ValueError where a name occurs twice, of which the first would be lost.
     """
@@ -346,8 +348,8 @@ def _library_rows(path: str, key: str, split: str | None, usual: Sequence[str]) 
 
 
 def _plain_numbers(value: Any) -> Any:
-    """The value without decimals, which JSON does not know: as numbers, as texts where a float is
-    not exact.
+    """Returns the value without decimals, which JSON does not know: as numbers, as texts where a
+    float is not exact.
     """
     if isinstance(value, Decimal):
         if value == value.to_integral_value():

@@ -78,7 +78,7 @@ class PromptStream(Generic[Item]):
         return self._prompts[0]
 
     def next_items(self, num_prompts: int) -> list[Item]:
-        """The next prompts; runs over into the next epoch where needed."""
+        """Returns the next prompts; runs over into the next epoch where needed."""
         return [self._next() for _ in range(num_prompts)]
 
     def _next(self) -> Item:
@@ -158,7 +158,7 @@ class TrainingStream(Generic[Item]):
         return self._streams[0].first
 
     def next_items(self, num_prompts: int) -> list[Item]:
-        """The next prompts."""
+        """Returns the next prompts."""
         return [self._next() for _ in range(num_prompts)]
 
     def _next(self) -> Item:
@@ -240,6 +240,6 @@ class TrainingStream(Generic[Item]):
 
 
 def _mean_of_known(values: Sequence[float | None]) -> float | None:
-    """The mean of those that are not None; None where all are."""
+    """Returns the mean of those that are not None; None where all are."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None

@@ -31,8 +31,8 @@ _SPECIAL = "_token"  # pad_token, unk_token and others are the tokenizer's
 
 
 def chosen_template(tokenizer: Any, config: DataConfig) -> Any:
-    """A text, or several by name where the tokenizer has several; None where prompts are plain
-    text. Raises DataError.
+    """Returns a text, or several by name where the tokenizer has several; None where prompts are
+    plain text. Raises DataError.
     """
     template = getattr(tokenizer, "chat_template", None) or None
     if config.chat_template == "always" and template is None:
@@ -50,7 +50,7 @@ class TemplateFailed(Exception):
 
 
 def rendered(tokenizer: Any, template: Any, messages: Sequence[Any], **options: Any) -> str:
-    """The text that the template makes of messages, within limits of time and memory.
+    """Returns the text that the template makes of messages, within limits of time and memory.
 
     Raises TemplateFailed.
     """
@@ -69,7 +69,8 @@ def rendered(tokenizer: Any, template: Any, messages: Sequence[Any], **options: 
 def rendered_with_mask(
     tokenizer: Any, template: Any, messages: Sequence[Any], **options: Any
 ) -> tuple[list[int], list[int]]:
-    """The tokens that the template makes of messages, and 1 for each between its generation marks.
+    """Returns the tokens that the template makes of messages, and 1 for each between its generation
+    marks.
 
     Within the same limits. Raises TemplateFailed.
     """
@@ -122,7 +123,7 @@ def check_options(template: Any, config: DataConfig) -> None:
 
 
 def read_template(file: str) -> str:
-    """The text of a template's file. Raises DataError."""
+    """Returns the text of a template's file. Raises DataError."""
     try:
         text = read_plain(file, LONGEST_TEMPLATE_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

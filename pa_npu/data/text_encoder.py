@@ -22,7 +22,8 @@ class TextEncoder:
     async def encode(
         self, text: str, *, max_tokens: int, special: bool = False
     ) -> list[int] | None:
-        """The tokens of a text; None for one so long that it has more than max_tokens in any case.
+        """Returns the tokens of a text; None for one so long that it has more than max_tokens in
+        any case.
 
         special: with the tokens that the tokenizer puts around a text.
         """

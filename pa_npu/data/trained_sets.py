@@ -17,7 +17,7 @@ AnySet = TrainedSet[Any]
 
 
 def load_training_rows(config: Config, tokenizer: Any, row_is: RowIs = "sequence") -> list[AnySet]:
-    """The training datasets, in the configuration's order, with row_ids of their own.
+    """Returns the training datasets, in the configuration's order, with row_ids of their own.
 
     Raises DataError.
     """
@@ -32,7 +32,7 @@ def load_training_rows(config: Config, tokenizer: Any, row_is: RowIs = "sequence
 def load_held_out_rows(
     config: Config, tokenizer: Any, row_is: RowIs = "sequence"
 ) -> dict[str, AnySet]:
-    """The held-out sets by name. Raises DataError."""
+    """Returns the held-out sets by name. Raises DataError."""
     return {
         name: _load(config, dataset, tokenizer, config.evaluate.key_of(name), row_is, 0)
         for name, dataset in config.evaluate.all_sets(config.data.test).items()
@@ -40,7 +40,7 @@ def load_held_out_rows(
 
 
 def load_demonstrations(config: Config, tokenizer: Any) -> RowSet | None:
-    """The rows of data.demonstrations; None without any. Raises DataError."""
+    """Returns the rows of data.demonstrations; None without any. Raises DataError."""
     dataset = config.data.demonstrated
     if dataset is None:
         return None
@@ -51,7 +51,7 @@ def load_demonstrations(config: Config, tokenizer: Any) -> RowSet | None:
 def stream_of(
     config: Config, loaded: Sequence[AnySet], row_is: RowIs = "sequence"
 ) -> RowGroupStream:
-    """The groups of all training datasets, from the beginning."""
+    """Returns the groups of all training datasets, from the beginning."""
     items: TrainingStream[Any] = TrainingStream(config.data, loaded, config.run.seed)
     if row_is == "pair":
         return RowGroupStream(items, 1, lambda pairs, size: groups_of_pairs(pairs))
@@ -59,14 +59,14 @@ def stream_of(
 
 
 def groups_of_set(trained: AnySet, size: int) -> list[RowGroup]:
-    """All of a set in groups of `size` rows; a pair is a group."""
+    """Returns all of a set in groups of `size` rows; a pair is a group."""
     if isinstance(trained, PairSet):
         return groups_of_pairs(trained.items)
     return groups_of_rows(trained.rows, size)
 
 
 def num_items(config: Config, row_is: RowIs) -> int:
-    """Rows of the datasets that an iteration takes."""
+    """Returns the number of items of the datasets that an iteration takes."""
     of_group = 1 if row_is == "pair" else config.rollout.responses_per_prompt
     return config.schedule.prompts_per_iteration * of_group
 

@@ -55,7 +55,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Response:
+class CompactResponse:
     """One response as the engine has it. expert_choices: an .npy file."""
 
     text: str
@@ -65,7 +65,7 @@ class Response:
     expert_choices: bytes | None = None
 
 
-def encode(request: str, responses: Sequence[Response], prompt: Sequence[int] = ()) -> bytes:
+def encode(request: str, responses: Sequence[CompactResponse], prompt: Sequence[int] = ()) -> bytes:
     """Returns the answer to `request`. Either all responses have log-probs, or none.
 
     prompt: what the engine made of a prompt with images.
@@ -90,7 +90,7 @@ def encode(request: str, responses: Sequence[Response], prompt: Sequence[int] = 
 
 
 @dataclass(frozen=True)
-class Answer:
+class CompactAnswer:
     """An answer, read but not checked against what was asked for.
 
     Args:
@@ -108,7 +108,7 @@ class Answer:
     prompt_tokens: npt.NDArray[np.int32] | None = None
 
 
-def decode(data: bytes) -> Answer:
+def decode(data: bytes) -> CompactAnswer:
     """Raises ValueError for bytes that are no complete answer."""
     begin = len(MAGIC) + _LENGTH.size
     if len(data) < begin or data[: len(MAGIC)] != MAGIC:
@@ -137,7 +137,7 @@ def decode(data: bytes) -> Answer:
     for length in header.choices_bytes:
         files.append(data[offset : offset + length])
         offset += length
-    return Answer(header, tokens, logprobs, files, prompt_tokens)
+    return CompactAnswer(header, tokens, logprobs, files, prompt_tokens)
 
 
 def _header(text: bytes) -> Header:

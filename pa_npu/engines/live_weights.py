@@ -39,7 +39,7 @@ class LiveTensor:
     memory: torch.Tensor
 
 
-class HeldTensor(msgspec.Struct, frozen=True, array_like=True):
+class ReportedTensor(msgspec.Struct, frozen=True, array_like=True):
     """A worker's report of a LiveTensor.
 
     contents: of its memory.
@@ -63,7 +63,7 @@ class LiveReport(msgspec.Struct, frozen=True):
     arrived: contents of each tensor that came from the trainers, by its name there.
     """
 
-    memory: dict[str, HeldTensor]
+    memory: dict[str, ReportedTensor]
     unplaced: list[str]
     computation: Computation = Computation()
     arrived: dict[str, str] = {}
@@ -120,14 +120,14 @@ class LiveWeights:
             dtypes[tensor.name] = _name_of(tensor.memory.dtype)
         received = self._received.read()
         contents = held.read()
-        memory: dict[str, HeldTensor] = {}
+        memory: dict[str, ReportedTensor] = {}
         placed: set[str] = set()
         for name, names in sources.items():
             placed.update(names)
             parts = [received[source] for source in names]
             if len(parts) > _NAMED_SOURCES:
                 parts = [summed(parts)]
-            memory[name] = HeldTensor(
+            memory[name] = ReportedTensor(
                 contents=contents[name],
                 dtype=dtypes[name],
                 received=parts,

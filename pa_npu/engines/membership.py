@@ -49,7 +49,7 @@ Returns False if the trainers have begun to change that version, or could not se
 
 
 @dataclass(frozen=True)
-class _Running:
+class _RunningIteration:
     """The iteration that runs: the version that serves in it, and what gives that version to an
     engine that comes late.
     """
@@ -86,7 +86,7 @@ class EngineMembership:
         self._make_engine = make_engine
         self._needs_expert_choices = needs_expert_choices
         self._members: dict[int, Member] = {}
-        self._running: _Running | None = None  # None between two iterations
+        self._running: _RunningIteration | None = None  # None between two iterations
         self._weights_lock = asyncio.Lock()
         self._needed: list[Member] = []  # members that a publish or a late delivery waits for
         self._changed = asyncio.Event()
@@ -218,7 +218,7 @@ class EngineMembership:
         for member in members:
             if member.state in ("ready", "serving"):
                 self._serves(member, version)
-        self._running = _Running(version, deliver_late)
+        self._running = _RunningIteration(version, deliver_late)
 
     async def sleep(self, places: Collection[int]) -> None:
         """Lets engines give their memory back: their devices train until `wake`.

@@ -93,7 +93,8 @@ class Environment(Protocol):
         or none; the group needs at least one. Algorithms that need exactly num_samples refuse other
         groups with an error (algorithm.rules.needs_whole_groups). A continuation is trained as a
         whole, once, or not at all; a class that trains parts of continuations on purpose sets
-        `trains_whole_answers = False`.
+        `trains_whole_answers = False`. A class that declares `trains_in_context = True` has it
+        checked that a continuation stands behind the very tokens that it continued.
 
         The method runs in the coordinator's event loop together with all other groups. Wait with
         `await`, and give blocking work to a thread or a process. The environment's own work has

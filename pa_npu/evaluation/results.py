@@ -190,7 +190,7 @@ def differences(before: Values, after: Values) -> dict[str, dict[str, Estimate]]
     return by_set
 
 
-class Progress:
+class EvaluationProgress:
     """Compares each evaluation of a run with the first and with the one before, question by
     question.
     """

@@ -153,8 +153,8 @@ def _check_subcommand(arguments: Sequence[str]) -> None:
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """All sub-commands by name and line; the arguments of the one that is named, whose module is
-    imported.
+    """Returns all sub-commands by name and line; the arguments of the one that is named, whose
+    module is imported.
     """
     parser = _Parser(
         PROGRAM,

@@ -22,8 +22,8 @@ _LONGEST_KEY_FILE_BYTES = 4096
 
 
 def engine_key(config: Config) -> str:
-    """The key of the attached engines, or that of the engines to start: the user's own if there is
-    one, else a new one.
+    """Returns the key of the attached engines, or that of the engines to start: the user's own if
+    there is one, else a new one.
 
     Empty where attached engines have none that is known. Raises UserError when the key cannot be
     sent.
@@ -79,7 +79,7 @@ def run_key(config: Config) -> str:
 
 
 def read_key(path: str | Path, where: str, remedy: str) -> str:
-    """The key in a file.
+    """Returns the key in a file.
 
     Raises ConfigError that begins with `where` and ends with `remedy`; the key itself is in no
     message.
@@ -94,7 +94,7 @@ def read_key(path: str | Path, where: str, remedy: str) -> str:
 
 
 def checked_key(key: str, where: str) -> str:
-    """The key itself never appears in a message."""
+    """Returns the key if an HTTP header can hold it. No message shows the key."""
     if not all("!" <= character <= "~" for character in key):
         raise UserError(
             f"{where}: the API key holds spaces or characters beyond ASCII, which an HTTP header "

@@ -44,7 +44,7 @@ from pa_npu.launcher.engine_key import checked_key, read_key
 from pa_npu.launcher.placement import Placement, available_cores, free_ports, port_problem
 from pa_npu.launcher.process.commands import engine_command, engine_url
 from pa_npu.launcher.process.console import Console
-from pa_npu.launcher.process.process_tree import Process, ProcessTree
+from pa_npu.launcher.process.process_tree import ProcessTree, TreeProcess
 from pa_npu.launcher.process.processes import engine_answers
 from pa_npu.launcher.process.supervisor import StopSignals, stop_signals
 from pa_npu.platform.base import Platform
@@ -253,7 +253,7 @@ def _free_port(host: str) -> int:
 
 
 def local_address(host: str, port: int) -> str:
-    """The address of this machine from which the store's is reached."""
+    """Returns the address of this machine from which the store's is reached."""
     try:
         with socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S) as connection:
             return str(connection.getsockname()[0])
@@ -264,8 +264,8 @@ def local_address(host: str, port: int) -> str:
 
 
 def find_key(claimed: Mapping[str, Any], run_name: str) -> tuple[str, str]:
-    """The run's API key, and where it was found. claimed: a configuration that nobody has vouched
-    for yet.
+    """Returns the run's API key, and where it was found. claimed: a configuration that nobody has
+    vouched for yet.
     """
     remedy = _KEY_REMEDY.format(run_name)
     if key := os.environ.get(KEY_VARIABLE, ""):
@@ -323,7 +323,7 @@ class JoinedEngine:
 
     config: Config
     roster: Roster
-    process: Process
+    process: TreeProcess
     url: str
     run_name: str
     console: Console

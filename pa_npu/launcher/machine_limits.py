@@ -41,7 +41,7 @@ def check_limits(config: Config, num_processes: int) -> None:
 
 
 def limit_problems(config: Config, num_processes: int) -> Iterator[str]:
-    """One line per limit that is too low."""
+    """Yields one line per limit that is too low."""
     yield from _open_files(config)
     yield from _processes(num_processes)
     yield from _temporary_directory()
@@ -71,8 +71,8 @@ def busy_note() -> str | None:
 
 
 def _open_files(config: Config) -> Iterator[str]:
-    """The coordinator has a connection per sequence in flight; a rank has several to each of its
-    peers.
+    """Checks open files: the coordinator has a connection per sequence in flight; a rank has
+    several to each of its peers.
     """
     rollout = config.rollout
     sequences = (rollout.max_engines or rollout.engines) * rollout.max_num_seqs
@@ -86,7 +86,7 @@ def _open_files(config: Config) -> Iterator[str]:
 
 
 def _too_low(kind: int, needed: int) -> str | None:
-    """The limit, where it is too low and this process may not raise it."""
+    """Returns the limit, where it is too low and this process may not raise it."""
     soft, hard = resource.getrlimit(kind)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return None

@@ -242,7 +242,8 @@ def _units(
 def settle_on_node(
     config: Config, placement: Placement, num_devices: int | None, cores: Sequence[int]
 ) -> Placement:
-    """A node's share with its cores. num_devices and cores: what the node has, as for `place`.
+    """Returns a node's share with its cores. num_devices and cores: what the node has, as for
+    `place`.
 
     Raises ConfigError when the node has fewer devices than its share needs.
     """
@@ -272,8 +273,8 @@ def settle_on_node(
 def visible_devices(
     variable: str | None, indices: Sequence[int], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment that shows a process just these devices; indices count within what the user
-    made visible.
+    """Returns the environment that shows a process just these devices; indices count within what
+    the user made visible.
     """
     if variable is None:
         return {}

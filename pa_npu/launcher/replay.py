@@ -61,7 +61,7 @@ def replay(run_dir: Path, span: str, work: str | None, overrides: Sequence[str])
         run_dir,
         settings,
         directory,
-        Progress(scratch, begin, end),
+        ReplayProgress(scratch, begin, end),
         must_stop=not _ends_by_itself(config),
     )
     comparison = compare_chains(read_chain(run_dir), read_chain(scratch), begin, end)
@@ -116,7 +116,7 @@ def _checkpoint(run_dir: Path, version: int, loaded: str | None) -> Path | None:
 
 
 def _settings(config: Config, checkpoint: Path | None, scratch: Path, end: int) -> list[str]:
-    """The keys in which the repetition differs from the run; none changes what is computed."""
+    """Returns the keys in which the repetition differs from the run; none changes what is computed."""
     settings = [
         f"run.dir={scratch}",
         f"checkpoint.load={'null' if checkpoint is None else checkpoint}",
@@ -146,7 +146,7 @@ def _ends_by_itself(config: Config) -> bool:
     return config.optimizer.decay == "constant" and config.publish.divergence is None
 
 
-class Progress:
+class ReplayProgress:
     """Says which iterations of a span a run has done. run_dir: the run's, which need not be there
     yet.
     """
@@ -175,7 +175,11 @@ class Progress:
 
 
 def _run(
-    run_dir: Path, settings: Sequence[str], directory: Path, progress: Progress, must_stop: bool
+    run_dir: Path,
+    settings: Sequence[str],
+    directory: Path,
+    progress: ReplayProgress,
+    must_stop: bool,
 ) -> None:
     """Starts the launcher as a user would, and waits for its end.
 

@@ -226,7 +226,7 @@ class Plan:
     damaged: dict[Path, str] = field(default_factory=dict)
 
     def attempt(self, config: Config, number: int) -> Attempt:
-        """The commands of an attempt that has `config` in the run directory."""
+        """Returns the commands of an attempt that has `config` in the run directory."""
         store = replace(self.store, attempt=number)
         limit_s = config.run.startup_timeout_s
         channel = StoreChannel(connect(store.host, store.port, limit_s), store.prefix)
@@ -273,8 +273,8 @@ class Plan:
 
 
 def announce(config: Config, store: Store, urls: Sequence[str], key: str) -> Roster:
-    """The roster of the run's store, with its engines: those to start, which are started again when
-    they end, or the attached.
+    """Returns the roster of the run's store, with its engines: those to start, which are started
+    again when they end, or the attached.
     """
     channel = StoreChannel(
         connect(store.host, store.port, config.run.startup_timeout_s), ROSTER_PREFIX
@@ -289,7 +289,7 @@ def announce(config: Config, store: Store, urls: Sequence[str], key: str) -> Ros
 
 
 def announce_teachers(config: Config, plan: Plan) -> list[StartedTeacher]:
-    """The rosters of the run's store with the engines of teachers, one for each teacher."""
+    """Returns the rosters of the run's store with the engines of teachers, one for each teacher."""
     rosters: dict[str, Roster] = {}
     started = []
     for role, name in zip(plan.cluster.teachers(), config.teacher_engines, strict=True):
@@ -313,8 +313,8 @@ def await_teachers(plan: Plan) -> list[Awaited]:
 
 
 def _for_joining(config: Config) -> dict[str, Any]:
-    """The tree for engines that join, from other directories than this one; whoever reaches the
-    store can read it.
+    """Returns the tree for engines that join, from other directories than this one; whoever reaches
+    the store can read it.
     """
     tree: dict[str, Any] = config.model_dump(mode="json")
     tree["rollout"]["env"] = dict.fromkeys(tree["rollout"]["env"], HIDDEN)

@@ -283,7 +283,7 @@ def export_options(parser: argparse.ArgumentParser) -> None:
 
 
 def export(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """The policy of a checkpoint as an HF directory, in one process without a device."""
+    """Writes the policy of a checkpoint as an HF directory, in one process without a device."""
     refuse(rest)
     from pa_npu.checkpoints.directories import read_meta
     from pa_npu.launcher.quiet import quiet_libraries
@@ -316,8 +316,8 @@ def report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def report(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """The throughput (TPSPD) of finished or running runs side by side, compared with the first of
-    them.
+    """Prints the throughput (TPSPD) of finished or running runs side by side, compared with the
+    first of them.
     """
     refuse(rest)
     from pa_npu.telemetry import report as reports
@@ -360,7 +360,7 @@ doctor_options = engines_options = configuration_options
 
 
 def read(options: argparse.Namespace, rest: Sequence[str]) -> Config:
-    """The configuration that the command line names."""
+    """Returns the configuration that the command line names."""
     return automatic.load(
         options.config, _overrides(options, rest), lambda line: print(line, file=sys.stderr)
     )
@@ -409,7 +409,7 @@ def refuse(rest: Sequence[str]) -> None:
 
 
 def checked_memory_gib(text: str | None) -> float | None:
-    """The size that --device-memory-gib names. Raises UserError where it is none."""
+    """Returns the size that --device-memory-gib names. Raises UserError where it is none."""
     if text is None:
         return None
     try:

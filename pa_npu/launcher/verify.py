@@ -115,8 +115,9 @@ class CheckedRun:
     _last: int = 0
 
     def lines(self) -> Iterator[str]:
-        """One line for each kind of file that agrees. Raises Violation at the first thing that does
-        not hold."""
+        """Yields one line for each kind of file that agrees. Raises Violation at the first thing
+        that does not hold.
+        """
         yield self._chain()
         yield self._configuration()
         yield self._records(METRICS, "record")
@@ -239,8 +240,9 @@ class CheckedRun:
 
 
 def _lines_by_iteration(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """The lines of a file of records, those of an iteration together; half a line at the end is
-    left out."""
+    """Yields the lines of a file of records, those of an iteration together; half a line at the end
+    is left out.
+    """
     if not path.is_file():
         return
     iteration = -1

@@ -57,7 +57,9 @@ def view(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _shown(directories: Sequence[str]) -> Shelf | list[RunDirectory]:
-    """The runs; or the folder, where one directory is given that holds runs and is none itself."""
+    """Returns the runs; or the folder, where one directory is given that holds runs and is none
+    itself.
+    """
     if len(directories) > 1 + MAX_COMPARED:
         raise UserError(
             f"view: {len(directories)} runs are more than {1 + MAX_COMPARED} to compare; give the "

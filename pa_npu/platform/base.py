@@ -83,11 +83,11 @@ class Platform(ABC):
 
     @abstractmethod
     def device_count(self) -> int:
-        """Number of devices this process may use."""
+        """Returns the number of devices that this process may use."""
 
     @abstractmethod
     def memory_bytes(self) -> int:
-        """Bytes that this process has allocated on the current device."""
+        """Returns the bytes that this process has allocated on the current device."""
 
     def pop_memory_peak(self) -> MemoryPeak:
         """Returns the largest memory of this process and its children on the host, and of this

@@ -35,7 +35,7 @@ from pa_npu.engines.protocol import EngineError, LoadedWeights, Sampling, Weight
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish.engine_loads import EngineLoads
 from pa_npu.publish.engine_swaps import EngineSwaps, largest_peak
-from pa_npu.publish.engines import Connection, EngineGroups
+from pa_npu.publish.engines import Connection, EngineProcessGroups
 from pa_npu.publish.engines_hold import EnginesHold
 from pa_npu.publish.late_delivery import LateDelivery
 from pa_npu.publish.messages import BROKEN, MEMBERS, READY, VERDICT, PublishVerdict
@@ -85,7 +85,7 @@ class CoordinatorPublish:
         self._epoch = -1
         # the members of the groups of this epoch, while these are whole
         self._connected: list[Member] | None = None
-        self._groups = EngineGroups(rollout, connection, timeout_s)
+        self._groups = EngineProcessGroups(rollout, connection, timeout_s)
         self._loads = EngineLoads(
             num_workers=rollout.tensor_parallel,
             limit_s=timeout_s + GRACE_S,

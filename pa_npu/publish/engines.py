@@ -65,7 +65,7 @@ class Connection:
         ]
 
 
-class EngineGroups:
+class EngineProcessGroups:
     """Names the groups that engines join, by the way to each engine.
 
     timeout_s: publish.timeout_s.

@@ -14,7 +14,7 @@ from pa_npu.engines.member import Member
 from pa_npu.engines.protocol import EngineError
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish.engine_loads import EngineLoads
-from pa_npu.publish.engines import Connection, EngineGroups
+from pa_npu.publish.engines import Connection, EngineProcessGroups
 from pa_npu.publish.messages import (
     LATE_ANSWER,
     LATE_BROKEN,
@@ -52,7 +52,7 @@ class LateDelivery:
         num_workers: int,
         timeout_s: float,
         connection: Connection,
-        groups: EngineGroups,
+        groups: EngineProcessGroups,
         loads: EngineLoads,
         trainers: TrainerReports,
         checks: WeightChecks,

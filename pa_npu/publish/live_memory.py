@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from pa_npu.engines.live_weights import HeldTensor, LiveReport
+from pa_npu.engines.live_weights import LiveReport, ReportedTensor
 from pa_npu.engines.protocol import LoadedWeights
 from pa_npu.errors import InvariantViolation
 from pa_npu.weight_transfer.computation import Computation, disagreements
@@ -48,7 +48,7 @@ class LiveMemoryCheck:
 
     def __init__(self, trainers: Computation | None = None) -> None:
         self._trainers = trainers
-        self._before: dict[str, dict[str, HeldTensor]] = {}
+        self._before: dict[str, dict[str, ReportedTensor]] = {}
         self._trained: dict[int, Mapping[str, str]] = {}
         self._notes: set[str] = set()
 
@@ -129,7 +129,7 @@ class LiveMemoryCheck:
         )
 
     def _check_engine(
-        self, version: int, engine: str, memory: Mapping[str, HeldTensor], workers: int
+        self, version: int, engine: str, memory: Mapping[str, ReportedTensor], workers: int
     ) -> None:
         before = self._before.get(engine, {})
         wrong = [
@@ -145,7 +145,7 @@ class LiveMemoryCheck:
                 "engine's receiver and its modules"
             )
 
-    def _holds(self, held: HeldTensor, before: HeldTensor | None, workers: int) -> bool:
+    def _holds(self, held: ReportedTensor, before: ReportedTensor | None, workers: int) -> bool:
         if held.received_dtype in _EXACT.get(held.dtype, ()):
             return follows(held.contents, held.received, workers)
         # of quantized weights: what they are made of is as before, so they are
@@ -159,12 +159,12 @@ class LiveMemoryCheck:
             logger.warning("%s", text)
 
 
-def _over_workers(reports: Sequence[LiveReport]) -> dict[str, HeldTensor]:
+def _over_workers(reports: Sequence[LiveReport]) -> dict[str, ReportedTensor]:
     """Returns the memory of all workers of an engine as one: contents added up."""
     memory = {}
     for name, held in reports[0].memory.items():
         parts = [report.memory[name] for report in reports if name in report.memory]
-        memory[name] = HeldTensor(
+        memory[name] = ReportedTensor(
             contents=summed(part.contents for part in parts),
             dtype=held.dtype,
             received=held.received,

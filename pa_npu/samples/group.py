@@ -431,7 +431,7 @@ class Group:
         return self.cached("offsets", build)
 
     def sequences(self) -> list[np.ndarray]:
-        """The tokens of each sample, views."""
+        """Returns the tokens of each sample, views."""
         return [self.tokens[start:end] for start, end in pairwise(self.offsets().tolist())]
 
     @property

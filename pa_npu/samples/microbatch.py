@@ -95,7 +95,7 @@ class Microbatch(Targets):
 
     @property
     def is_stem(self) -> bool:
-        """Whether it is the beginning of others, which belongs to no response itself."""
+        """Returns whether it is the beginning of others, which belongs to no response itself."""
         return isinstance(self.layout, PathRows) and self.layout.own is not None
 
     @property

@@ -7,7 +7,8 @@ import struct
 
 
 def group_seed(run_seed: int, iteration: int, index: int) -> int:
-    """31-bit seed of group `index` of `iteration`; the first turn of its sample i uses seed + i.
+    """Returns the 31-bit seed of group `index` of `iteration`; the first turn of its sample i uses
+    seed + i.
 
     A hash rather than a sum, so that neighbouring groups, iterations and runs share no seeds. It
     depends on nothing that timing could change, which is half of what makes sync and periodic runs
@@ -17,8 +18,8 @@ def group_seed(run_seed: int, iteration: int, index: int) -> int:
 
 
 def turn_seed(group: int, sample: int, turn: int) -> int:
-    """31-bit seed of a sample's turn, from its group's seed: seed + sample for the first turn
-    (number 0), a hash for later ones.
+    """Returns the 31-bit seed of a sample's turn, from its group's seed: seed + sample for the
+    first turn (number 0), a hash for later ones.
     """
     if turn == 0:
         return group + sample

@@ -108,6 +108,8 @@ def with_stems(
         multiple: of which a stem's rows are a multiple, as pieces are padded.
         max_tokens: of a stem; None for any number.
     """
+    if len(pieces) < 2:
+        return list(pieces)
     rows = _common_rows(group) // multiple * multiple
     if saved_rows(len(pieces), rows) < max(1, min_saved_rows):
         return list(pieces)
@@ -132,7 +134,7 @@ def _common_rows(group: Group) -> int:
     of any.
     """
     common = min(group.prompt_lengths()[0], *shared_prompts(group)[1:])
-    trained = group.trained.nonzero()[0]
     offsets = group.offsets()
+    trained = group.trained.nonzero()[0]  # every sample has some
     firsts = trained[trained.searchsorted(offsets[:-1])] - offsets[:-1]
     return max(0, min(common, int(firsts.min()) - 1))

@@ -141,17 +141,19 @@ def digest_of(data: bytes) -> str:
 
 
 def digest_of_values(values: Any) -> str:
-    """The digest of plain JSON values, whatever the order of their keys."""
+    """Returns the digest of plain JSON values, whatever the order of their keys."""
     return digest_of(json.dumps(values, sort_keys=True).encode())
 
 
 def lines_digest(lines: Sequence[str]) -> str:
-    """The digest of an iteration's lines in a file of records; empty where it has none there."""
+    """Returns the digest of an iteration's lines in a file of records; empty where it has none
+    there.
+    """
     return digest_of("\n".join(lines).encode("utf-8", "backslashreplace")) if lines else ""
 
 
 def group_fields(groups: Sequence[GroupDigest]) -> dict[str, Any]:
-    """The fields of a ChainLink that follow from its groups."""
+    """Returns the fields of a ChainLink that follow from its groups."""
     ordered = sorted(groups, key=lambda group: group.index)
     heads = np.array(
         [(group.index, group.prompt, group.responses.shape[1]) for group in ordered], "<i8"
@@ -174,7 +176,7 @@ def group_fields(groups: Sequence[GroupDigest]) -> dict[str, Any]:
 
 
 def unpack(text: str, groups: int, link: str) -> Responses:
-    """The responses in a ChainLink's field. Raises DataError."""
+    """Returns the responses in a ChainLink's field. Raises DataError."""
     try:
         data = base64.b64decode(text, validate=True)
         end = 3 * groups * np.dtype("<i8").itemsize
@@ -229,8 +231,8 @@ class ChainWriter:
 
 
 def read_chain(run_dir: Path | str) -> Iterator[ChainLink]:
-    """The lines in their order, one at a time. Half a line at the end, which a killed run leaves,
-    is left out.
+    """Yields the lines in their order, one at a time. Half a line at the end, which a killed run
+    leaves, is left out.
 
     Raises DataError with file:line where there is no chain, or a line that is none.
     """

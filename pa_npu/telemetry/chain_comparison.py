@@ -131,7 +131,7 @@ def compare_chains(
 def _pairs(
     first: Iterable[ChainLink], second: Iterable[ChainLink], begin: int, end: int | None
 ) -> Iterator[tuple[ChainLink, ChainLink]]:
-    """Lines of equal iterations. Both chains are in order, and only a line of each is held."""
+    """Yields lines of equal iterations. Both chains are in order, and only a line of each is held."""
     left = iter(first)
     right = iter(second)
     link = next(left, None)
@@ -191,7 +191,9 @@ def _engines_are_functions(arrangement: dict[str, Any]) -> bool:
 def compare_links(
     link: ChainLink, peer: ChainLink, rounding: Rounding | None, is_first: bool = False
 ) -> Iterator[Difference]:
-    """The differences of an iteration, causes first. rounding: None where bits must be equal."""
+    """Yields the differences of an iteration, causes first. rounding: None where bits must be
+    equal.
+    """
     iteration = link.iteration
     same_layout = all(link.arrangement.get(key) == peer.arrangement.get(key) for key in _LAYOUT)
     if link.configuration != peer.configuration:

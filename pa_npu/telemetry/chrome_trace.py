@@ -116,8 +116,8 @@ def _process_trace(
 
 
 def _rows(events: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """A lane's events in rows: one if they nest properly, else as few as keep events of a row from
-    overlapping.
+    """Returns a lane's events in rows: one if they nest properly, else as few as keep events of a
+    row from overlapping.
     """
     events = sorted(events, key=lambda event: (event["start"], -event["end"]))
     if _nested(events):

@@ -81,7 +81,7 @@ class MetricsWriter:
 
 
 def read_records(run_dir: Path | str) -> list[dict[str, Any]]:
-    """The iteration records of a run, in order.
+    """Returns the iteration records of a run, in order.
 
     Raises DataError with file:line if there are none or one is broken.
     """
@@ -101,13 +101,13 @@ def read_records(run_dir: Path | str) -> list[dict[str, Any]]:
 
 
 def read_evaluations(run_dir: Path | str) -> list[dict[str, Any]]:
-    """The evaluations of a run by version; empty where it made none."""
+    """Returns the evaluations of a run by version; empty where it made none."""
     path = Path(run_dir) / EVALUATIONS
     return _read_lines(path, "version") if path.exists() else []
 
 
 def _read_lines(path: Path, key: str) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, up to a last line that is torn.
+    """Returns the objects of a file of JSON lines, up to a last line that is torn.
 
     Raises DataError with file:line of another one.
     """
@@ -136,8 +136,8 @@ def _read_lines(path: Path, key: str) -> list[dict[str, Any]]:
 
 
 def iterations_of(file: BinaryIO) -> Iterator[tuple[int, str]]:
-    """The lines of records that carry the number of their iteration, with it; half a line at the
-    end is left out.
+    """Yields the lines of records that carry the number of their iteration, with it; half a line at
+    the end is left out.
 
     Raises DataError where a line has none.
     """
@@ -168,7 +168,9 @@ class JsonLines:
         self._records: list[dict[str, Any]] = []
 
     def read(self) -> list[dict[str, Any]]:
-        """All so far; each look reads only what came since the last one. Thread-safe."""
+        """Returns all records so far; each call reads only what came since the last one.
+        Thread-safe.
+        """
         with self._lock:
             new = list(self.new())  # first: it may begin again
             self._records += new
@@ -194,7 +196,7 @@ class JsonLines:
 
 
 def parse_object(line: bytes) -> dict[str, Any] | None:
-    """The object of a line of JSON; None where the line is none.
+    """Returns the object of a line of JSON; None where the line is none.
 
     Numbers that cannot be calculated with are null.
     """
@@ -309,7 +311,7 @@ def note_lost(subject: Path | str, error: BaseException) -> None:
 
 
 def attempt(subject: Path | str, action: Callable[[], Any]) -> Any:
-    """The action's value; None, and a count, where the system refuses it."""
+    """Returns the action's value; None, and a count, where the system refuses it."""
     try:
         return action()
     except OSError as error:
@@ -323,7 +325,7 @@ def print_line(line: str) -> None:
 
 
 def json_line(record: Any) -> str:
-    """One line of JSON in which no character is one that a terminal or a page would obey.
+    """Returns one line of JSON in which no character is one that a terminal or a page would obey.
 
     Letters of all scripts stay readable; control characters, direction marks and other characters
     without a picture are escapes.

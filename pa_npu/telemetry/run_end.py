@@ -86,7 +86,7 @@ def engine_names(events: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def last_attempt(events: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The launcher's events since it was started last."""
+    """Returns the launcher's events since it was started last."""
     for index in range(len(events) - 1, -1, -1):
         if "process" in events[index]:
             return events[index:]
@@ -94,7 +94,7 @@ def last_attempt(events: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, A
 
 
 def read_end(events: Sequence[Mapping[str, Any]]) -> RunEnd | None:
-    """The end of the last attempt; None while it has none.
+    """Returns the end of the last attempt; None while it has none.
 
     One without an outcome is an earlier version's, of a good end.
     """

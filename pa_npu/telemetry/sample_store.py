@@ -62,7 +62,7 @@ class KeptResponse:
 
 
 def reward_names(rows: Sequence[KeptResponse]) -> list[str]:
-    """The names of all rewards in the rows, in the order in which they come first.
+    """Returns the names of all rewards in the rows, in the order in which they come first.
 
     Groups may differ: agents reward some, reward functions the others.
     """
@@ -188,8 +188,8 @@ def read_samples(
     group: int | None = None,
     columns: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows of an iteration as plain values, by group and response; with `trainer_logprobs`,
-    None where there are none.
+    """Returns the rows of an iteration as plain values, by group and response; with
+    `trainer_logprobs`, None where there are none.
 
     group: its rows alone. columns: as read_table has them.
     Raises DataError where the file cannot be read.
@@ -223,8 +223,8 @@ def read_samples(
 
 
 def _place(row: Mapping[str, Any]) -> tuple[int, int]:
-    """The group and the response; a row without them, which this program has not written, comes
-    first.
+    """Returns the group and the response; a row without them, which this program has not written,
+    comes first.
     """
     index, response = (row.get(name) for name in ("index", "response"))
     return index if isinstance(index, int) else -1, response if isinstance(response, int) else -1
@@ -299,7 +299,7 @@ def write_table(path: Path, rows: list[dict[str, Any]], schema: Any) -> None:
 
 
 def _encodable(value: Any) -> Any:
-    """The same without half surrogates, which a tokenizer may give and UTF-8 cannot hold."""
+    """Returns the same without half surrogates, which a tokenizer may give and UTF-8 cannot hold."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, dict):
@@ -312,7 +312,7 @@ def _encodable(value: Any) -> Any:
 def read_table(
     path: Path, *, columns: Sequence[str] | None = None, only: tuple[str, int] | None = None
 ) -> list[dict[str, Any]]:
-    """The rows of a file. Raises DataError where it cannot be read.
+    """Returns the rows of a file. Raises DataError where it cannot be read.
 
     columns: these alone, as far as the file has them; `length` is the number of a row's tokens.
     only: a column, and the value that it has in the rows that are wanted.

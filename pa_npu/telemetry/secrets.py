@@ -131,7 +131,7 @@ class Secrets:
         self._values = re.compile("|".join(map(re.escape, known))) if known else None
 
     def hide(self, text: str) -> str:
-        """The text without the configuration's secrets, and without what looks like one."""
+        """Returns the text without the configuration's secrets, and without what looks like one."""
         if self._values is not None:
             text = self._values.sub(HIDDEN, text)
         return hide(text)
@@ -179,8 +179,8 @@ class Secrets:
 
 
 def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of an environment without a secret: in their names, or in a value, such as a
-    URL with a password.
+    """Returns the variables of an environment without a secret: in their names, or in a value, such
+    as a URL with a password.
     """
     return {
         name: value
@@ -190,7 +190,7 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def hide(text: str, mask: Mask = lambda value: HIDDEN) -> str:
-    """The text without what looks like a secret by its form."""
+    """Returns the text without what looks like a secret by its form."""
     shown = ""
     done = 0
     for start, end in _secret_spans(text):

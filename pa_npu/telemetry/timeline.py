@@ -30,7 +30,7 @@ def now() -> float:
 
 
 def on_clock(perf_counter_s: float) -> float:
-    """A moment of this process, by time.perf_counter(), on the timeline's clock."""
+    """Returns a moment of this process, by time.perf_counter(), on the timeline's clock."""
     return _WALL_ANCHOR_S + perf_counter_s
 
 
@@ -49,7 +49,7 @@ class Timeline:
 
     @classmethod
     def for_run(cls, run_dir: Path | str, process_name: str) -> Timeline:
-        """The timeline of a process of a run: RUN/timeline/<process>.jsonl."""
+        """Returns the timeline of a process of a run: RUN/timeline/<process>.jsonl."""
         return cls(Path(run_dir) / DIRECTORY / f"{process_name}.jsonl", process_name)
 
     @contextmanager

@@ -279,7 +279,7 @@ class MLflow(Tracker):
         self._client.set_terminated(self.id)
 
     def _named(self, name: str) -> str:
-        """The name with the characters that MLflow refuses replaced; "@" as verl does."""
+        """Returns the name with the characters that MLflow refuses replaced; "@" as verl does."""
         return self._REFUSED.sub("_", name.replace("@", "_at_"))
 
 

@@ -296,8 +296,8 @@ def _deliver(tracker: Tracker, message: Mapping[str, Any]) -> None:
 
 
 def tracked(record: Mapping[str, Any], names: str) -> dict[str, float]:
-    """The numbers of an iteration record under their names of NAMES; what is not a finite number is
-    left out.
+    """Returns the numbers of an iteration record under their names of NAMES; what is not a finite
+    number is left out.
     """
     numbers = {
         _named(field, NAMES[names]): float(value)
@@ -308,7 +308,7 @@ def tracked(record: Mapping[str, Any], names: str) -> dict[str, float]:
 
 
 def tracked_evaluation(record: Mapping[str, Any], names: str) -> dict[str, float]:
-    """The numbers of an evaluation record: of each set its metrics."""
+    """Returns the numbers of an evaluation record: of each set its metrics."""
     values = {_STEP[names]: float(record["version"])}
     for name, numbers in record.get("sets", {}).items():
         for metric, value in numbers["metrics"].items():
@@ -359,7 +359,7 @@ def _table(name: str, iteration: int, rows: Sequence[KeptResponse]) -> dict[str,
 
 
 def _text(text: str) -> str:
-    """The end is what a reward reads, so the middle of a long text is left out; no half surrogates."""
+    """Returns a text without its middle, if it is long: a reward reads the end. No half surrogates."""
     clean = text.encode("utf-8", "replace").decode()
     if len(clean) <= LONGEST_TEXT:
         return clean

@@ -37,7 +37,7 @@ from pa_npu.trainer.border import TrainerBorder
 from pa_npu.trainer.held_out import HeldOutRows
 from pa_npu.trainer.learner import Learner
 from pa_npu.trainer.loop import IterationChecks
-from pa_npu.trainer.publication import NoPublication, Publication, make_publication
+from pa_npu.trainer.publication import NoTrainerPublication, TrainerPublication, make_publication
 from pa_npu.weight_transfer.transport import HOST_BACKEND
 
 # A publish keeps up to four buckets in the leader's memory: two on the wire, two being gathered
@@ -164,10 +164,10 @@ def publication_of(
     channel: StoreChannel,
     timeline: Timeline,
     milestones: Milestones,
-) -> Publication:
+) -> TrainerPublication:
     """Makes this rank's side of the run's publication; a run without engines sends nothing."""
     if not config.rollout.has_engines:
-        return NoPublication(learner=learner, channel=channel)
+        return NoTrainerPublication(learner=learner, channel=channel)
     return make_publication(
         config.publish,
         learner=learner,

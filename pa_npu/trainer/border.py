@@ -47,7 +47,7 @@ from pa_npu.samples.types import SampleBuilder
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.agreement import Agreement
 from pa_npu.trainer.learner import Learner
-from pa_npu.trainer.publication import Publication
+from pa_npu.trainer.publication import TrainerPublication
 from pa_npu.vision.images import PIXELS, from_png
 
 
@@ -59,7 +59,7 @@ class TrainerBorder:
         *,
         config: Config,
         learner: Learner,
-        publication: Publication,
+        publication: TrainerPublication,
         channel: StoreChannel,
         timeline: Timeline,
         agreement: Agreement,

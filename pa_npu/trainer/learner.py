@@ -85,8 +85,8 @@ class Learner:
         *,
         kept_logprobs: TrainerLogprobs | None = None,
     ) -> None:
-        """kept_logprobs: records the log-probs of what is trained; needed only on the last stage's
-        tensor leader, which computes them.
+        """Makes a learner. kept_logprobs: records the log-probs of trained tokens; needed only on
+        the last stage's tensor leader, which computes them.
         """
         self._config = config
         self._algorithm = build_algorithm(config)

@@ -1,12 +1,13 @@
 """Publication: a trainer rank's part in bringing versions to the engines; one policy per run.
 
-    policy                key                     what it does with version v
-    BlockingPublication   publish.mode=blocking   sends it at the border; engines hold it then
-    DelayedPublication    publish.mode=delayed,   sends it at the border; engines may swap to it
-                          rolling                 later, and late engines get the version before
-                                                  until then
-    SkippingPublication   publish.divergence      leaves it out while the engines' policy is near
-    NoPublication         rollout.engines=0       announces it: there are no engines
+    policy                         key                   what it does with version v
+    BlockingTrainerPublication     publish.mode=blocking sends it at the border; engines hold it then
+    DelayedTrainerPublication      publish.mode=delayed, sends it at the border; engines may swap to
+                                   rolling               it later, and late engines get the version
+                                                         before until then
+    SkippingTrainerPublication     publish.divergence    leaves it out while the engines' policy is
+                                                         near
+    NoTrainerPublication           rollout.engines=0     announces it: there are no engines
 
 A policy is called at these points of an iteration:
 
@@ -41,7 +42,7 @@ from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Learner
 
 
-class Publication(ABC):
+class TrainerPublication(ABC):
     """The points at which a run's publication takes part in a rank's iteration."""
 
     @abstractmethod
@@ -57,7 +58,7 @@ class Publication(ABC):
         """Ends what the change of the weights would disturb."""
 
 
-class NoPublication(Publication):
+class NoTrainerPublication(TrainerPublication):
     """Announces every version in a run without engines, and sends nothing."""
 
     def __init__(self, *, learner: Learner, channel: StoreChannel) -> None:
@@ -75,13 +76,13 @@ class NoPublication(Publication):
         return Published(None, 0.0, 0.0, policy=self._digest())
 
     def probed(self, version: int, probe: Sequence[Microbatch]) -> None:
-        """Nobody samples a probe."""
+        """Does nothing: nobody samples a probe."""
 
     def before_step(self) -> None:
-        """Nobody else uses the weights."""
+        """Does nothing: nobody else uses the weights."""
 
 
-class BlockingPublication(Publication):
+class BlockingTrainerPublication(TrainerPublication):
     """Sends every version at its border, after which engines hold it."""
 
     def __init__(
@@ -93,8 +94,8 @@ class BlockingPublication(Publication):
         timeline: Timeline,
         timeout_s: float,
     ) -> None:
-        """publisher: of the weights that this rank sends; None on a rank of another replica than
-        the first, whose weights are copies. timeout_s: of every wait for the coordinator.
+        """Makes the policy. publisher: sends this rank's weights; None on ranks of replicas other
+        than the first, whose weights are copies. timeout_s: of every wait for the coordinator.
         """
         self._learner = learner
         self._publisher = publisher
@@ -114,10 +115,10 @@ class BlockingPublication(Publication):
         return self._protocol.publish(version)
 
     def probed(self, version: int, probe: Sequence[Microbatch]) -> None:
-        """Every version is published, whatever the probe says."""
+        """Does nothing: every version is published, whatever the probe says."""
 
     def before_step(self) -> None:
-        """Engines hold the version already."""
+        """Does nothing: engines hold the version already."""
 
     def _send(self, version: int, members: PublishMembers) -> PublishStats | None:
         """Sends `version` to its members; see TrainerPublish."""
@@ -130,7 +131,7 @@ class BlockingPublication(Publication):
         return self._publisher.publish(version, members)
 
 
-class DelayedPublication(BlockingPublication):
+class DelayedTrainerPublication(BlockingTrainerPublication):
     """Sends every version at its border; engines may receive it while they generate and swap later.
 
     The coordinator says in each attempt whether they do (PublishMembers.delayed).
@@ -158,7 +159,7 @@ class DelayedPublication(BlockingPublication):
         return self._transfer(version, members)
 
 
-class SkippingPublication(BlockingPublication):
+class SkippingTrainerPublication(BlockingTrainerPublication):
     """Publishes a version only if the policy has moved on, or if it must be published."""
 
     def __init__(
@@ -255,13 +256,13 @@ def make_publication(
     timeout_s: float,
     freshness: Freshness,
     milestones: Milestones,
-) -> BlockingPublication:
+) -> BlockingTrainerPublication:
     """Makes the policy that the keys of a run with engines ask for; arguments as in the policies."""
     if publish.divergence is not None:
         choice = PublishedVersions(
             probes=learner, limit=publish.divergence, freshness=freshness, milestones=milestones
         )
-        return SkippingPublication(
+        return SkippingTrainerPublication(
             learner=learner,
             publisher=publisher,
             channel=channel,
@@ -269,7 +270,7 @@ def make_publication(
             timeout_s=timeout_s,
             choice=choice,
         )
-    kind = BlockingPublication if publish.mode == "blocking" else DelayedPublication
+    kind = BlockingTrainerPublication if publish.mode == "blocking" else DelayedTrainerPublication
     return kind(
         learner=learner,
         publisher=publisher,

@@ -179,14 +179,14 @@ def test_setup_builds_for_a_wheel_and_leaves_editable_installs_to_the_command(
 ) -> None:
     """A failure inside an editable install would be a warning that nobody sees."""
     setuptools = pytest.importorskip("setuptools")
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(setuptools, "setup", lambda **arguments: given.update(arguments))
+    inputs: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: inputs.update(arguments))
     monkeypatch.chdir(build.ROOT)
     runpy.run_path(str(build.ROOT / "setup.py"))
     called: list[Path] = []
     monkeypatch.setattr(build, "build_if_possible", called.append)
     monkeypatch.setattr("setuptools.command.build_py.build_py.run", lambda self: None)
-    command = given["cmdclass"]["build_py"](setuptools.Distribution())
+    command = inputs["cmdclass"]["build_py"](setuptools.Distribution())
     command.editable_mode, command.build_lib = editable, str(tmp_path)
     command.run()
     assert called == ([] if editable else [tmp_path])

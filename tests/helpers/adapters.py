@@ -27,14 +27,14 @@ def plain(model: Path, dtype: torch.dtype = torch.float32) -> Any:
 def make_adapter(model: Path, directory: Path, /, seed: int = 3, **options: Any) -> Path:
     """Let peft write an adapter whose A and B are random, and return its directory."""
     torch.manual_seed(seed)
-    given = {
+    inputs = {
         "r": 4,
         "lora_alpha": 8,
         "target_modules": "all-linear",
         "task_type": "CAUSAL_LM",
         **options,
     }
-    policy = get_peft_model(plain(model), LoraConfig(**given))
+    policy = get_peft_model(plain(model), LoraConfig(**inputs))
     with torch.no_grad():
         for name, weight in policy.named_parameters():
             if "lora_B" in name:
@@ -87,20 +87,20 @@ def export_merged(model: Path, adapter: Path, directory: Path) -> Path:
 
 def received(source: WeightSource) -> dict[str, torch.Tensor]:
     """Returns what engines get of a source."""
-    assembler, found = Assembler(source.manifest), {}
+    assembler, actual = Assembler(source.manifest), {}
     for bucket, buffer in zip(source.manifest.buckets, source.buckets(Deadline(60.0)), strict=True):
         assert buffer is not None
-        found |= {
+        actual |= {
             name: tensor.clone() for name, tensor in assembler.completed(bucket, buffer.clone())
         }
-    return found
+    return actual
 
 
 def merged_by_hand(
     state: Mapping[str, torch.Tensor], factor: float, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
     """A peft model's state as the plain model's: W + factor B A in fp64, rounded once to `dtype`."""
-    found = {}
+    actual = {}
     for name, weight in state.items():
         if ".lora_" in name:
             continue
@@ -112,5 +112,5 @@ def merged_by_hand(
         wide = weight.double()
         if down is not None and up is not None:
             wide = wide + factor * (up.double() @ down.double())
-        found[short.replace(".base_layer.", ".")] = wide.to(dtype)
-    return found
+        actual[short.replace(".base_layer.", ".")] = wide.to(dtype)
+    return actual

@@ -42,12 +42,12 @@ def ids(text: str) -> list[int]:
         if text.startswith("<|")
         else list(text.removesuffix(END_OF_TURN))
     )
-    found = [
+    actual = [
         token
         for piece in pieces
         for token in TOKENIZER(piece, add_special_tokens=False)["input_ids"]
     ]
-    return found + ([TOKENIZER.eos_token_id] if text.endswith(END_OF_TURN) else [])
+    return actual + ([TOKENIZER.eos_token_id] if text.endswith(END_OF_TURN) else [])
 
 
 @dataclass(frozen=True, eq=False)

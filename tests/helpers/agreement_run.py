@@ -109,12 +109,12 @@ class Engine:
                 prompt_tokens=prompt.astype(np.int32),
                 response_tokens=written.reshape(-1).numpy().astype(np.int32),
                 response_lengths=np.full(responses, tokens, np.int32),
-                logprobs=said.reshape(-1).numpy(),
+                logprobs=output.reshape(-1).numpy(),
                 rewards=np.zeros(responses, np.float32),
                 advantages=rng.standard_normal(responses).astype(np.float32),
                 finished=np.zeros(responses, np.uint8),
             )
-            for index, rng, prompt, written, said in zip(
+            for index, rng, prompt, written, output in zip(
                 indices,
                 rngs,
                 prompts,
@@ -203,7 +203,7 @@ def trained(change: Callable[[np.ndarray], np.ndarray]) -> Change:
     """`change` of every group's log-probs, [responses, tokens]."""
 
     def changed(group: Group) -> Group:
-        found = group.logprobs[group.trained].reshape(group.num_samples, -1)
-        return with_trained(group, logprobs=change(found).reshape(-1).astype(np.float32))
+        actual = group.logprobs[group.trained].reshape(group.num_samples, -1)
+        return with_trained(group, logprobs=change(actual).reshape(-1).astype(np.float32))
 
     return lambda groups: [changed(group) for group in groups]

@@ -47,11 +47,11 @@ def math_verify_alone(response: str, reference: str) -> bool:
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    expected, found = (
+    expected, actual = (
         math_verify.parse(text, parsing_timeout=_PATIENCE_S)
         for text in (f"\\boxed{{{reference}}}", response)
     )
-    return bool(math_verify.verify(expected, found, timeout_seconds=_PATIENCE_S))
+    return bool(math_verify.verify(expected, actual, timeout_seconds=_PATIENCE_S))
 
 
 def table() -> list[str]:

@@ -236,16 +236,16 @@ class BackendConformance(BackendFaultConformance, BackendResumeConformance):
             assert len(manifest.buckets) > 3 and all(
                 b.num_bytes <= max(BUCKET_BYTES, *rows) for b in manifest.buckets
             )
-            assembler, found = Assembler(manifest), {}
+            assembler, actual = Assembler(manifest), {}
             for bucket, data in zip(manifest.buckets, weights.buckets(Deadline(30.0)), strict=True):
                 assert data is not None
-                found |= {
+                actual |= {
                     name: tensor.clone() for name, tensor in assembler.completed(bucket, data)
                 }
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            assert actual.keys() == expected.keys()
+            assert all(torch.equal(actual[name], expected[name]) for name in expected)
             contents = Contents()
-            for name, tensor in found.items():
+            for name, tensor in actual.items():
                 contents.add(name, tensor)
             assert weights.contents() == contents.read(), "summed up in the model"
 

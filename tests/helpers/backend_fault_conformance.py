@@ -135,9 +135,13 @@ class BackendFaultConformance:
             one.publish(0)
         for number, share in enumerate([*shares(), *shares()]):
             before = learner.backend.digest()
-            found = learner.finite_difference(microbatches(share)[:2], {})
-            assert found is not None and found.limit is not None and found.tensors > 0, found
-            assert abs(found.measured - found.predicted) <= found.limit < 0.5 * abs(found.predicted)
+            actual = learner.finite_difference(microbatches(share)[:2], {})
+            assert actual is not None and actual.limit is not None and actual.tensors > 0, actual
+            assert (
+                abs(actual.measured - actual.predicted)
+                <= actual.limit
+                < 0.5 * abs(actual.predicted)
+            )
             assert learner.backend.digest() == before
             if number < 2:
                 for one in (learner, untouched):

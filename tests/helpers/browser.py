@@ -22,7 +22,7 @@ WAIT_S = 60.0
 def find_browser() -> str | None:
     """The program named by PA_NPU_BROWSER, or the first that is installed."""
     return os.environ.get("PA_NPU_BROWSER") or next(
-        (found for name in NAMES if (found := shutil.which(name))), None
+        (actual for name in NAMES if (actual := shutil.which(name))), None
     )
 
 
@@ -99,12 +99,12 @@ class Browser:
 
     def evaluate(self, script: str) -> Any:
         """The value of an expression, awaited; raises what it raises."""
-        found = self.call(
+        actual = self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
-        if "exceptionDetails" in found:
-            raise AssertionError(f"{script}: {json.dumps(found['exceptionDetails'])[:600]}")
-        return found["result"].get("value")
+        if "exceptionDetails" in actual:
+            raise AssertionError(f"{script}: {json.dumps(actual['exceptionDetails'])[:600]}")
+        return actual["result"].get("value")
 
     def wait_for(self, condition: str) -> None:
         deadline = time.monotonic() + WAIT_S

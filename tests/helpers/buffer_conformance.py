@@ -88,8 +88,8 @@ def a_slot_is_filled_once(open_buffer: Open) -> None:
 
 
 def a_wait_ends_at_its_deadline_and_says_for_what(open_buffer: Open) -> None:
-    found = raises(DeadlineExceeded, lambda: open_buffer(1).wait(4, 1, 2, 0.01))
-    assert "the group of slot 2, replica 1, iteration 4, from the coordinator" in found
+    actual = raises(DeadlineExceeded, lambda: open_buffer(1).wait(4, 1, 2, 0.01))
+    assert "the group of slot 2, replica 1, iteration 4, from the coordinator" in actual
 
 
 CHECKS: tuple[Callable[[Open], None], ...] = (

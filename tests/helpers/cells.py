@@ -25,14 +25,14 @@ async def run(program: str, stdin: bytes = b"", limits: CellLimits = LIMITS) -> 
 
 
 def alive(mark: str) -> int:
-    found = 0
+    actual = 0
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():
             try:
-                found += mark.encode() in (directory / "cmdline").read_bytes()
+                actual += mark.encode() in (directory / "cmdline").read_bytes()
             except OSError:
                 continue
-    return found
+    return actual
 
 
 _UNSHARED = "namespaces of its own"
@@ -111,10 +111,10 @@ def cell(kind: str, program: str, **limits: Any) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
-def level_here(kind: str, found: dict[str, Any]) -> str:
+def level_here(kind: str, actual: dict[str, Any]) -> str:
     """The level that was reached; skips where this system is poorer than the case wants."""
     _, _, level, by = CELLS[kind]
-    if "failed" in found or found["level"] != level or by not in found["isolation"]:
+    if "failed" in actual or actual["level"] != level or by not in actual["isolation"]:
         if by in _JAILS and shutil.which(JAILS[by][0]) is None:
             pytest.skip(f"no {by} here")
         if (
@@ -124,7 +124,7 @@ def level_here(kind: str, found: dict[str, Any]) -> str:
             ).returncode
         ):
             pytest.skip("this system gives users no namespaces")
-        pytest.fail(f"{found} instead of {level} by {by}")
+        pytest.fail(f"{actual} instead of {level} by {by}")
     return level
 
 

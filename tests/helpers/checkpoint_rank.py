@@ -221,13 +221,13 @@ def damage(
         dist.barrier()
         checkpoint = config.checkpoint.model_copy(update={"load": str(load)})
         run.checkpoints._config = config.model_copy(update={"checkpoint": checkpoint})
-        said = ""
+        output = ""
         try:
             assert run.checkpoints.load() == 2
         except UserError as error:
-            said = str(error)
+            output = str(error)
         everyone: list[Any] = [None] * config.trainer.devices
-        dist.all_gather_object(everyone, said)
+        dist.all_gather_object(everyone, output)
         reports.append({"said": everyone, "made": (parent / "made").exists()})
     return reports
 

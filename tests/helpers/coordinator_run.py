@@ -278,11 +278,11 @@ class Run:
         self.process.kill()
         raise AssertionError(f"no {key} from the coordinator, which said:\n{self.end()}")
 
-    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+    def wait_until(self, condition: Callable[[], bool], description: str) -> None:
         deadline = time.monotonic() + WAIT_S
         while not condition():
             assert time.monotonic() < deadline and self.process.poll() is None, (
-                f"{what}: {self.end()}"
+                f"{description}: {self.end()}"
             )
             time.sleep(0.05)
 

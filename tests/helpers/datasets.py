@@ -23,8 +23,8 @@ def write(path: Path, *lines: Any) -> str:
 
 
 def loaded(path: str, tokenizer: Any, **settings: Any) -> PromptSet:
-    (found,) = load_training(DataConfig(train=path, **settings), tokenizer)
-    return found
+    (actual,) = load_training(DataConfig(train=path, **settings), tokenizer)
+    return actual
 
 
 def load(path: str, tokenizer: Any, **settings: Any) -> tuple[Prompt, ...]:

@@ -155,11 +155,11 @@ def documented() -> dict[str, list[str]]:
     """Commands with the pages that show them: continued lines joined, comments and what only sets
     variables left out.
     """
-    found: dict[str, list[str]] = {}
+    actual: dict[str, list[str]] = {}
     for page in PAGES:
         for command in commands(page.read_text(encoding="utf-8")):
-            found.setdefault(command, []).append(str(page.relative_to(ROOT)))
-    return found
+            actual.setdefault(command, []).append(str(page.relative_to(ROOT)))
+    return actual
 
 
 def commands(text: str) -> list[str]:

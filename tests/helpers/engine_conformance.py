@@ -74,8 +74,8 @@ class Conformance:
             together = await asyncio.gather(
                 *(ask(client, 3, 7 * number, number=number) for number in order)
             )
-            assert [bits(found) for found in together] == [alone[number] for number in order]
-        assert len({str(found) for found in alone.values()}) == 4
+            assert [bits(actual) for actual in together] == [alone[number] for number in order]
+        assert len({str(value) for value in alone.values()}) == 4
 
     async def test_limits_end_tokens_and_logprobs_are_as_asked_for(self, client):
         exact = await ask(client, 4, 5, Sampling(16, 1.0, (EOS,), ignore_eos=True))
@@ -126,8 +126,8 @@ class Conformance:
         await client.close()
         with pytest.raises(PaNpuError):
             await asyncio.wait_for(request, 20)
-        async with subject.client() as other:
-            await other.probe(deadline_s=DEADLINE_S)
+        async with subject.client() as another:
+            await another.probe(deadline_s=DEADLINE_S)
 
     async def test_responses_handed_on_at_any_token_go_on_as_what_they_would_have_been(
         self, subject, client
@@ -175,8 +175,8 @@ class Conformance:
                     prompt(), 1, 90 + number, left, deadline_s=DEADLINE_S, **go_on
                 )
             else:
-                given = np.concatenate([prompt(), written])
-                (part,) = await client.generate(given, 1, 90 + number, left, deadline_s=DEADLINE_S)
+                inputs = np.concatenate([prompt(), written])
+                (part,) = await client.generate(inputs, 1, 90 + number, left, deadline_s=DEADLINE_S)
             return part
 
         cuts = np.random.default_rng(0).integers(1, long.max_tokens, count).tolist()
@@ -230,8 +230,8 @@ class Conformance:
 
     async def test_another_run_that_publishes_to_it_is_noticed(self, subject, client):
         await self.publish(subject, client, 3)
-        async with subject.client() as other:
-            await self.publish(subject, other, 4)
+        async with subject.client() as another:
+            await self.publish(subject, another, 4)
         with pytest.raises(
             InvariantViolation, match=r"I1 version: .*by weight version 4, but .*gave it 3"
         ):

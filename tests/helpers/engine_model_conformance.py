@@ -70,12 +70,12 @@ class ModelConformance(Conformance):
             for number, response in enumerate(written)
         ]
         several = [(Scoring(temperature, count), row) for row in rows for count in (0, 5)]
-        found = await asyncio.gather(
+        actual = await asyncio.gather(
             *(client.score(row, scoring, deadline_s=DEADLINE_S) for scoring, row in several),
             client.score(rows[0], Scoring(2.0), deadline_s=DEADLINE_S),
         )
         model = AutoModelForCausalLM.from_pretrained(subject.model, dtype=torch.float32).eval()
-        for (scoring, row), scores in zip(several, found, strict=False):
+        for (scoring, row), scores in zip(several, actual, strict=False):
             with torch.no_grad():
                 logits = model(torch.from_numpy(row).long()[None]).logits[0, :-1].double()
             expected = torch.log_softmax(logits / temperature, -1)
@@ -91,10 +91,10 @@ class ModelConformance(Conformance):
             outcomes = torch.cat([top.values, rest[:, None]], 1).numpy()
             assert np.abs(scores.choice_logprobs[1:] - outcomes).max() < 2e-5
             assert (scores.choices[0] == -1).all()
-        for response, scores in zip(written, found[::2], strict=False):
+        for response, scores in zip(written, actual[::2], strict=False):
             assert np.abs(scores.logprobs[-12:] - response.logprobs).max() < 2e-5
-        hotter = found[-1].logprobs
-        assert np.abs(hotter - found[0].logprobs).max() > 0.05, "another temperature must show"
+        hotter = actual[-1].logprobs
+        assert np.abs(hotter - actual[0].logprobs).max() > 0.05, "another temperature must show"
 
     async def test_programs_that_compare_texts_by_their_likelihood_are_answered(self, subject):
         """As lm-eval asks: several prompts at once, echoed with the log-probs of their tokens."""
@@ -113,11 +113,11 @@ class ModelConformance(Conformance):
             with torch.no_grad():
                 logits = model(torch.tensor([tokens])).logits[0, :-1]
             expected = torch.log_softmax(logits, -1)
-            said = choice["logprobs"]
+            output = choice["logprobs"]
             own = expected.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
-            assert said["token_logprobs"][0] is None
-            assert said["token_logprobs"][1:-1] == pytest.approx(own, abs=2e-5)
-            best = [max(top.values()) for top in said["top_logprobs"][1:-1]]
+            assert output["token_logprobs"][0] is None
+            assert output["token_logprobs"][1:-1] == pytest.approx(own, abs=2e-5)
+            best = [max(top.values()) for top in output["top_logprobs"][1:-1]]
             assert best == pytest.approx(expected.max(-1).values.tolist(), abs=2e-5)
 
     @pytest.mark.nightly
@@ -143,7 +143,7 @@ class ModelConformance(Conformance):
         async def moved(at: tuple[int, int], first: int, second: int, drawn: bool) -> Generation:
             number, place = at
             tokens = whole[number][place].tokens[:first]
-            found, seed = [whole[number][place].logprobs[:first]], 1000 * number + place
+            actual, seed = [whole[number][place].logprobs[:first]], 1000 * number + place
             async with at_once:
                 for end in (second, long.max_tokens):
                     asked, go_on = (
@@ -156,8 +156,8 @@ class ModelConformance(Conformance):
                         asked, 1, seed, left, deadline_s=DEADLINE_S, **go_on
                     )
                     tokens = np.concatenate([tokens, part.tokens])
-                    found.append(part.logprobs)
-            return replace(part, tokens=tokens, logprobs=np.concatenate(found))
+                    actual.append(part.logprobs)
+            return replace(part, tokens=tokens, logprobs=np.concatenate(actual))
 
         places = [(number, place) for number in range(prompts) for place in range(size)]
         cut = [
@@ -199,14 +199,14 @@ class ModelConformance(Conformance):
         """The shares of 4,000 first tokens are the probabilities; with half the temperature they
         are not.
         """
-        found = await client.generate(
+        actual = await client.generate(
             prompt(),
             4000,
             0,
             Sampling(1, 1.0, ignore_eos=True, logprobs=False),
             deadline_s=DEADLINE_S,
         )
-        counts = np.bincount([int(g.tokens[0]) for g in found], minlength=VOCAB)
+        counts = np.bincount([int(g.tokens[0]) for g in actual], minlength=VOCAB)
         logits = _logits(subject.model, prompt())[-1]
         for temperature, fits in ((1.0, True), (0.5, False)):
             expected = 4000 * (logits / temperature).softmax(-1).numpy()
@@ -224,9 +224,9 @@ class ModelConformance(Conformance):
         assert logits.argmax(-1).tolist() == generation.tokens.tolist()
 
     async def test_a_response_ends_with_the_end_token_and_its_text_without(self, client):
-        found = await ask(client, 64, 5, Sampling(48, 1.0, (EOS,)))
-        assert any(g.finished for g in found), "of 64 responses over 128 tokens some must end"
-        for generation in found:
+        actual = await ask(client, 64, 5, Sampling(48, 1.0, (EOS,)))
+        assert any(g.finished for g in actual), "of 64 responses over 128 tokens some must end"
+        for generation in actual:
             assert (
                 generation.tokens[-1] == EOS
             ) == generation.finished and EOS not in generation.tokens[:-1]
@@ -294,8 +294,8 @@ class ModelConformance(Conformance):
         )
         await asyncio.wait_for(joined.wait(), DEADLINE_S)
         while not arriving.done() or not rounds:
-            found = await ask(client)
-            assert bits(found) == expected and {generation.version for generation in found} == {5}
+            actual = await ask(client)
+            assert bits(actual) == expected and {generation.version for generation in actual} == {5}
             rounds += 1
         received = await arriving
         assert received.versions == (6,)

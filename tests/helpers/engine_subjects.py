@@ -49,21 +49,21 @@ def make_adapters(model: Path, directory: Path) -> tuple[Base, Path, Path]:
     """
     header = read_header(model / "model.safetensors")
     sent, merged, weights = {}, tensors_of(model), []
-    for name, found in header.items():
+    for name, actual in header.items():
         layer = (
             name.removesuffix(".weight")
             if name.endswith("_proj.weight") and "k_proj" not in name
             else ""
         )
         if layer:
-            outputs, inputs = found.shape
+            outputs, inputs = actual.shape
             down, up = torch.randn(4, inputs), 0.1 * torch.randn(outputs, 4)
             sent |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
             merge(merged[name], up, down, 0.5)
-        place = (found.begin, found.begin + found.num_bytes, 0)
+        place = (actual.begin, actual.begin + actual.num_bytes, 0)
         weights.append(
             StoredWeight(
-                name, "model.safetensors", *place, "float32", "float32", found.shape, layer
+                name, "model.safetensors", *place, "float32", "float32", actual.shape, layer
             )
         )
     stored = tuple(weights)

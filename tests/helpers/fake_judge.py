@@ -48,21 +48,21 @@ def fake_judge(answer: Callable[[str, int], Answer]) -> Iterator[FakeJudge]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             message = body["messages"][-1]["content"]
             with judge.lock:
-                before = sum(message == other for other, _, _ in judge.asked)
+                before = sum(message == another for another, _, _ in judge.asked)
                 judge.asked.append((message, dict(self.headers), body | {"path": self.path}))
                 judge.now += 1
                 judge.most_at_once = max(judge.most_at_once, judge.now)
-            found = judge.answer(message, before)
-            if found.hold is not None:
-                found.hold.wait(30)
+            actual = judge.answer(message, before)
+            if actual.hold is not None:
+                actual.hold.wait(30)
             with judge.lock:
                 judge.now -= 1
-            data = found.body
+            data = actual.body
             if data is None:
-                data = json.dumps({"choices": [{"message": {"content": found.text}}]}).encode()
+                data = json.dumps({"choices": [{"message": {"content": actual.text}}]}).encode()
             try:
-                self.send_response(found.status)
-                for name, value in {"Content-Length": str(len(data)), **found.headers}.items():
+                self.send_response(actual.status)
+                for name, value in {"Content-Length": str(len(data)), **actual.headers}.items():
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(data)

@@ -18,9 +18,9 @@ WISHES = dict(
 FILE = os.environ["FAKE_WANDB_FILE"]
 
 
-def _note(**what: object) -> None:
+def _note(**description: object) -> None:
     with open(FILE, "a") as file:
-        file.write(json.dumps(what) + "\n")
+        file.write(json.dumps(description) + "\n")
 
 
 class Settings:
@@ -34,8 +34,8 @@ class Table:
 
 
 class _Run:
-    def __init__(self, given: dict) -> None:
-        self.id = given["id"]
+    def __init__(self, arguments: dict) -> None:
+        self.id = arguments["id"]
 
     def define_metric(self, *_: object, **__: object) -> None:
         pass
@@ -61,12 +61,12 @@ class _Run:
         _note(finish=True)
 
 
-def init(**given: object) -> _Run:
+def init(**arguments: object) -> _Run:
     print("the library prints what it likes")
     if "no_key" in WISHES:
         raise SystemExit("api_key not configured")
     if "hang_at_exit" in WISHES:
         atexit.register(time.sleep, 600)
         threading.Thread(target=time.sleep, args=[600], name="of a library").start()
-    _note(init={key: value for key, value in given.items() if key != "settings"})
-    return _Run(given)
+    _note(init={key: value for key, value in arguments.items() if key != "settings"})
+    return _Run(arguments)

@@ -346,6 +346,9 @@ def kept_responses(iteration: int) -> list[KeptResponse]:
             answer = 12 * index + (0 if right else 1)
             text = HOSTILE if index == 0 and response == 0 else f"12 x {index} is\n#### {answer}"
             tokens = list(range(3, 3 + 9 + response))
+            advantage = 0.87 if right else -0.87
+            if index == 1:
+                advantage = 0.0
             rows.append(
                 KeptResponse(
                     iteration=iteration,
@@ -360,7 +363,7 @@ def kept_responses(iteration: int) -> list[KeptResponse]:
                     version=iteration,
                     reward=1.2 if right else 0.2,
                     rewards={"math": float(right), "my_reward:brevity": 0.2},
-                    advantage=0.0 if index == 1 else (0.87 if right else -0.87),
+                    advantage=advantage,
                     correct=right,
                     errors=("format: " + HOSTILE,) if index == 0 else (),
                     tokens=tokens,

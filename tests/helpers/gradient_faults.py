@@ -129,13 +129,13 @@ def _but_of_experts(
     )
 
 
-def _own_part(output: torch.Tensor, given: torch.Tensor | None = None, **kwargs: Any) -> None:
+def _own_part(output: torch.Tensor, arguments: torch.Tensor | None = None, **kwargs: Any) -> None:
     """Leaves of a reduction what this rank brings to its part of it."""
     if (
-        given is not None
-        and given.untyped_storage().data_ptr() != output.untyped_storage().data_ptr()
+        arguments is not None
+        and arguments.untyped_storage().data_ptr() != output.untyped_storage().data_ptr()
     ):
-        output.copy_(given.flatten()[: output.numel()].view_as(output))
+        output.copy_(arguments.flatten()[: output.numel()].view_as(output))
 
 
 def _on_one_rank(name: str, learner: Learner) -> None:
@@ -201,11 +201,11 @@ def _run_twice(run: Callable[..., None]) -> None:
 
 
 def _instead_of_loss(
-    other: Callable[[Callable[..., torch.Tensor], Any, Any], torch.Tensor],
+    another: Callable[[Callable[..., torch.Tensor], Any, Any], torch.Tensor],
 ) -> None:
     loss = objectives.Objective.loss
     objectives.Objective.loss = (  # type: ignore[method-assign]
-        lambda self, microbatch, outputs: other(
+        lambda self, microbatch, outputs: another(
             lambda *args: loss(self, *args), microbatch, outputs
         )
     )

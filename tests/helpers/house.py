@@ -30,11 +30,11 @@ class Import:
 
 def modules(package: Path = PACKAGE) -> dict[str, Path]:
     """Every module by its dotted name."""
-    found = {}
+    actual = {}
     for file in sorted(package.rglob("*.py")):
         parts = file.relative_to(package.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
-    return found
+        actual[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return actual
 
 
 def imports(source: str, text: str, known: Iterable[str]) -> Iterator[Import]:
@@ -74,7 +74,7 @@ def _statements(
 def package_imports() -> list[Import]:
     known = modules()
     return [
-        found for name, file in known.items() for found in imports(name, file.read_text(), known)
+        actual for name, file in known.items() for actual in imports(name, file.read_text(), known)
     ]
 
 
@@ -89,28 +89,28 @@ def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
-    found: list[list[str]] = []
+    actual: list[list[str]] = []
 
     def visit(node: str) -> None:
         index[node] = low[node] = len(index)
         stack.append(node)
-        for other in sorted(graph[node]):
-            if other not in index:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], index[other])
+        for another in sorted(graph[node]):
+            if another not in index:
+                visit(another)
+                low[node] = min(low[node], low[another])
+            elif another in stack:
+                low[node] = min(low[node], index[another])
         if low[node] == index[node]:
             at = stack.index(node)
             group = sorted(stack[at:])
             del stack[at:]
             if len(group) > 1:
-                found.append(group)
+                actual.append(group)
 
     for node in sorted(graph):
         if node not in index:
             visit(node)
-    return found
+    return actual
 
 
 def uses(text: str, dotted: str) -> list[int]:

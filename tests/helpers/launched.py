@@ -47,15 +47,19 @@ class Launched:
 
     def family(self) -> dict[int, str]:
         """Every process below the launcher, with its command line or name."""
-        found = {pid: command_line(pid) for pid in descendants(self.popen.pid)}
-        self.seen |= found.keys()
-        return found
+        actual = {pid: command_line(pid) for pid in descendants(self.popen.pid)}
+        self.seen |= actual.keys()
+        return actual
 
-    def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
+    def wait_for(self, condition: Callable[[], bool], description: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert self.popen.poll() is None, f"the launcher ended before {what}:\n{self.output}"
-            assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s\n{self.output}"
+            assert self.popen.poll() is None, (
+                f"the launcher ended before {description}:\n{self.output}"
+            )
+            assert time.monotonic() < deadline, (
+                f"{description}: not within {timeout_s} s\n{self.output}"
+            )
             time.sleep(0.1)
 
     def assert_nothing_survives(self, timeout_s: float = 10.0) -> None:

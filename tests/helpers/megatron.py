@@ -102,7 +102,7 @@ def hf_gradients(hf_model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """By the names of the checkpoint, where each expert has tensors of its own; transformers
     computes with them stacked.
     """
-    found: dict[str, torch.Tensor] = {}
+    actual: dict[str, torch.Tensor] = {}
     for name, parameter in hf_model.named_parameters():
         base, _, stacked = name.rpartition(".")
         for expert, gradient in enumerate(parameter.grad) if base.endswith(".experts") else ():
@@ -112,13 +112,13 @@ def hf_gradients(hf_model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 else {"down_proj": gradient}
             )
             halves = gradient.chunk(2) if len(parts) == 2 else [gradient]
-            found |= {
+            actual |= {
                 f"{base}.{expert}.{part}.weight": half
                 for part, half in zip(parts, halves, strict=True)
             }
         if not base.endswith(".experts"):
-            found[name] = parameter.grad
-    return found
+            actual[name] = parameter.grad
+    return actual
 
 
 def relative_gradient_errors(

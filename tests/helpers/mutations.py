@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hypothesis import strategies as st
@@ -79,15 +79,13 @@ BYTES += [
 
 
 def places(tree: Any, path: Path = ()) -> Iterator[Path]:
-    """The path of every node, the root's () first."""
+    """Yields the path of every node, the root's () first."""
     yield path
-    items = (
-        tree.items()
-        if isinstance(tree, dict)
-        else enumerate(tree)
-        if isinstance(tree, list)
-        else ()
-    )
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, dict):
+        items = tree.items()
+    elif isinstance(tree, list):
+        items = enumerate(tree)
     for key, value in items:
         yield from places(value, (*path, key))
 

@@ -89,17 +89,17 @@ class Server:
         request = {"module": module, "argument": argument, "env": env, "log": str(log)}
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
-        while "started" not in (said := self._read(120.0)):
-            self._note(said)
-        return Rank(self, said["started"])
+        while "started" not in (output := self._read(120.0)):
+            self._note(output)
+        return Rank(self, output["started"])
 
     def code(self, pid: int, timeout_s: float | None) -> int | None:
         """The exit code of a fork; None if it still runs after the time."""
         deadline = time.monotonic() + (1e9 if timeout_s is None else timeout_s)
         while pid not in self._codes:
-            if not (said := self._read(max(0.0, deadline - time.monotonic()))):
+            if not (output := self._read(max(0.0, deadline - time.monotonic()))):
                 return None
-            self._note(said)
+            self._note(output)
         return self._codes[pid]
 
     def close(self) -> None:
@@ -107,9 +107,9 @@ class Server:
         self._process.stdin.close()
         self._process.wait(10)
 
-    def _note(self, said: dict[str, int]) -> None:
-        if said:
-            self._codes[said["ended"]] = said["code"]
+    def _note(self, message: dict[str, int]) -> None:
+        if message:
+            self._codes[message["ended"]] = message["code"]
 
     def _read(self, timeout_s: float) -> dict[str, int]:
         """The next line, one write of the server's; {} if none comes in time."""
@@ -124,8 +124,8 @@ class Server:
             byte = os.read(output.fileno(), 1)
             assert byte, "the process that forks ranks has ended; its error is above"
             line += byte
-        said: dict[str, int] = json.loads(line)
-        return said
+        message: dict[str, int] = json.loads(line)
+        return message
 
 
 @functools.cache

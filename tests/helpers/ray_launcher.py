@@ -112,10 +112,14 @@ class RayLauncher:
     def output(self) -> str:
         return (self.directory / "out").read_text()
 
-    def wait_for(self, condition: Callable[[], bool], what: str, timeout_s: float = 90.0) -> None:
+    def wait_for(
+        self, condition: Callable[[], bool], description: str, timeout_s: float = 90.0
+    ) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}\n{self.output}"
+            assert time.monotonic() < deadline, (
+                f"not within {timeout_s} s: {description}\n{self.output}"
+            )
             time.sleep(0.02)
 
     def wait_up(self, *names: str) -> dict[str, tuple[int, str]]:
@@ -128,12 +132,12 @@ class RayLauncher:
             lambda: all(file.exists() and file.read_text() for file in files.values()),
             f"{names} started",
         )
-        found = {}
+        actual = {}
         for name, file in files.items():
             pid, where = file.read_text().split()
-            found[name] = int(pid), where
+            actual[name] = int(pid), where
             file.unlink()
-        return found
+        return actual
 
     def code(self, timeout_s: float = 120.0) -> int:
         assert self.popen

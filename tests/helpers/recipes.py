@@ -107,12 +107,12 @@ def planned(
     devices of each, if others.
     """
     nodes, devices = places or SIZED[files]
-    given = [f"placement.nnodes={nodes}", f"placement.devices_per_node={devices}"]
-    given += ["placement.cluster=ray"] if nodes > 1 else []
+    arguments = [f"placement.nnodes={nodes}", f"placement.devices_per_node={devices}"]
+    arguments += ["placement.cluster=ray"] if nodes > 1 else []
     asked = [f"{key}=auto" for key in automatic.KEYS]
     return automatic.load(
         [str(ROOT / "configs" / file) for file in files],
-        [f"run.device={kind}", *given, *asked],
+        [f"run.device={kind}", *arguments, *asked],
         lambda line: None,
     )
 
@@ -137,14 +137,14 @@ def write_sizes(file: Path, values: Mapping[str, str]) -> None:
     text = file.read_text()
     for key, value in values.items():
         section, _, name = key.partition(".")
-        text, found = re.subn(
+        text, actual = re.subn(
             rf"(?m)(^{section}:\n(?: [^\n]*\n)*?  {name}: )\S+", rf"\g<1>{value}", text, count=1
         )
-        if not found:
-            text, found = re.subn(
+        if not actual:
+            text, actual = re.subn(
                 rf"(?m)^{section}:\n", f"{section}:\n  {name}: {value}\n", text, count=1
             )
-        if not found:
+        if not actual:
             text += f"{section}:\n  {name}: {value}\n"
     file.write_text(text)
 

@@ -72,12 +72,12 @@ def model(directory: Path) -> ModelSpec:
 def shapes(config: Config, iteration: int) -> list[tuple[int, list[int]]]:
     """Prompts and responses of an iteration: heavy-tailed, all different."""
     rng = np.random.default_rng([7, iteration])
-    found = []
+    actual = []
     for _ in range(config.schedule.prompts_per_iteration):
         center = 40 * np.exp(0.6 * rng.standard_normal())
         drawn = center * np.exp(0.4 * rng.standard_normal(config.rollout.responses_per_prompt))
-        found.append((int(rng.integers(16, 300)), [int(n) for n in np.clip(drawn, 1, 256)]))
-    return found
+        actual.append((int(rng.integers(16, 300)), [int(n) for n in np.clip(drawn, 1, 256)]))
+    return actual
 
 
 def iteration_s(config: Config, spec: ModelSpec, groups: list[tuple[int, list[int]]]) -> Any:
@@ -181,8 +181,8 @@ def write_run(directory: Path, *, slower: float = 1.0, timeline: bool = True) ->
     )
     if timeline:
         (directory / "timeline").mkdir()
-        for name, found in (("coordinator", events), ("trainer-0", trained)):
+        for name, actual in (("coordinator", events), ("trainer-0", trained)):
             (directory / "timeline" / f"{name}.jsonl").write_text(
-                "".join(json.dumps(event) + "\n" for event in found)
+                "".join(json.dumps(event) + "\n" for event in actual)
             )
     return directory

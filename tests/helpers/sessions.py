@@ -34,9 +34,9 @@ class Sessions(SingleTurn):
         self._note(str(num_samples_of(prompt.prompt_id)))
         return await super().rollout(prompt, num_samples_of(prompt.prompt_id), generate)
 
-    def _note(self, what: str) -> None:
+    def _note(self, description: str) -> None:
         with self._log.open("a") as log:
-            log.write(f"{what}\n")
+            log.write(f"{description}\n")
 
 
 def num_samples_of(prompt_id: int) -> int:

@@ -17,7 +17,7 @@ def listening(pids: Iterable[int]) -> set[tuple[int, str, int]]:
     """(pid, address, port) of every TCP socket, IPv4 or IPv6, on which one of the processes accepts
     connections.
     """
-    found = set()
+    actual = set()
     for pid in pids:
         inodes = socket_inodes(pid)
         for table in ("tcp", "tcp6"):
@@ -26,8 +26,8 @@ def listening(pids: Iterable[int]) -> set[tuple[int, str, int]]:
                     fields = line.split()
                     if fields[3] == _LISTEN and fields[9] in inodes:
                         address, port = fields[1].split(":")
-                        found.add((pid, decode_address(address), int(port, 16)))
-    return found
+                        actual.add((pid, decode_address(address), int(port, 16)))
+    return actual
 
 
 def outside_loopback(sockets: Iterable[tuple[int, str, int]]) -> set[tuple[int, str, int]]:

@@ -411,9 +411,9 @@ def _change_batch(
     sums = PolicyGradient.loss_sums
 
     def changed(self: PolicyGradient, batch: Any) -> Any:
-        other = copy.copy(self)
-        other.keys = config(self.keys)
-        return sums(other, change(batch))
+        another = copy.copy(self)
+        another.keys = config(self.keys)
+        return sums(another, change(batch))
 
     PolicyGradient.loss_sums = changed  # type: ignore[method-assign]
 
@@ -568,24 +568,26 @@ def _lose_elements(learner: Learner) -> None:
     if buffers is not None:
         reduce = vars(buffers)["dist_reduce_scatter_func"]
 
-        def megatron(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            _blank(given)
-            return reduce(output, given, *args, **kwargs)
+        def megatron(
+            output: torch.Tensor, arguments: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
+            _blank(arguments)
+            return reduce(output, arguments, *args, **kwargs)
 
         vars(buffers)["dist_reduce_scatter_func"] = megatron
     sharded = sys.modules.get("pa_npu.backends.fsdp.optimizer")
     if sharded is not None:
         scatter = sharded._reduce_scatter  # type: ignore[attr-defined]
 
-        def fsdp(output: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return scatter(output, _blank(given.clone()), *args, **kwargs)
+        def fsdp(output: torch.Tensor, arguments: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return scatter(output, _blank(arguments.clone()), *args, **kwargs)
 
         sharded._reduce_scatter = fsdp  # type: ignore[attr-defined]
 
 
-def _blank(given: torch.Tensor) -> torch.Tensor:
+def _blank(arguments: torch.Tensor) -> torch.Tensor:
     """The sixty behind the largest element that a sample of every 61st from 0 on does not see."""
-    flat = given.view(-1)
+    flat = arguments.view(-1)
     start = int(flat.abs().argmax()) // 61 * 61 + 1
     flat[start : start + 60] = 0
-    return given
+    return arguments

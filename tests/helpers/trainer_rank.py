@@ -203,11 +203,11 @@ def main(job_file: str) -> None:
                 UPDATE_SIZE.put(channel, UpdateSize(job["sizes"][iteration]), iteration=iteration)
         learner.publish(iteration)
         consumed = consume(learner, rollouts(iteration), config.schedule.updates_per_iteration)
-        said = DISPATCHED.wait(channel, 60, iteration=iteration)
+        output = DISPATCHED.wait(channel, 60, iteration=iteration)
         replicas = config.mesh.data
-        check_dispatched(said, iteration, replicas, len(said.groups) // replicas)
-        check_trained(said, backend.place.replica, consumed.trained, consumed.by_rule)
-        check_normalisers(said, consumed.normalisers, build_algorithm(config))
+        check_dispatched(output, iteration, replicas, len(output.groups) // replicas)
+        check_trained(output, backend.place.replica, consumed.trained, consumed.by_rule)
+        check_normalisers(output, consumed.normalisers, build_algorithm(config))
         reports.append(numbers(consumed.report, checkpoints.at_border(iteration + 1)))
     if config.checkpoint.every:
         checkpoints.finish(job["last"])
@@ -265,7 +265,7 @@ def put_groups(
     every = (
         batch_advantages(rewards)
         if kind == "batch-std"
-        else [group_advantages(one, kind) for one in rewards]
+        else [group_advantages(reward, kind) for reward in rewards]
     )
     every = [put_advantages(fault, number, advantages) for number, advantages in enumerate(every)]
     groups = [

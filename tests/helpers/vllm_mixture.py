@@ -86,8 +86,8 @@ def differing(
         del worker._pa_receiver
     wrong = [
         name
-        for name, (contents, _, given, _) in report["memory"].items()
-        if not follows(contents, given, 1)
+        for name, (contents, _, inputs, _) in report["memory"].items()
+        if not follows(contents, inputs, 1)
     ]
     return wrong, report["unplaced"]
 
@@ -118,13 +118,13 @@ def main(directory: str, new: str, out: str) -> None:
         model, most = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), 0.0
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             tokens = list(answer.outputs[0].token_ids)
-            found = torch.tensor(
-                [next(iter(one.values())).logprob for one in answer.outputs[0].logprobs]
+            actual = torch.tensor(
+                [next(iter(logprob.values())).logprob for logprob in answer.outputs[0].logprobs]
             )
             with torch.no_grad():
                 logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
             expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            most = max(most, (found - expected).abs().max().item())
+            most = max(most, (actual - expected).abs().max().item())
         return most
 
     result: dict[str, Any] = {"loaded": worst(directory)}

@@ -72,7 +72,9 @@ class WeightSender:
         self, name: str, version: int, manifest: Manifest, tensors: dict[str, torch.Tensor]
     ) -> None:
         group = transport.join_group(
-            *("127.0.0.1", self._store.port, name),
+            "127.0.0.1",
+            self._store.port,
+            name,
             rank=0,
             size=2,
             backend="gloo",
@@ -121,7 +123,7 @@ def manifest_of(tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -> Mani
     buckets: list[list[Segment]] = [[]]
     for segment in segments:
         if (
-            sum(other.size for other in buckets[-1]) + segment.size > _BUCKET_ELEMENTS
+            sum(bucket.size for bucket in buckets[-1]) + segment.size > _BUCKET_ELEMENTS
             and buckets[-1]
         ):
             buckets.append([])

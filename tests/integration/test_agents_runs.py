@@ -99,13 +99,15 @@ def ended(run: Launched) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]
     return load_file(directory / "hf" / "model.safetensors"), records
 
 
-def assert_equal(one: Any, other: Any) -> None:
-    assert [(r["loss"], r["reward_mean"]) for r in one[1]] == [
-        (r["loss"], r["reward_mean"]) for r in other[1]
+def assert_equal(first: Any, second: Any) -> None:
+    assert [(r["loss"], r["reward_mean"]) for r in first[1]] == [
+        (r["loss"], r["reward_mean"]) for r in second[1]
     ]
-    different = [name for name, tensor in other[0].items() if not torch.equal(one[0][name], tensor)]
+    different = [
+        name for name, tensor in second[0].items() if not torch.equal(first[0][name], tensor)
+    ]
     assert not different, f"tensors that differ: {different}"
-    assert any(record["reward_std"] > 0 for record in one[1]), (
+    assert any(record["reward_std"] > 0 for record in first[1]), (
         "negative control: there is something to learn"
     )
 
@@ -116,14 +118,14 @@ def test_periodic_equals_synchronous_to_the_bit(launch: Callable[..., Launched])
 
 
 @pytest.mark.parametrize(
-    ("victim", "said"),
+    ("victim", "message"),
     [
         (ENGINE_SERVERS["transformers"], "; started again (1 of run.restarts"),
         ("coordinator.main", "starting coordinator and trainers again"),
     ],
 )
 def test_a_run_with_a_killed_process_equals_the_quiet_one(
-    launch: Callable[..., Launched], victim: str, said: str
+    launch: Callable[..., Launched], victim: str, message: str
 ) -> None:
     quiet = ended(launch("quiet"))
     run = launch("disturbed", checkpoint__every=1)
@@ -137,7 +139,7 @@ def test_a_run_with_a_killed_process_equals_the_quiet_one(
     assert process is not None
     os.kill(process, signal.SIGKILL)
     disturbed = ended(run)
-    assert said in run.output, run.output
+    assert message in run.output, run.output
     assert_equal(disturbed, quiet)
 
 

@@ -91,15 +91,15 @@ def test_two_ranks_train_as_one_sharded_or_copied_and_one_goes_on_from_their_che
     assert [r["grad_norm"] for r in reports[2]] == pytest.approx(
         [r["grad_norm"] for r in reports[1]], rel=1e-5
     )
-    one, two = (weights(tmp_path / f"of {ranks}" / "hf") for ranks in (1, 2))
-    assert one.keys() == two.keys() == weights(model).keys()
-    for name, tensor in one.items():
+    first, two = (weights(tmp_path / f"of {ranks}" / "hf") for ranks in (1, 2))
+    assert first.keys() == two.keys() == weights(model).keys()
+    for name, tensor in first.items():
         torch.testing.assert_close(
             two[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
         )
     assert any(
         not torch.equal(tensor, weights(model)[name].to(tensor.dtype))
-        for name, tensor in one.items()
+        for name, tensor in first.items()
     )
 
     middle = tmp_path / "of 2" / "checkpoints" / store.directory_name(1)
@@ -142,10 +142,10 @@ def test_copies_of_shards_train_as_one_rank_and_one_goes_on_from_their_checkpoin
     assert resumed[-1]["grad_norm"] == pytest.approx(alone[-1]["grad_norm"], rel=1e-5)
     expected = weights(tmp_path / "alone" / "hf")
     for name, tensor in expected.items():
-        for other in ("copies", "resumed"):
-            found = weights(tmp_path / other / "hf")[name]
+        for another in ("copies", "resumed"):
+            actual = weights(tmp_path / another / "hf")[name]
             torch.testing.assert_close(
-                found, tensor, rtol=1e-5, atol=1e-6, msg=lambda t, n=name: f"{n}: {t}"
+                actual, tensor, rtol=1e-5, atol=1e-6, msg=lambda t, n=name: f"{n}: {t}"
             )
     assert any(
         not torch.equal(tensor, weights(model)[name].to(tensor.dtype))
@@ -159,9 +159,9 @@ def test_a_model_without_a_family_file_trains_and_its_engine_has_what_was_traine
     tiny: Path, tmp_path: Path
 ) -> None:
     """From the trial to the export, with scaled logits, embeddings and residuals."""
-    found = try_models.run("granite", "transformers", tiny, tmp_path)
-    assert not isinstance(found, str), found
-    records, way = found
+    actual = try_models.run("granite", "transformers", tiny, tmp_path)
+    assert not isinstance(actual, str), actual
+    records, way = actual
     assert way == "prompts are shared"
     assert all(record["logprob_diff_max"] < 1e-5 for record in records) and len(records) == 2
     assert records[0]["grad_norm"] > 0.01, "the second publish is of weights that were trained"

@@ -56,14 +56,14 @@ def test_export_of_a_parallel_job_is_the_model(
     files = list(target.glob("*.safetensors"))
     assert (len(files) > 2) == (max_file_bytes < 2**20), files
     expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    found, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    actual, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not any(report.values()), report
     assert (
-        found.dtype == torch.float32
+        actual.dtype == torch.float32
         and json.loads((target / "config.json").read_text())["dtype"] == "float32"
     )
-    for (name, ours), theirs in zip(found.named_parameters(), expected.parameters(), strict=True):
+    for (name, ours), theirs in zip(actual.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
     tokens = torch.arange(3, 20)[None]
     with torch.no_grad():
-        assert torch.equal(found.eval()(tokens).logits, expected.eval()(tokens).logits)
+        assert torch.equal(actual.eval()(tokens).logits, expected.eval()(tokens).logits)

@@ -170,14 +170,14 @@ class Mixture(World):
                 )
             if keys.get("distributed_optimizer", True):
                 continue
-            found = {
+            actual = {
                 k: v
                 for file in (written / name).glob("*.safetensors")
                 for k, v in load_file(file).items()
             }
-            assert found.keys() == self.gradients.keys()
+            assert actual.keys() == self.gradients.keys()
             for tensor, expected in self.gradients.items():
-                error = (found[tensor] - expected).abs().max() / expected.abs().max().clamp_min(
+                error = (actual[tensor] - expected).abs().max() / expected.abs().max().clamp_min(
                     1e-4
                 )
                 assert error < 1e-5, (

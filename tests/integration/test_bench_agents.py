@@ -35,12 +35,12 @@ def test_benchmark_of_the_gateway_measures_equal_loads_and_soaks(tmp_path: Path)
         "--json",
         str(tmp_path / "figures.json"),
     ]
-    said = subprocess.run(
+    output = subprocess.run(
         command, check=True, timeout=280, cwd=tmp_path, capture_output=True, text=True
     ).stdout
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["requests"] == [36, 36], "every session has three answers, either way"
-    assert figures["cpu_ms"] > 0 and f"overhead {figures['overhead_ms']:.2f} ms" in said
+    assert figures["cpu_ms"] > 0 and f"overhead {figures['overhead_ms']:.2f} ms" in output
     assert [done for done, _ in figures["soak_rss_mib"]] == [0, 23] and all(
         mib > 0 for _, mib in figures["soak_rss_mib"]
     )
@@ -63,10 +63,10 @@ def test_benchmark_of_trees_computes_unique_tokens_and_has_the_gradient_of_separ
         "1",
     ]
     command = [sys.executable, str(ROOT / "tools" / "bench_trainer.py"), *options, "--json"]
-    said = subprocess.run(
+    output = subprocess.run(
         command, check=True, timeout=280, cwd=tmp_path, capture_output=True, text=True
     ).stdout
-    rows = json.loads(said.splitlines()[-1])
+    rows = json.loads(output.splitlines()[-1])
     assert {kind: row["samples"] for kind, row in rows.items()} == {
         "no branches": 2,
         "last turn tried three times": 6,

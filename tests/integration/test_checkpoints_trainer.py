@@ -104,9 +104,9 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
 
 
-def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+def different(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
+    assert first.keys() == second.keys()
+    return [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_all_ranks_refuse_what_one_finds_damaged_and_none_hangs(
         (forged, ".mkdir, which no checkpoint contains"),
         (rolled_back, "the optimizer's state of rank 1 is not the one that was saved"),
     ):
-        assert all(line in said for said in report["said"]), report
+        assert all(line in output for output in report["said"]), report
         assert not report["made"]
     assert "the next older one is " in flipped["said"][0]
     assert whole["said"] == ["", ""]

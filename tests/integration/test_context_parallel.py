@@ -21,10 +21,10 @@ FSDP = {"backend": "fsdp"}
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
-    found = {}
+    actual = {}
     for file in directory.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
+        actual |= load_file(file)
+    return actual
 
 
 def job(
@@ -59,7 +59,7 @@ def job(
     return Job(config, directory, first=first, last=2, export=str(directory / "hf"))
 
 
-def assert_same_training(one: Path, other: Path, *reports: list[dict[str, float]]) -> None:
+def assert_same_training(one: Path, another: Path, *reports: list[dict[str, float]]) -> None:
     """The same gradient norms, losses and exported weights, but for rounding, of which AdamW makes up
     to a hundredth of an update where a gradient is near 0.
     """
@@ -67,7 +67,7 @@ def assert_same_training(one: Path, other: Path, *reports: list[dict[str, float]
         first, second = ([report[key] for report in of_run] for of_run in reports)
         assert second == pytest.approx(first, rel=2e-5, abs=1e-7), key
     theirs = weights(one)
-    ours = weights(other)
+    ours = weights(another)
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(
@@ -181,10 +181,10 @@ def test_experts_divided_over_a_context_group_train_as_one_rank(tmp_path: Path) 
     """With the routers' auxiliary loss, whose counts are those of the whole sequence."""
     model = make_model(tmp_path / "model", "qwen3_moe")
     sections: dict[str, Any] = {"algorithm": {"kl_coef": 0.01, "router_aux_coef": 0.01}}
-    one = run_job(job(model, tmp_path / "one", {"devices": 1}, **sections))
+    first = run_job(job(model, tmp_path / "one", {"devices": 1}, **sections))
     both = {"devices": 2, "context_parallel": 2, "expert_parallel": 2}
     two = run_job(job(model, tmp_path / "two", both, **sections))
-    assert_same_training(tmp_path / "one" / "hf", tmp_path / "two" / "hf", one, two)
+    assert_same_training(tmp_path / "one" / "hf", tmp_path / "two" / "hf", first, two)
     for key in ("expert_imbalance", "routing_entropy", "experts_untouched"):
-        theirs, ours = ([report[key] for report in reports] for reports in (one, two))
+        theirs, ours = ([report[key] for report in reports] for reports in (first, two))
         assert ours == pytest.approx(theirs, rel=1e-5), key

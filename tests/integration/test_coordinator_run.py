@@ -38,12 +38,12 @@ def test_a_judge_that_fails_and_a_tracker_that_hangs_are_counted_and_the_run_goe
 ) -> None:
     """The tracker answers iteration 1 late, its thread and its handler at exit never end; and the
     judge refuses some responses of each iteration."""
-    library, told = tmp_path / "library", tmp_path / "told.jsonl"
+    library, reported = tmp_path / "library", tmp_path / "told.jsonl"
     library.mkdir()
     (library / "wandb.py").write_text((ROOT / "tests/helpers/fake_wandb.py").read_text())
     variables = {
         "PYTHONPATH": str(library),
-        "FAKE_WANDB_FILE": str(told),
+        "FAKE_WANDB_FILE": str(reported),
         "FAKE_WANDB": "hang:1,hang_at_exit",
     }
     number = itertools.count()
@@ -67,7 +67,7 @@ def test_a_judge_that_fails_and_a_tracker_that_hangs_are_counted_and_the_run_goe
         run.publish(1, loss=0.5)
         run.consume(1)
         assert run.publish(2, loss=0.5)["done"]
-        Path(f"{told}.go").touch()
+        Path(f"{reported}.go").touch()
         output = run.finish()
     records = run.lines("metrics.jsonl")
     assert all(record["reward_no_verdict"]["judge"] > 0 for record in records)
@@ -75,7 +75,7 @@ def test_a_judge_that_fails_and_a_tracker_that_hangs_are_counted_and_the_run_goe
     assert "records_lost" not in records[-1] and len(records) == 2
     for group in run.trained[0] + run.trained[1]:
         assert np.isfinite(group.advantages).all() and group.num_samples == RESPONSES
-    lines = [json.loads(line) for line in told.read_text().splitlines()]
+    lines = [json.loads(line) for line in reported.read_text().splitlines()]
     inits = [line["init"] for line in lines if "init" in line]
     assert len(inits) == 1 and inits[0]["project"] == "proof"
     logged = [line["log"] for line in lines if "train/reward" in line.get("log", {})]
@@ -110,10 +110,10 @@ def test_a_reward_over_its_time_limit_is_zero_logged_and_counted_and_the_run_goe
     ]
     (record,) = run.lines("metrics.jsonl")
     assert record["reward_errors"] == GROUPS // 4 and record["reward_mean"] == pytest.approx(0.75)
-    said = [line for line in run.output.splitlines() if "reward.timeout_s = 2 s" in line]
-    assert len(said) == GROUPS // 4 and all("zero for the responses to" in line for line in said), (
-        run.output
-    )
+    output = [line for line in run.output.splitlines() if "reward.timeout_s = 2 s" in line]
+    assert len(output) == GROUPS // 4 and all(
+        "zero for the responses to" in line for line in output
+    ), run.output
     assert "Traceback" not in run.output
 
 

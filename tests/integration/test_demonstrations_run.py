@@ -55,8 +55,8 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
-def run_to_the_end(directory: Path, *given: str) -> None:
-    run = Launched(directory, "run", *given)
+def run_to_the_end(directory: Path, *arguments: str) -> None:
+    run = Launched(directory, "run", *arguments)
     try:
         run.wait_for(lambda: "Total time" in run.output, "the run's end", TIMEOUT_S)
         assert run.popen.wait(60) == 0, run.output
@@ -64,7 +64,9 @@ def run_to_the_end(directory: Path, *given: str) -> None:
         run.close()
 
 
-@pytest.mark.parametrize("backend", [pytest.param("megatron", marks=pytest.mark.nightly), "fsdp"])
+# a run on rows that is killed: test_supervised_run.py; updates: unit/algorithm/test_demonstrations.py
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_periodic_synchronous_and_killed_runs_end_with_the_same_weights(
     backend: str, tiny: Path, tmp_path: Path
 ) -> None:
@@ -74,8 +76,8 @@ def test_periodic_synchronous_and_killed_runs_end_with_the_same_weights(
     run_to_the_end(tmp_path, *arguments(tiny, periodic, backend))
     run_to_the_end(tmp_path, *arguments(tiny, synchronous, backend, schedule__stream="false"))
 
-    given = arguments(tiny, killed, backend)
-    run = Launched(tmp_path, "run", *given)
+    overrides = arguments(tiny, killed, backend)
+    run = Launched(tmp_path, "run", *overrides)
     try:
         run.wait_for(lambda: len(records(killed)) >= 1, "an iteration", TIMEOUT_S)
         trainer = find(run, "trainer.main")
@@ -87,13 +89,13 @@ def test_periodic_synchronous_and_killed_runs_end_with_the_same_weights(
         run.popen.wait()
     finally:
         run.close()
-    run_to_the_end(tmp_path, *given, "checkpoint.resume=auto")
+    run_to_the_end(tmp_path, *overrides, "checkpoint.resume=auto")
 
     expected = weights(periodic)
-    for other in (synchronous, killed):
-        found = weights(other)
-        assert expected.keys() == found.keys()
-        assert not [name for name in expected if not torch.equal(expected[name], found[name])]
+    for another in (synchronous, killed):
+        actual = weights(another)
+        assert expected.keys() == actual.keys()
+        assert not [name for name in expected if not torch.equal(expected[name], actual[name])]
     for record in records(periodic):
         assert record["demonstrations"]["rows"] == 2 * 2
         assert record["groups"] == 4

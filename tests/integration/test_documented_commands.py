@@ -75,15 +75,15 @@ def at_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(command: str, capsys: pytest.CaptureFixture[str], *more: str) -> str:
-    program, *given = [*arguments(command), *more]
-    assert program == "pa-npu" or [program, given.pop(0)] == ["python", "tools/import_config.py"]
+    program, *inputs = [*arguments(command), *more]
+    assert program == "pa-npu" or [program, inputs.pop(0)] == ["python", "tools/import_config.py"]
     try:
-        code = main(given) if program == "pa-npu" else import_config.main(given)
+        code = main(inputs) if program == "pa-npu" else import_config.main(inputs)
     except SystemExit as ended:  # argparse's own, for --help
         code = int(ended.code or 0)
-    said = capsys.readouterr()
-    assert code == 0, f"{command}\n{said.out}\n{said.err}"
-    return said.out + said.err
+    output = capsys.readouterr()
+    assert code == 0, f"{command}\n{output.out}\n{output.err}"
+    return output.out + output.err
 
 
 @pytest.mark.parametrize("command", AS_WRITTEN)

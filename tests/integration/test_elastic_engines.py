@@ -59,11 +59,11 @@ class Joiner:
     def output(self) -> str:
         return self.output_file.read_text()
 
-    def wait_for(self, condition: Callable[[], Any], what: str) -> None:
+    def wait_for(self, condition: Callable[[], Any], description: str) -> None:
         deadline = time.monotonic() + WAIT_S
         while not condition():
             assert self.popen.poll() is None and time.monotonic() < deadline, (
-                f"{what}:\n{self.output}"
+                f"{description}:\n{self.output}"
             )
             time.sleep(0.05)
 
@@ -149,8 +149,8 @@ def test_engines_join_with_one_command_and_leave_when_they_have_finished_die_or_
     del run.server
     assert stays.end() == 0
     assert "has ended; stopping http" in stays.output, stays.output
-    said = "".join(joiner.output for joiner in joiners)
-    assert API_KEY not in said and "Traceback" not in said
+    message = "".join(joiner.output for joiner in joiners)
+    assert API_KEY not in message and "Traceback" not in message
     logs = list((run.dir / "logs").glob("joined-127.0.0.1-*.log"))
     assert len(logs) == 6 and all(API_KEY not in log.read_text() for log in logs)
     url = (

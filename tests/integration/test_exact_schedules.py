@@ -193,7 +193,8 @@ def test_whatever_the_schedules_weights_are_those_of_the_synchronous_run(
     assert len({r["loss"] for r in held}) > 1, "negative control: there is something to learn"
 
 
-@pytest.mark.parametrize("backend", ["megatron", pytest.param("fsdp", marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # context groups: test_context_parallel.py
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_ranks_that_share_every_sequence_end_with_the_synchronous_runs_weights_too(
     backend: str,
     run: Callable[..., Any],

@@ -35,6 +35,7 @@ def test_shared_prompts_are_exact_and_their_speed_is_said() -> None:
     assert re.search(r"speed-up \d+\.\d+x", printed), printed
 
 
+@pytest.mark.nightly  # another run of an example is below
 def test_a_run_from_python_takes_rows_and_a_reward_of_the_script(
     tiny: Path, tmp_path: Path
 ) -> None:

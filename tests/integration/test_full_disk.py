@@ -72,15 +72,15 @@ def test_a_run_on_a_full_disk_goes_on_until_its_last_checkpoint_and_later_from_t
         code = run.popen.wait(RUN_TIMEOUT_S)
     finally:
         run.close()
-    said = run.output
-    assert code == 1, said
-    assert "Traceback" not in said
-    assert "starting coordinator and trainers again" not in said, (
+    output = run.output
+    assert code == 1, output
+    assert "Traceback" not in output
+    assert "starting coordinator and trainers again" not in output, (
         "another attempt finds the same disk"
     )
     (reason,) = {
         line.partition("CheckpointError: ")[2]
-        for line in said.splitlines()
+        for line in output.splitlines()
         if "CheckpointError: " in line
     }
     assert f"the last checkpoint, of version {ITERATIONS}, could not be written" in reason, (
@@ -89,11 +89,11 @@ def test_a_run_on_a_full_disk_goes_on_until_its_last_checkpoint_and_later_from_t
     assert "No space left on device" in reason and "checkpoint.resume=auto" in reason
     lost = [
         line.partition(": cannot be written")[0]
-        for line in said.splitlines()
+        for line in output.splitlines()
         if "goes on without these records" in line
     ]
     assert len(lost) == len(set(lost)), (
-        f"one line for each kind of records, however many are lost:\n{said}"
+        f"one line for each kind of records, however many are lost:\n{output}"
     )
     filler.unlink()
     again = Launched(tmp_path, "run", *arguments, "checkpoint.resume=auto")

@@ -53,11 +53,11 @@ def test_other_programs_sample_from_the_current_version_and_take_groups_as_colum
     status, echoed = asked(run, "POST", "/v1/completions", {**several, "seed": 8})
     assert status == 200 and [choice["index"] for choice in echoed["choices"]] == [0, 1]
     for choice, prompt in zip(echoed["choices"], ([5, 6, 7], [8, 9]), strict=True):
-        said = choice["logprobs"]
+        output = choice["logprobs"]
         expected = [scored_logprob(token, place) for place, token in enumerate(prompt)][1:]
-        assert said["token_logprobs"][0] is None
-        assert said["token_logprobs"][1:-1] == pytest.approx(expected)
-        assert len(said["tokens"]) == len(prompt) + 1 == len(said["text_offset"])
+        assert output["token_logprobs"][0] is None
+        assert output["token_logprobs"][1:-1] == pytest.approx(expected)
+        assert len(output["tokens"]) == len(prompt) + 1 == len(output["text_offset"])
         assert choice["text"].startswith(" ".join(f"w{token}" for token in prompt))
     only = {"prompt": [5, 6, 7], "max_tokens": 0, "echo": True, "logprobs": 0}
     (choice,) = asked(run, "POST", "/v1/completions", only)[1]["choices"]
@@ -81,11 +81,11 @@ def test_other_programs_sample_from_the_current_version_and_take_groups_as_colum
         "advantages",
     ]
     wanted = {"task": "t", "columns": columns, "policy": "age", "max_groups": GROUPS}
-    found: list[dict[str, Any]] = []
-    while len(found) < GROUPS:
-        found += asked(run, "POST", "/groups", {**wanted, "wait_s": 20})[1]["groups"]
+    actual: list[dict[str, Any]] = []
+    while len(actual) < GROUPS:
+        actual += asked(run, "POST", "/groups", {**wanted, "wait_s": 20})[1]["groups"]
     assert asked(run, "POST", "/groups", wanted)[1]["groups"] == [], "no group twice"
-    for copy in found:
+    for copy in actual:
         group = first.pop(copy["about"]["index"])
         assert copy.keys() == {"id", *columns} and len(copy["about"]["responses"]) == RESPONSES
         assert all(copy[name] == getattr(group, name).tolist() for name in columns[1:]), (

@@ -190,13 +190,13 @@ def test_without_a_fault_the_same_run_ends_well(
 
 def test_a_toy_backend_gives_the_update_of_megatron(model: dict[str, Path], tmp_path: Path) -> None:
     """Over two replicas and two updates an iteration, chosen by its name alone."""
-    found = {}
+    actual = {}
     for layout in ("DP2", "toy, DP2"):
         made = job(layout, "fp32", model, tmp_path / layout)
         made.export = str(tmp_path / layout / "hf")
         reports = run_job(made, 120)
-        found[layout] = reports, load_file(tmp_path / layout / "hf" / "model.safetensors")
-    (expected, weights), (reports, ours) = found.values()
+        actual[layout] = reports, load_file(tmp_path / layout / "hf" / "model.safetensors")
+    (expected, weights), (reports, ours) = actual.values()
     for ours_of, wanted in zip(reports, expected, strict=True):
         for name in (
             "loss",

@@ -82,10 +82,10 @@ def test_two_ranks_train_as_one_and_one_goes_on_from_their_checkpoint(
         [r["grad_norm"] for r in reports[1]], rel=1e-5
     )
     before = weights(model)
-    one, two = (weights(tmp_path / f"of {ranks}" / "hf") for ranks in (1, 2))
-    assert one.keys() == two.keys() == before.keys()
+    first, two = (weights(tmp_path / f"of {ranks}" / "hf") for ranks in (1, 2))
+    assert first.keys() == two.keys() == before.keys()
     changed = {"tower": 0, "decoder": 0}
-    for name, tensor in one.items():
+    for name, tensor in first.items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-5, atol=1e-6)
         part = "tower" if is_of_tower(name) else "decoder"
         changed[part] += not torch.equal(tensor, before[name])

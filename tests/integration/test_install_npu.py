@@ -160,6 +160,7 @@ def call(script: Path, *argv: str, **env: str) -> subprocess.CompletedProcess[st
 @pytest.mark.skipif(
     sys.version_info < (3, 11), reason="vllm-ascend 0.23 is installed with Python 3.11 or 3.12"
 )
+@pytest.mark.nightly  # what it refuses is below
 def test_one_command_makes_the_environment_and_a_second_one_finds_it_made(
     shelf: Path, ascend: Path, tmp_path: Path
 ) -> None:
@@ -282,7 +283,7 @@ def test_one_command_makes_the_environment_and_a_second_one_finds_it_made(
 
 
 @pytest.mark.parametrize(
-    ("without", "said"),
+    ("without", "message"),
     [
         ("driver/version.info", "no driver: neither"),
         ("ascend-toolkit/set_env.sh", "no CANN: no set_env.sh in"),
@@ -290,13 +291,13 @@ def test_one_command_makes_the_environment_and_a_second_one_finds_it_made(
     ],
 )
 def test_what_is_missing_is_said_before_anything_is_changed(
-    without: str, said: str, ascend: Path, tmp_path: Path
+    without: str, message: str, ascend: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(ascend, tmp_path / "Ascend")
     env = environment(tmp_path / "Ascend", PA_NPU_VENV=str(tmp_path / "venv"))
     (tmp_path / "Ascend" / without).unlink()
     done = call(SCRIPT, **env)
-    assert done.returncode == 2 and f"missing: {said}" in done.stderr, done.stderr
+    assert done.returncode == 2 and f"missing: {message}" in done.stderr, done.stderr
     assert (
         "1 thing(s) missing; nothing was changed" in done.stderr
         and not (tmp_path / "venv").exists()
@@ -345,11 +346,11 @@ def test_software_in_another_place_is_found_by_what_the_shell_has_set_up(
     (tmp_path / "usual" / "driver").mkdir(parents=True)
     (tmp_path / "usual" / "driver" / "version.info").write_text("")
     env = environment(tmp_path / "usual", PA_NPU_VENV=str(tmp_path / "venv"))
-    found = call(SCRIPT, "--check", **env, ASCEND_HOME_PATH=str(tmp_path / "opt" / "cann"))
-    assert found.returncode == 0, found.stderr
+    actual = call(SCRIPT, "--check", **env, ASCEND_HOME_PATH=str(tmp_path / "opt" / "cann"))
+    assert actual.returncode == 0, actual.stderr
     assert (
         f"CANN {tmp_path}/opt/cann/set_env.sh, NNAL {tmp_path}/opt/nnal/atb/set_env.sh"
-        in found.stdout
+        in actual.stdout
     )
     assert "no CANN" in call(SCRIPT, "--check", **env).stderr
 
@@ -363,6 +364,8 @@ def test_the_script_installs_what_doctor_compares_with() -> None:
         ("megatron-core", "MEGATRON"),
         ("mindspeed", "MINDSPEED"),
     ):
-        (requirement,) = [one for one in stack.requirements if one.name == name]
+        (requirement,) = [
+            requirement for requirement in stack.requirements if requirement.name == name
+        ]
         numbers = re.search(r"\d[\d.]*(post\d+)?", VERSIONS[key])
         assert numbers and requirement.problem({name: numbers[0]}) is None, name

@@ -73,7 +73,7 @@ def test_the_recipe_script_plans_sharded_trainers(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--device", "tpu"], "--device: tpu is not npu, cuda or cpu"),
         (["--frobnicate"], "--frobnicate: unknown option"),
@@ -83,11 +83,11 @@ def test_the_recipe_script_plans_sharded_trainers(device: str) -> None:
         (["--dry-run", "placement.nnodes=4"], "placement.nnodes: 4 with placement.cluster=local"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
+def test_a_mistake_is_one_line(arguments: list[str], message: str) -> None:
     done = run("bash", str(SCRIPT), *arguments)
     assert done.returncode == 2
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and said in errors[0], done.stderr
+    assert len(errors) == 1 and message in errors[0], done.stderr
 
 
 def test_environment_variables_name_model_and_data_and_the_command_line_wins() -> None:

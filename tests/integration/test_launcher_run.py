@@ -43,6 +43,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
         item.close()
 
 
+@pytest.mark.nightly  # engines that join a run and leave it: test_elastic_engines.py
 def test_engines_serve_two_runs_and_leave_on_ctrl_c(
     launch: Callable[..., Launched], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,9 +56,9 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
 
     def look(name: str, launched: Launched) -> None:
         family = launched.family() | {launched.popen.pid: "launcher"}
-        found = listening(family)
-        sockets[name] |= found
-        exposed.update({socket: family[socket[0]] for socket in outside_loopback(found)})
+        actual = listening(family)
+        sockets[name] |= actual
+        exposed.update({socket: family[socket[0]] for socket in outside_loopback(actual)})
         knows_key.update({line: key in environment(pid) for pid, line in launched.family().items()})
 
     engines = launch("engines", *settings(tiny, tmp_path / "shared", rollout__backend="vllm"))
@@ -126,7 +127,7 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
 
 
 @pytest.mark.parametrize(
-    ("backend", "victim", "started", "number", "code", "said"),
+    ("backend", "victim", "started", "number", "code", "message"),
     [
         pytest.param(
             *("vllm", "launcher", "EngineCore", signal.SIGKILL, -signal.SIGKILL, None),
@@ -168,7 +169,7 @@ def test_an_end_while_starting_leaves_nothing(
     started: str,
     number: signal.Signals,
     code: int,
-    said: str | None,
+    message: str | None,
 ) -> None:
     """EngineCore, which vLLM starts in its own session, is the one that is easily left behind."""
     run = launch("run", *settings(tiny, tmp_path / "run", rollout__backend=backend))
@@ -177,4 +178,4 @@ def test_an_end_while_starting_leaves_nothing(
     os.kill(pid or 0, number)
     assert run.popen.wait(END_TIMEOUT_S) == code, run.output
     run.assert_nothing_survives()
-    assert said is None or said in run.output, run.output
+    assert message is None or message in run.output, run.output

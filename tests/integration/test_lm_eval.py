@@ -49,8 +49,10 @@ async def test_its_accuracies_are_those_of_transformers(tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     with data.open("w") as file:
         for number, row in enumerate(rows):
-            said = {"label": likelier[number], "written": written[number]}
-            file.write(json.dumps({"question": row["question"], "choices": CHOICES, **said}) + "\n")
+            output = {"label": likelier[number], "written": written[number]}
+            file.write(
+                json.dumps({"question": row["question"], "choices": CHOICES, **output}) + "\n"
+            )
     common = {
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(data)}},
@@ -86,8 +88,8 @@ async def test_its_accuracies_are_those_of_transformers(tmp_path: Path) -> None:
     finally:
         engine.kill()
     assert done.returncode == 0, done.stderr[-3000:]
-    (found,) = (tmp_path / "results").rglob("results_*.json")
-    results = json.loads(found.read_text())["results"]
+    (actual,) = (tmp_path / "results").rglob("results_*.json")
+    results = json.loads(actual.read_text())["results"]
     assert results["tiny_likely"]["acc,none"] == 1.0
     assert results["tiny_text"]["exact_match,none"] == 1.0
 

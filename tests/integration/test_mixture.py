@@ -48,17 +48,17 @@ def test_vllm_computes_new_experts_after_a_reload_only_because_they_are_packed_a
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["loaded"] < 1e-5 and found["with it"] < 1e-5, found
+    actual = json.loads((tmp_path / "out.json").read_text())
+    assert actual["loaded"] < 1e-5 and actual["with it"] < 1e-5, actual
     assert (
         "no weights for 2 parameter(s) of the engine, the first is 'model.layers.1.mlp.experts"
-        in found["missing"]
+        in actual["missing"]
     )
-    assert found["without the repair"] > 0.1, f"the reload has become right by itself: {found}"
-    assert found["live"] == [[], []], (
+    assert actual["without the repair"] > 0.1, f"the reload has become right by itself: {actual}"
+    assert actual["live"] == [[], []], (
         "an honest load leaves all that was sent in memory, and every tensor has a place"
     )
-    wrong, unplaced = found["scaled"]
+    wrong, unplaced = actual["scaled"]
     assert not unplaced and len(wrong) == 3, "one norm, and the stacked experts of two layers"
     assert [name for name in wrong if "experts" not in name] == [
         "model.layers.0.input_layernorm.weight"
@@ -97,11 +97,11 @@ async def test_vllms_expert_choices_are_transformers_ones_if_cached_preempted_or
             (moved,) = await client.generate(
                 prompts[1], 1, 100, left, deadline_s=400.0, written=begun
             )
-            said, _ = await client._request("GET", "/metrics", None, 60.0, max_bytes=2**24)
+            output, _ = await client._request("GET", "/metrics", None, 60.0, max_bytes=2**24)
     finally:
         engine.kill()
     preemptions = re.findall(
-        r"^vllm:num_preemptions_total\S* ([0-9.e+]+)$", said.decode(), re.MULTILINE
+        r"^vllm:num_preemptions_total\S* ([0-9.e+]+)$", output.decode(), re.MULTILINE
     )
     assert sum(map(float, preemptions)) > 0, (
         "nothing was preempted: the test could not see its expert choices"
@@ -115,13 +115,13 @@ async def test_vllms_expert_choices_are_transformers_ones_if_cached_preempted_or
         with torch.no_grad():
             logits = hf_model(tokens, output_router_logits=True).router_logits
         wanted = torch.stack([layer.topk(2, -1).indices for layer in logits], 1).sort(-1).values
-        found = (
+        actual = (
             torch.from_numpy(one.columns[expert_choices.column].astype(np.int64)).sort(-1).values
         )
-        assert torch.equal(found[:-1], wanted[:-1]), (
-            f"{(found != wanted)[:-1].sum()} choices differ"
+        assert torch.equal(actual[:-1], wanted[:-1]), (
+            f"{(actual != wanted)[:-1].sum()} choices differ"
         )
-        last = found[-1]
+        last = actual[-1]
         assert (last == expert_choices.column.elsewhere).all() or torch.equal(last, wanted[-1])
 
 
@@ -178,9 +178,8 @@ def test_a_tiny_mixture_learns_the_quick_starts_sums(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "engine", ["transformers", pytest.param("vllm", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly  # choices that are replayed: test_mixture_trainer.py; those of vLLM: above
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
 @pytest.mark.timeout(1800)
 def test_a_run_with_router_replay_loses_no_route_and_changes_no_choice(
     engine: str, tiny_mixture: Path, shared_engine: Callable[[Path], str], tmp_path: Path

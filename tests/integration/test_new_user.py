@@ -118,9 +118,9 @@ class NewUser:
 
     def when(self, pattern: str) -> float:
         """Seconds from the command to the first line like this."""
-        found = [seconds for seconds, line in self.lines if re.search(pattern, line)]
-        assert found, f"no line like {pattern}:\n{self.output}"
-        return found[0]
+        actual = [seconds for seconds, line in self.lines if re.search(pattern, line)]
+        assert actual, f"no line like {pattern}:\n{self.output}"
+        return actual[0]
 
     @property
     def output(self) -> str:
@@ -134,8 +134,12 @@ def iteration_line(total: int) -> str:
 
 @pytest.mark.parametrize("total", [2, 20])
 def test_the_lines_that_are_waited_for_are_those_that_runs_print(total: int) -> None:
-    said = [progress_line({"iteration": done}, total, 1.0).removeprefix("| ") for done in range(2)]
-    assert [bool(re.search(iteration_line(total), line)) for line in said] == [True, False], said
+    output = [
+        progress_line({"iteration": done}, total, 1.0).removeprefix("| ") for done in range(2)
+    ]
+    assert [bool(re.search(iteration_line(total), line)) for line in output] == [True, False], (
+        output
+    )
 
 
 @pytest.mark.nightly

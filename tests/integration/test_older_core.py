@@ -80,7 +80,9 @@ def test_the_model_its_gradients_and_its_checkpoints() -> None:
     run_python(["-m", "pytest", "-q", "-p", "no:cacheprovider", *units], OLDER)
 
 
-@pytest.mark.parametrize("optimizer", ["plain", "distributed"])
+@pytest.mark.parametrize(
+    "optimizer", ["plain", pytest.param("distributed", marks=pytest.mark.nightly)]
+)
 def test_the_newer_core_goes_on_from_its_checkpoints_bit_for_bit_or_says_why_not(
     optimizer: str, tmp_path: Path
 ) -> None:

@@ -149,7 +149,8 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("length", ["short", pytest.param("whole", marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # its parts: unit/launcher/test_selftest.py
+@pytest.mark.parametrize("length", ["short", "whole"])
 def test_the_self_test_runs_from_the_wheel(length: str, elsewhere: Path, tmp_path: Path) -> None:
     command = [
         elsewhere / "bin" / "python",
@@ -162,9 +163,9 @@ def test_the_self_test_runs_from_the_wheel(length: str, elsewhere: Path, tmp_pat
         "--out",
         "report",
     ]
-    said = run(*command, "rollout.backend=transformers", cwd=tmp_path)
+    output = run(*command, "rollout.backend=transformers", cwd=tmp_path)
     number = len(PARTS) - (len(LONG) if length == "short" else 0)
-    assert f"{number} of {number} parts passed" in said
+    assert f"{number} of {number} parts passed" in output
     report = (tmp_path / "report" / "report.md").read_text()
     assert "not ok" not in report and (
         "tokens per second per device" in report or length == "short"
@@ -190,5 +191,5 @@ def test_an_editable_install_is_found_from_the_directory_that_holds_the_checkout
     (wheel,) = site.glob("*.whl")
     shutil.unpack_archive(wheel, site, "zip")
     ask = "import sys, site; site.addsitedir(sys.argv[1]); import pa_npu; print(pa_npu.__file__)"
-    found = run(sys.executable, "-S", "-c", ask, site, cwd=tmp_path).strip()
-    assert Path(found) == checkout / "pa_npu" / "__init__.py"
+    actual = run(sys.executable, "-S", "-c", ask, site, cwd=tmp_path).strip()
+    assert Path(actual) == checkout / "pa_npu" / "__init__.py"

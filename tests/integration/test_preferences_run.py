@@ -46,11 +46,8 @@ def of_pairs(tiny: Path, run_dir: Path, backend: str, **others: object) -> list[
     return arguments(tiny, run_dir, backend, **{**keys, **others})
 
 
-@pytest.mark.parametrize(
-    "backend",
-    # in CI a run on rows is killed on fsdp: test_supervised_run.py
-    ["megatron", pytest.param("fsdp", marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly  # a run on rows that is killed: test_supervised_run.py
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_a_killed_run_on_pairs_ends_with_the_weights_of_one_that_was_not(
     backend: str, tiny: Path, tmp_path: Path
 ) -> None:

@@ -80,13 +80,13 @@ class Result:
         weights = load_file(directory / "hf" / "model.safetensors")
         return cls(weights, [r["reward_mean"] for r in records], [r["loss"] for r in records])
 
-    def assert_equal(self, other: Result) -> None:
-        assert (self.rewards, self.losses) == (other.rewards, other.losses)
-        assert self.weights.keys() == other.weights.keys()
+    def assert_equal(self, another: Result) -> None:
+        assert (self.rewards, self.losses) == (another.rewards, another.losses)
+        assert self.weights.keys() == another.weights.keys()
         changed = [
             name
             for name, weight in self.weights.items()
-            if not torch.equal(weight, other.weights[name])
+            if not torch.equal(weight, another.weights[name])
         ]
         assert not changed, f"tensors that differ: {changed}"
 
@@ -114,7 +114,7 @@ class Watched:
         """Until an iteration, of this version or a later one, is at this moment; returns its
         version.
         """
-        found: list[int] = []
+        actual: list[int] = []
 
         def reached() -> bool:
             version = next(
@@ -125,17 +125,19 @@ class Watched:
             produces = min(version + self._ahead, ITERATIONS - 1)
             produced = DISPATCHED.exists(self._channel, iteration=produces)
             published = self._published(version)
-            state = "publish" if not published else "training" if produced else "generation"
-            found[:] = [version]
+            state = "training" if produced else "generation"
+            if not published:
+                state = "publish"
+            actual[:] = [version]
             return state == moment and at_least <= version < ITERATIONS
 
         self._until(reached, moment)
-        return found[0]
+        return actual[0]
 
     def wait_for_change(self, moment: str, directory: Path, at_least: int = 0) -> int:
         """As wait_for, for a moment of CHANGES. directory: the run's."""
         name, text = CHANGES[moment]
-        found: list[int] = []
+        actual: list[int] = []
 
         def reached() -> bool:
             version = self.wait_for("generation", at_least)
@@ -143,11 +145,11 @@ class Watched:
             before = file.read_text().count(text)
             produced = functools.partial(DISPATCHED.exists, self._channel, iteration=version)
             self._until(lambda: file.read_text().count(text) > before or produced(), moment)
-            found[:] = [version]
+            actual[:] = [version]
             return not produced()
 
         self._until(reached, moment)
-        return found[0]
+        return actual[0]
 
     def kill(self, kind: str, number: int = signal.SIGKILL) -> None:
         pids: list[int] = []
@@ -214,14 +216,14 @@ class Watched:
             ):
                 yield pid
 
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
+    def _until(self, condition: Callable[[], bool], description: str) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while not condition():
             assert self.run.popen.poll() is None, (
-                f"the launcher ended before {what}:\n{self.run.output}"
+                f"the launcher ended before {description}:\n{self.run.output}"
             )
             assert time.monotonic() < deadline, (
-                f"{what}: not within {TIMEOUT_S} s\n{self.run.output}"
+                f"{description}: not within {TIMEOUT_S} s\n{self.run.output}"
             )
             time.sleep(0.003)
 
@@ -778,14 +780,14 @@ def test_a_run_on_two_datasets_ends_with_the_same_weights_whatever_is_killed(
         watched.run.output
     )
     Result.read(tmp_path / "run").assert_equal(Result.read(tmp_path / "calm"))
-    said = []
+    output = []
     for name in ("calm", "run"):
         records = [
             json.loads(line)
             for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         ]
-        said.append([record["sources"] for record in records])
-    assert said[0] == said[1]
-    assert all(sources[name]["prompts"] == 4 for sources in said[0] for name in ("many", "few")), (
-        said[0]
-    )
+        output.append([record["sources"] for record in records])
+    assert output[0] == output[1]
+    assert all(
+        sources[name]["prompts"] == 4 for sources in output[0] for name in ("many", "few")
+    ), output[0]

@@ -56,13 +56,13 @@ def test_a_run_that_is_stopped_leaves_a_checkpoint_and_an_export_and_goes_on_to_
             if record["iteration"] == STOPPED_IN:
                 run.stop()
                 break
-    said = "\n".join(lines)
+    output = "\n".join(lines)
     done = len(run.records)
     assert STOPPED_IN < done < ITERATIONS, (
-        f"the iteration that it was in is finished, and no other\n{said}"
+        f"the iteration that it was in is finished, and no other\n{output}"
     )
     newest = directories.complete(run.dir / directories.CHECKPOINTS)[-1]
-    assert directories.version_of(newest) == done and directories.problem(newest) is None, said
+    assert directories.version_of(newest) == done and directories.problem(newest) is None, output
     assert main(["verify", str(run.dir)]) == 0
     if config.lora.rank:
         assert (run.hf / "adapter_config.json").is_file()

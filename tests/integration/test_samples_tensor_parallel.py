@@ -209,7 +209,7 @@ def rank_main(rank: int, port: int) -> None:
         "waited_s": microbatches.waited_s,
         "traffic": asdict(microbatches.traffic),
     }
-    same = [digest(found) for found in (taken, from_shard)]
+    same = [digest(actual) for actual in (taken, from_shard)]
     result["from_shard"] = {"same": same[0] == same[1], **asdict(sharded.traffic)}
     try:
         next(iterator(1, MISSING_TIMEOUT_S))

@@ -99,8 +99,8 @@ def test_a_run_that_was_killed_ends_with_the_weights_of_one_that_was_not(
     assert any("coordinator.main" in line for line in seen), "the family was looked at"
     assert not [line for line in seen if any(name in line for name in ENGINE_SERVERS.values())]
 
-    given = arguments(tiny, killed, backend, **keys)
-    run = Launched(tmp_path, "run", *given)
+    overrides = arguments(tiny, killed, backend, **keys)
+    run = Launched(tmp_path, "run", *overrides)
     try:
         run.wait_for(lambda: len(records(killed)) >= 3, "three iterations", TIMEOUT_S)
         trainer = find(run, "trainer.main")
@@ -112,7 +112,7 @@ def test_a_run_that_was_killed_ends_with_the_weights_of_one_that_was_not(
         run.popen.wait()
     finally:
         run.close()
-    run = Launched(tmp_path, "run", *given, "checkpoint.resume=auto")
+    run = Launched(tmp_path, "run", *overrides, "checkpoint.resume=auto")
     try:
         ends(run)
     finally:

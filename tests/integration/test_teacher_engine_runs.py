@@ -62,12 +62,12 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
-def run_to_the_end(directory: Path, *given: str, kill: str | None = None) -> str:
+def run_to_the_end(directory: Path, *arguments: str, kill: str | None = None) -> str:
     """Returns what the run printed. kill: part of the command line of a process that is killed once
     an iteration is done.
     """
-    run = Launched(directory, "run", *given)
-    run_dir = Path(given[0].partition("=")[2])
+    run = Launched(directory, "run", *arguments)
+    run_dir = Path(arguments[0].partition("=")[2])
     try:
         if kill is not None:
             run.wait_for(lambda: len(records(run_dir)) >= 1, "an iteration", TIMEOUT_S)
@@ -82,9 +82,9 @@ def run_to_the_end(directory: Path, *given: str, kill: str | None = None) -> str
 
 
 def different(first: Path, second: Path) -> list[str]:
-    one, other = weights(first), weights(second)
-    assert one.keys() == other.keys()
-    return [name for name in one if not torch.equal(one[name], other[name])]
+    one, another = weights(first), weights(second)
+    assert one.keys() == another.keys()
+    return [name for name in one if not torch.equal(one[name], another[name])]
 
 
 def test_periodic_synchronous_and_runs_whose_teacher_dies_end_with_the_same_weights(
@@ -141,8 +141,8 @@ def test_teachers_of_every_place_teach_one_student(
         whole, trainer, coordinator = (tmp_path / n for n in ("whole", "trainer", "coordinator"))
         run_to_the_end(tmp_path, *arguments(tiny, teacher, whole, **keys))
         for run_dir in (trainer, coordinator):
-            given = arguments(tiny, teacher, run_dir, **keys)
-            run_to_the_end(tmp_path, *given, kill=f"{run_dir.name}.main")
+            overrides = arguments(tiny, teacher, run_dir, **keys)
+            run_to_the_end(tmp_path, *overrides, kill=f"{run_dir.name}.main")
             assert not different(whole, run_dir)
     finally:
         os.environ.pop("TEACHER_API_KEY", None)

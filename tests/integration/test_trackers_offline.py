@@ -109,9 +109,11 @@ def two_attempts(tracker: str, directory: Path) -> Path:
             str(first),
             str(last),
         ]
-        said = subprocess.run(attempt, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
-        assert said.returncode == 0 and said.stdout.splitlines()[-1] == "lost 0", (
-            said.stdout + said.stderr
+        output = subprocess.run(
+            attempt, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        assert output.returncode == 0 and output.stdout.splitlines()[-1] == "lost 0", (
+            output.stdout + output.stderr
         )
     return run
 
@@ -132,7 +134,7 @@ def test_offline_a_resumed_run_is_one_run_with_one_curve_and_its_samples(
     if tracker == "swanlab":
         check_swanlab(run, known["id"])
         return
-    found = json.loads(
+    actual = json.loads(
         subprocess.run(
             [python_of(tracker), "-c", READERS[tracker], str(run)],
             stdout=subprocess.PIPE,
@@ -140,10 +142,10 @@ def test_offline_a_resumed_run_is_one_run_with_one_curve_and_its_samples(
             timeout=PATIENCE_S,
         ).stdout
     )
-    assert found["runs"] == 1
-    assert found["loss"] == [[step, float(step)] for step in range(6)]
-    assert found["eval"] == [[0, 0.25], [2, 0.25]]
-    assert found["table"] >= 6 - (tracker == "trackio")
+    assert actual["runs"] == 1
+    assert actual["loss"] == [[step, float(step)] for step in range(6)]
+    assert actual["eval"] == [[0, 0.25], [2, 0.25]]
+    assert actual["table"] >= 6 - (tracker == "trackio")
 
 
 def check_swanlab(run: Path, identity: str) -> None:

@@ -59,7 +59,7 @@ def make_config(
 
 def response_logprobs(model: Any, group: Group) -> list[torch.Tensor]:
     """[response tokens] for each response, one forward pass each."""
-    found = []
+    actual = []
     prompt = torch.from_numpy(prompt_tokens(group)).long()
     responses = (
         torch.from_numpy(group.tokens[group.trained]).long().split(group.trained_lengths.tolist())
@@ -68,8 +68,8 @@ def response_logprobs(model: Any, group: Group) -> list[torch.Tensor]:
         logits = model(torch.cat([prompt, response])[None], use_cache=False).logits[
             0, len(prompt) - 1 : -1
         ]
-        found.append(logits.log_softmax(-1).gather(-1, response[:, None]).squeeze(-1))
-    return found
+        actual.append(logits.log_softmax(-1).gather(-1, response[:, None]).squeeze(-1))
+    return actual
 
 
 def penalty(policy: torch.Tensor, reference: torch.Tensor, estimator: str) -> float:

@@ -79,7 +79,7 @@ def test_loss_and_grad_norm_do_not_depend_on_the_parallel_layout(
 def test_frozen_models_in_passes_of_their_own_change_no_bit_on_pipeline_stages(
     model: Path, tmp_path: Path
 ) -> None:
-    found = []
+    actual = []
     for way in ("together", "separate"):
         directory = tmp_path / way
         config = make_config(
@@ -92,7 +92,7 @@ def test_frozen_models_in_passes_of_their_own_change_no_bit_on_pipeline_stages(
         kept = [
             {name: r[name] for name in ("loss", "kl", "clip_ratio", "grad_norm")} for r in reports
         ]
-        found.append(
+        actual.append(
             (
                 kept,
                 {
@@ -102,7 +102,7 @@ def test_frozen_models_in_passes_of_their_own_change_no_bit_on_pipeline_stages(
                 },
             )
         )
-    (together, weights), (separate, same) = found
+    (together, weights), (separate, same) = actual
     assert together == separate and together[1]["kl"] > 0
     assert len(weights) > 20 and all(torch.equal(weights[name], same[name]) for name in weights)
 
@@ -113,7 +113,7 @@ def test_reducing_gradients_inside_the_last_backward_changes_no_bit(
     """Megatron raises where a bucket's reduction had not begun there; 10 KiB make dozens of them.
     Sharded by buckets, the optimizer adds up the gradient norm in another order, so that nothing is
     clipped by it here."""
-    found = []
+    actual = []
     for bucket_mib in (0.0, 0.01):
         directory = tmp_path / str(bucket_mib)
         keys: dict[str, Any] = {"microbatch": {"responses": 2}, "optimizer": {"clip_grad": 0.0}}
@@ -122,8 +122,8 @@ def test_reducing_gradients_inside_the_last_backward_changes_no_bit(
         reports = run_job(
             Job(config, directory, last=3, export=str(directory / "hf"), options=options)
         )
-        found.append((reports, load_file(directory / "hf" / "model.safetensors")))
-    (reports, weights), (inside, weights_inside) = found
+        actual.append((reports, load_file(directory / "hf" / "model.safetensors")))
+    (reports, weights), (inside, weights_inside) = actual
     assert [r["loss"] for r in reports] == [r["loss"] for r in inside] and len(
         {r["loss"] for r in reports}
     ) == 3
@@ -143,7 +143,7 @@ def test_two_updates_per_iteration_do_not_depend_on_the_parallel_layout(
         {"updates_per_iteration": 2},
         {"warmup_iterations": 0, "learning_rate": 5e-3, "epsilon": 1e-4},
     )
-    found = {}
+    actual = {}
     for name, trainer in {
         "single": {"devices": 1},
         "PP2": LAYOUTS["PP2"],
@@ -152,13 +152,13 @@ def test_two_updates_per_iteration_do_not_depend_on_the_parallel_layout(
         config = make_config(
             model, tmp_path / name, schedule=schedule, trainer=trainer, optimizer=optimizer
         )
-        found[name] = run_job(Job(config, tmp_path / name, last=2))
-    expected = found.pop("single")
+        actual[name] = run_job(Job(config, tmp_path / name, last=2))
+    expected = actual.pop("single")
     assert expected[0]["clip_ratio"] > 0, (
         "the second update of an iteration must have ratios beyond the clip"
     )
     assert expected[0]["microbatches"] == 4
-    for layout, reports in found.items():
+    for layout, reports in actual.items():
         for iteration, (ours, wanted) in enumerate(zip(reports, expected, strict=True)):
             for name in (
                 "loss",
@@ -182,7 +182,7 @@ def test_a_budget_of_tokens_gives_pipeline_stages_the_weights_of_one_rank(
     The first trains three and the second two, which nobody knows in advance.
     """
     schedule = {"tokens_per_update": 40, "max_staleness": 1}
-    found = {}
+    actual = {}
     for name, trainer, sizes in (
         ("single", {"devices": 1}, [3, 2]),
         ("PP2", LAYOUTS["PP2"], [3, 2]),
@@ -198,8 +198,12 @@ def test_a_budget_of_tokens_gives_pipeline_stages_the_weights_of_one_rank(
             for file in (directory / "hf").glob("*.safetensors")
             for k, v in load_file(file).items()
         }
-        found[name] = reports, weights
-    (reports, weights), (ours, same), (_, other) = found["single"], found["PP2"], found["whole"]
+        actual[name] = reports, weights
+    (reports, weights), (ours, same), (_, another) = (
+        actual["single"],
+        actual["PP2"],
+        actual["whole"],
+    )
     assert (
         [report["microbatches"] for report in ours]
         == [report["microbatches"] for report in reports]
@@ -215,7 +219,7 @@ def test_a_budget_of_tokens_gives_pipeline_stages_the_weights_of_one_rank(
     assert weights.keys() == same.keys() and len(weights) > 20
     for name, weight in weights.items():
         torch.testing.assert_close(same[name], weight, rtol=1e-4, atol=1e-6, msg=name)
-    assert any((other[name] - weight).abs().max() > 1e-4 for name, weight in weights.items()), (
+    assert any((another[name] - weight).abs().max() > 1e-4 for name, weight in weights.items()), (
         "negative control: one group more would have shown"
     )
 

@@ -98,12 +98,12 @@ def processes_of(run_dir: Path) -> dict[int, str]:
     """Every process that was started for a run, with its environment: those on nodes are no
     descendants of the launcher.
     """
-    found = {int(path.name): environment(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
-    return {pid: text for pid, text in found.items() if f"PA_NPU_RUN_DIR={run_dir}\n" in text}
+    actual = {int(path.name): environment(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    return {pid: text for pid, text in actual.items() if f"PA_NPU_RUN_DIR={run_dir}\n" in text}
 
 
-def assert_same_weights(one: Path, other: Path) -> None:
-    weights = [load_file(run / "hf" / "model.safetensors") for run in (one, other)]
+def assert_same_weights(first: Path, second: Path) -> None:
+    weights = [load_file(run / "hf" / "model.safetensors") for run in (first, second)]
     changed = [
         name for name, weight in weights[0].items() if not torch.equal(weight, weights[1][name])
     ]

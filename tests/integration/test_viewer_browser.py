@@ -55,10 +55,10 @@ def browser() -> Iterator[Browser]:
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("browser")
     run = make_run(directory / "grpo_math")
-    other = make_run(directory / "grpo_math_lr1e-6", optimizer={"learning_rate": 2e-6})
-    for directory in (run, other):
+    another = make_run(directory / "grpo_math_lr1e-6", optimizer={"learning_rate": 2e-6})
+    for directory in (run, another):
         write_chain(directory, [step(number) for number in range(ITERATIONS)])
-    with served(RunDirectory(run), RunDirectory(other)) as server:
+    with served(RunDirectory(run), RunDirectory(another)) as server:
         yield server.url
 
 
@@ -217,11 +217,11 @@ def test_samples_are_filtered_and_their_tokens_coloured_by_difference(
         ("mixed", [0, 2, 3, 4, 5]),
     ):
         browser.open(f"{url}#samples?i=0&f={wanted}")
-        found = browser.evaluate(
+        actual = browser.evaluate(
             "[...document.querySelectorAll('.groups button')].map((node) => "
             "Number(node.dataset.group))"
         )
-        assert found == groups, wanted
+        assert actual == groups, wanted
     browser.wait_for("document.querySelector('.response .facts + .facts')")
     facts = browser.evaluate("document.querySelector('.response .facts + .facts').innerText")
     assert "reward" in facts and "my_reward:brevity" in facts and "advantage" in facts
@@ -401,8 +401,8 @@ def test_an_axis_ends_in_ticks_whose_texts_differ(
     )
     browser.evaluate(f"void document.querySelector('#main').replaceChildren(chart({spec}))")
     browser.wait_for(f"{AXIS}.length > 0")
-    found = browser.evaluate(AXIS)
-    assert found == texts and len(set(found)) == len(found)
+    actual = browser.evaluate(AXIS)
+    assert actual == texts and len(set(actual)) == len(actual)
     assert browser.evaluate(CLIPPED) == [], "every text is inside its chart"
 
 

@@ -59,11 +59,11 @@ def trained(
     return weights, reports
 
 
-def equal_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+def equal_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> list[str]:
     """The names of weights that differ."""
-    assert one.keys() == other.keys()
-    assert one
-    return [name for name, weight in one.items() if not torch.equal(weight, other[name])]
+    assert first.keys() == second.keys()
+    assert first
+    return [name for name, weight in first.items() if not torch.equal(weight, second[name])]
 
 
 LAYOUTS = {

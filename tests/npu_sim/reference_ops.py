@@ -31,15 +31,15 @@ class FusionAttention:
             "npu::npu_fusion_attention_grad": self.backward,
         }
 
-    def forward(self, given: dict[str, Any]) -> tuple[Any, ...]:
-        q, k, v = given["query"], given["key"], given["value"]
-        _check(given)
-        self._check_softmax_layout(given)
-        heads = given["head_num"]
+    def forward(self, arguments: dict[str, Any]) -> tuple[Any, ...]:
+        q, k, v = arguments["query"], arguments["key"], arguments["value"]
+        _check(arguments)
+        self._check_softmax_layout(arguments)
+        heads = arguments["head_num"]
         out = torch.zeros(q.shape, dtype=torch.float64)
         maximum = torch.zeros(q.shape[0], heads, STATS_WIDTH)
         total = torch.zeros(q.shape[0], heads, STATS_WIDTH)
-        for rows, keys, scores in _sequences(given, q, k, given.get("scale", 1.0)):
+        for rows, keys, scores in _sequences(arguments, q, k, arguments.get("scale", 1.0)):
             highest = scores.amax(-1)
             exponentials = (scores - highest[..., None]).exp()
             sums = exponentials.sum(-1)
@@ -47,31 +47,31 @@ class FusionAttention:
             out[rows] = torch.einsum("hqk,khd->qhd", exponentials / sums[..., None], values)
             maximum[rows] = highest.T[..., None].float()
             total[rows] = sums.T[..., None].float()
-        if self._is_ntd(given):
-            lengths = _lengths(given["actual_seq_qlen"])
+        if self._is_ntd(arguments):
+            lengths = _lengths(arguments["actual_seq_qlen"])
             maximum, total = tnd_to_ntd(maximum, lengths), tnd_to_ntd(total, lengths)
         return out.to(q.dtype), maximum, total, torch.empty(0, dtype=q.dtype), 0, 0, 0
 
-    def backward(self, given: dict[str, Any]) -> tuple[Any, ...]:
+    def backward(self, arguments: dict[str, Any]) -> tuple[Any, ...]:
         q, k, v, grad, out = (
-            given[name] for name in ("query", "key", "value", "dy", "attention_in")
+            arguments[name] for name in ("query", "key", "value", "dy", "attention_in")
         )
-        _check(given)
-        self._check_softmax_layout(given)
+        _check(arguments)
+        self._check_softmax_layout(arguments)
         assert grad.is_contiguous() and out.shape == grad.shape == q.shape
-        maximum, total = given["softmax_max"], given["softmax_sum"]
-        assert maximum.shape == total.shape == (q.shape[0], given["head_num"], STATS_WIDTH)
-        if self._is_ntd(given):
-            lengths = _lengths(given["actual_seq_qlen"])
+        maximum, total = arguments["softmax_max"], arguments["softmax_sum"]
+        assert maximum.shape == total.shape == (q.shape[0], arguments["head_num"], STATS_WIDTH)
+        if self._is_ntd(arguments):
+            lengths = _lengths(arguments["actual_seq_qlen"])
             maximum, total = ntd_to_tnd(maximum, lengths), ntd_to_tnd(total, lengths)
-        group = given["head_num"] // k.shape[1]
+        group = arguments["head_num"] // k.shape[1]
         dq = torch.zeros(q.shape, dtype=torch.float64)
         dk, dv = (
             torch.zeros(k.shape, dtype=torch.float64),
             torch.zeros(v.shape, dtype=torch.float64),
         )
-        scale = given.get("scale_value", 1.0)
-        for rows, keys, scores in _sequences(given, q, k, scale):
+        scale = arguments.get("scale_value", 1.0)
+        for rows, keys, scores in _sequences(arguments, q, k, scale):
             keys_, values = (x[keys].double().repeat_interleave(group, 1) for x in (k, v))
             highest, sums = (x[rows, :, 0].double().T[..., None] for x in (maximum, total))
             probabilities = (scores - highest).exp() / sums
@@ -91,15 +91,17 @@ class FusionAttention:
             )
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), torch.empty(0), torch.empty(0)
 
-    def _is_ntd(self, given: dict[str, Any]) -> bool:
-        return not (self.softmax_layout == "honoured" and given.get("softmax_layout", "") == "TND")
+    def _is_ntd(self, arguments: dict[str, Any]) -> bool:
+        return not (
+            self.softmax_layout == "honoured" and arguments.get("softmax_layout", "") == "TND"
+        )
 
-    def _check_softmax_layout(self, given: dict[str, Any]) -> None:
-        if given.get("softmax_layout", "") == "":
+    def _check_softmax_layout(self, arguments: dict[str, Any]) -> None:
+        if arguments.get("softmax_layout", "") == "":
             return
         if self.softmax_layout == "refused":
             raise RuntimeError("The param softmax_layout is not supported")
-        assert given["query"].dtype != torch.float32, (
+        assert arguments["query"].dtype != torch.float32, (
             "fp32 has deterministic templates in the default layout only"
         )
 
@@ -120,10 +122,10 @@ def ntd_to_tnd(stats: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     return torch.cat([part.view(heads, -1, width).transpose(0, 1) for part in parts])
 
 
-def _check(given: dict[str, Any]) -> None:
-    q, k, v = given["query"], given["key"], given["value"]
-    q_ends, k_ends = given["actual_seq_qlen"], given["actual_seq_kvlen"]
-    assert given["input_layout"] == "TND" and given["head_num"] == q.shape[1]
+def _check(arguments: dict[str, Any]) -> None:
+    q, k, v = arguments["query"], arguments["key"], arguments["value"]
+    q_ends, k_ends = arguments["actual_seq_qlen"], arguments["actual_seq_kvlen"]
+    assert arguments["input_layout"] == "TND" and arguments["head_num"] == q.shape[1]
     assert q.dtype == k.dtype == v.dtype and q.dtype in (
         torch.float16,
         torch.bfloat16,
@@ -137,9 +139,12 @@ def _check(given: dict[str, Any]) -> None:
     assert min(_lengths(q_ends)) >= 0 and min(_lengths(k_ends)) >= 0, (
         "cumulative lengths do not fall"
     )
-    assert given.get("sparse_mode", 0) in (0, 3) and given.get("softmax_layout", "") in ("", "TND")
-    mask = given.get("atten_mask")
-    if mask is not None and given.get("sparse_mode", 0) == 3:
+    assert arguments.get("sparse_mode", 0) in (0, 3) and arguments.get("softmax_layout", "") in (
+        "",
+        "TND",
+    )
+    mask = arguments.get("atten_mask")
+    if mask is not None and arguments.get("sparse_mode", 0) == 3:
         assert mask.dtype == torch.bool and mask.shape == (MASK_SIZE, MASK_SIZE)
         assert torch.equal(mask, torch.ones_like(mask).triu(1)), (
             "the compressed mask is an upper triangle"
@@ -147,17 +152,21 @@ def _check(given: dict[str, Any]) -> None:
 
 
 def _sequences(
-    given: dict[str, Any], q: torch.Tensor, k: torch.Tensor, scale: float
+    arguments: dict[str, Any], q: torch.Tensor, k: torch.Tensor, scale: float
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Rows, key rows and masked scores [heads, rows, keys] of every sequence that has queries."""
     q_start = k_start = 0
-    group = given["head_num"] // k.shape[1]
-    for q_end, k_end in zip(given["actual_seq_qlen"], given["actual_seq_kvlen"], strict=True):
+    group = arguments["head_num"] // k.shape[1]
+    for q_end, k_end in zip(
+        arguments["actual_seq_qlen"], arguments["actual_seq_kvlen"], strict=True
+    ):
         if q_end > q_start:
             keys = k[k_start:k_end].double().repeat_interleave(group, 1)
             scores = torch.einsum("qhd,khd->hqk", q[q_start:q_end].double(), keys) * scale
-            if given.get("atten_mask") is not None:  # without a mask sparse_mode counts for nothing
-                assert given["sparse_mode"] == 3
+            if (
+                arguments.get("atten_mask") is not None
+            ):  # without a mask sparse_mode counts for nothing
+                assert arguments["sparse_mode"] == 3
                 hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(
                     1 + scores.shape[2] - scores.shape[1]
                 )
@@ -170,81 +179,83 @@ def _lengths(ends: list[int]) -> list[int]:
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def rms_norm(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_norm(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """npu_rms_norm: (normed, reciprocal of the root mean square)."""
-    x = given["input"].float()
-    reciprocal = (x.square().mean(-1, keepdim=True) + given.get("epsilon", 1e-6)).rsqrt()
-    return (x * reciprocal).to(given["input"].dtype) * given["gamma"], reciprocal
+    x = arguments["input"].float()
+    reciprocal = (x.square().mean(-1, keepdim=True) + arguments.get("epsilon", 1e-6)).rsqrt()
+    return (x * reciprocal).to(arguments["input"].dtype) * arguments["gamma"], reciprocal
 
 
-def rms_norm_backward(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_norm_backward(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     x, gamma, reciprocal, grad = (
-        given["input"].float(),
-        given["gamma"].float(),
-        given["rstd"],
-        given["dy"].float(),
+        arguments["input"].float(),
+        arguments["gamma"].float(),
+        arguments["rstd"],
+        arguments["dy"].float(),
     )
     normed, scaled = x * reciprocal, grad * gamma
     dx = reciprocal * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
     dgamma = (grad * normed).flatten(0, -2).sum(0)
-    return dx.to(given["input"].dtype), dgamma
+    return dx.to(arguments["input"].dtype), dgamma
 
 
-def rotary(given: dict[str, Any]) -> torch.Tensor:
+def rotary(arguments: dict[str, Any]) -> torch.Tensor:
     """npu_rotary_mul in mode half: x cos + rotated(x) sin."""
-    x = given["input"]
-    assert given.get("rotary_mode", "half") == "half" and x.dim() == 4
-    return (x.float() * given["r1"].float() + _rotated(x.float()) * given["r2"].float()).to(x.dtype)
+    x = arguments["input"]
+    assert arguments.get("rotary_mode", "half") == "half" and x.dim() == 4
+    return (x.float() * arguments["r1"].float() + _rotated(x.float()) * arguments["r2"].float()).to(
+        x.dtype
+    )
 
 
-def rotary_backward(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x = given["input"]
-    grad, cos, sin = given["grad"].float(), given["r1"], given["r2"]
+def rotary_backward(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = arguments["input"]
+    grad, cos, sin = arguments["grad"].float(), arguments["r1"], arguments["r2"]
     dx = grad * cos.float() - _rotated(grad * sin.float())
     dcos = (grad * x.float()).sum_to_size(cos.shape)
     dsin = (grad * _rotated(x.float())).sum_to_size(sin.shape)
     return dx.to(x.dtype), dcos.to(cos.dtype), dsin.to(sin.dtype)
 
 
-def swiglu(given: dict[str, Any]) -> torch.Tensor:
+def swiglu(arguments: dict[str, Any]) -> torch.Tensor:
     """npu_swiglu: silu(a) * b for the halves (a, b)."""
-    gate, up = given["input"].float().chunk(2, given.get("dim", -1))
-    return (torch.nn.functional.silu(gate) * up).to(given["input"].dtype)
+    gate, up = arguments["input"].float().chunk(2, arguments.get("dim", -1))
+    return (torch.nn.functional.silu(gate) * up).to(arguments["input"].dtype)
 
 
-def swiglu_backward(given: dict[str, Any]) -> torch.Tensor:
-    gate, up = given["input"].float().chunk(2, given.get("dim", -1))
-    grad, sigmoid = given["grad_output"].float(), gate.sigmoid()
+def swiglu_backward(arguments: dict[str, Any]) -> torch.Tensor:
+    gate, up = arguments["input"].float().chunk(2, arguments.get("dim", -1))
+    grad, sigmoid = arguments["grad_output"].float(), gate.sigmoid()
     grad_gate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
-    return torch.cat((grad_gate, grad * gate * sigmoid), given.get("dim", -1)).to(
-        given["input"].dtype
+    return torch.cat((grad_gate, grad * gate * sigmoid), arguments.get("dim", -1)).to(
+        arguments["input"].dtype
     )
 
 
-def grouped_matmul(given: dict[str, Any]) -> list[torch.Tensor]:
+def grouped_matmul(arguments: dict[str, Any]) -> list[torch.Tensor]:
     """npu_grouped_matmul of one tensor, one weight and one result (split_item 3), as
     aclnnGroupedMatmulV4 documents it.
 
     group_type 0 divides the rows of x, 2 the dimension that is summed over, along which x must be a
     transposed view.
     """
-    (x,), (weight,) = given["x"], given["weight"]
+    (x,), (weight,) = arguments["x"], arguments["weight"]
     assert (
-        given["split_item"] == 3
-        and given.get("group_list_type", 0) == 0
-        and given["group_list"].dtype == torch.int64
+        arguments["split_item"] == 3
+        and arguments.get("group_list_type", 0) == 0
+        and arguments["group_list"].dtype == torch.int64
     )
     assert x.dtype == weight.dtype and x.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    counts = _lengths(given["group_list"].tolist())
+    counts = _lengths(arguments["group_list"].tolist())
     assert x.numel() and weight.numel() and min(counts) >= 0, (
         "nothing to multiply, or group_list falls"
     )
-    if given["group_type"] == 0:
+    if arguments["group_type"] == 0:
         assert sum(counts) == x.shape[0] and weight.dim() == 3 and len(counts) == len(weight)
         parts = zip(x.double().split(counts), weight.double(), strict=True)
         return [torch.cat([rows @ own for rows, own in parts]).to(x.dtype)]
     assert (
-        given["group_type"] == 2
+        arguments["group_type"] == 2
         and sum(counts) == x.shape[1] == weight.shape[0]
         and x.t().is_contiguous()
     )
@@ -252,21 +263,26 @@ def grouped_matmul(given: dict[str, Any]) -> list[torch.Tensor]:
     return [torch.stack([columns @ rows for columns, rows in parts]).to(x.dtype)]
 
 
-def fused_adamw(given: dict[str, Any]) -> None:
+def fused_adamw(arguments: dict[str, Any]) -> None:
     """aten::_fused_adamw_ as torch_npu hands it to aclnnApplyAdamWV2, in place; steps are int64 and
     count from 1.
 
     Formula: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2.
     """
-    assert not given["amsgrad"] and not given["maximize"]
-    lr, beta1, beta2, eps = given["lr"], given["beta1"], given["beta2"], given["eps"]
+    assert not arguments["amsgrad"] and not arguments["maximize"]
+    lr, beta1, beta2, eps = (
+        arguments["lr"],
+        arguments["beta1"],
+        arguments["beta2"],
+        arguments["eps"],
+    )
     names = ("self", "grads", "exp_avgs", "exp_avg_sqs", "state_steps")
     for parameter, grad, average, square, step in zip(
-        *(given[name] for name in names), strict=True
+        *(arguments[name] for name in names), strict=True
     ):
         assert step.dtype == torch.int64
         count = int(step)
-        parameter.mul_(1 - lr * given["weight_decay"])
+        parameter.mul_(1 - lr * arguments["weight_decay"])
         average.lerp_(grad.to(average.dtype), 1 - beta1)
         square.mul_(beta2).addcmul_(grad.to(square.dtype), grad.to(square.dtype), value=1 - beta2)
         denominator = (square / (1 - beta2**count)).sqrt().add_(eps)
@@ -278,25 +294,29 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((-second, first), -1)
 
 
-def matmul_backward(given: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
+def matmul_backward(arguments: dict[str, Any]) -> tuple[torch.Tensor | None, ...]:
     """torch_npu has matmul's gradient as one operator, which a CPU has not."""
-    grad, left, right = (given[name] for name in ("grad", "self", "other"))
+    grad, left, right = (arguments[name] for name in ("grad", "self", "other"))
     assert left.dim() >= 2 and right.dim() >= 2
     dleft, dright = grad @ right.mT, left.mT @ grad
     return tuple(
         value.sum_to_size(like.shape) if wanted else None
-        for value, like, wanted in zip((dleft, dright), (left, right), given["mask"], strict=True)
+        for value, like, wanted in zip(
+            (dleft, dright), (left, right), arguments["mask"], strict=True
+        )
     )
 
 
-def gather_backward(given: dict[str, Any]) -> torch.Tensor:
+def gather_backward(arguments: dict[str, Any]) -> torch.Tensor:
     """npu_gather_backward, torch_npu's gradient of gather as one operator."""
-    grad = given["grad"]
-    return grad.new_zeros(given["self_size"]).scatter_add(given["dim"], given["index"], grad)
+    grad = arguments["grad"]
+    return grad.new_zeros(arguments["self_size"]).scatter_add(
+        arguments["dim"], arguments["index"], grad
+    )
 
 
-def dtype_cast(given: dict[str, Any]) -> torch.Tensor:
-    return torch.Tensor.to(given["input"], given["dtype"])
+def dtype_cast(arguments: dict[str, Any]) -> torch.Tensor:
+    return torch.Tensor.to(arguments["input"], arguments["dtype"])
 
 
 def all_references(softmax_layout: SoftmaxLayout = "honoured") -> dict[str, Any]:

@@ -55,12 +55,12 @@ def main(job_file: str, rank: int) -> int:
         directory = Path(job["out"]) / name
         directory.mkdir(parents=True, exist_ok=True)
         with sim:
-            found = train(config, platform, port, rank, directory, job["engine_workers"])
+            actual = train(config, platform, port, rank, directory, job["engine_workers"])
         if device == "npu":
-            found |= {"calls": dict(sim.calls), "without_kernel": sorted(sim.without_kernel)}
+            actual |= {"calls": dict(sim.calls), "without_kernel": sorted(sim.without_kernel)}
             sim.calls.clear()
-        found["mindspeed"] = "mindspeed.megatron_adaptor" in sys.modules
-        torch.save(found, directory / f"rank{rank}.pt")
+        actual["mindspeed"] = "mindspeed.megatron_adaptor" in sys.modules
+        torch.save(actual, directory / f"rank{rank}.pt")
     return 0
 
 
@@ -84,10 +84,10 @@ def train(
     def recording(of_group: Any) -> Any:
         def loss(microbatch: Any, outputs: Any) -> torch.Tensor:
             (group,) = microbatch.group_indices
-            found = outputs.policy.values
-            assert found.device == device == microbatch.tokens.device
+            actual = outputs.policy.values
+            assert actual.device == device == microbatch.tokens.device
             logprobs[microbatch.iteration * config.schedule.prompts_per_iteration + group] = (
-                found.detach().cpu()
+                actual.detach().cpu()
             )
             return of_group(microbatch, outputs)
 
@@ -130,7 +130,7 @@ def train(
         reports.append(numbers(consume(learner, rollouts(iteration), 1).report))
     backend.export(directory / "hf")
     automatic = bucket_bytes(platform, backend)
-    found = {
+    actual = {
         "logprobs": logprobs,
         "reports": reports,
         "reads": channel.num_reads,
@@ -156,10 +156,10 @@ def train(
                     (late_weights, "gloo", torch.device("cpu")),
                 )
             ]
-            found |= publish(publishers[0], channel, backend.place.stage, engine_workers)
+            actual |= publish(publishers[0], channel, backend.place.stage, engine_workers)
             serve_late(publishers[1], channel, learner, platform)
     backend.close()
-    return found
+    return actual
 
 
 def publish(publisher: Any, channel: Any, stage: int, engine_workers: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class Figure:
     origin: Origin
 
     def map(self, change: Callable[[float], float]) -> Figure:
-        """The figure that follows from this one by a monotonic function."""
+        """Returns the figure that follows from this one by a monotonic function."""
         ends = sorted((change(self.low), change(self.high)))
         return Figure(change(self.value), ends[0], ends[1], weakest(self.origin, "calibrated"))
 
@@ -31,5 +31,5 @@ def figure(value: float, relative: float, origin: Origin) -> Figure:
 
 
 def weakest(*origins: Origin) -> Origin:
-    """The origin of a number that is made of others."""
+    """Returns the origin of a number that is made of others."""
     return max(origins, key=_ORDER.index)

@@ -393,8 +393,8 @@ def against_itself(
 
 
 def _corrected(calibration: Calibration, factor: float) -> Calibration:
-    """The same with engines and trainers slower by a factor: what the model of an iteration left
-    out of the run itself.
+    """Returns the same with engines and trainers slower by a factor: what the model of an iteration
+    left out of the run itself.
     """
     engine = calibration.engine
     trainer = calibration.trainer

@@ -45,7 +45,7 @@ class Limit:
     in_border: bool
 
     def share(self, iteration_s: float) -> float:
-        """The share of an iteration that it takes."""
+        """Returns the share of an iteration that it takes."""
         return self.seconds / iteration_s
 
 
@@ -88,6 +88,8 @@ def limits(
 
 
 def limited_s(predicted_s: float, limits: list[Limit]) -> float:
-    """An iteration with what is added in its border, and no shorter than the busiest resource."""
+    """Returns an iteration with what is added in its border, and no shorter than the busiest
+    resource.
+    """
     border_s = sum(limit.seconds for limit in limits if limit.in_border)
     return max(predicted_s + border_s, *(limit.seconds for limit in limits if not limit.in_border))

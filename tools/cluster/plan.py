@@ -14,7 +14,7 @@ from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
 from pa_npu.planning.memory import Memory, engine_memory, trainer_memory
 from pa_npu.planning.prediction.divisions import (
-    Choices,
+    DivisionChoices,
     best_divisions,
     device_bytes,
     mean_response,
@@ -110,7 +110,7 @@ def plan_cluster(basis: KnownBasis, devices: int) -> ClusterPlan:
     tried = best_divisions(
         basis,
         devices,
-        Choices(),
+        DivisionChoices(),
         _PREDICTED,
         lambda config, prediction: limited_s(prediction.iteration_s, around(config, prediction)),
     )
@@ -135,8 +135,8 @@ def plan_cluster(basis: KnownBasis, devices: int) -> ClusterPlan:
 
 
 def planning_base(config: Config, kind: str) -> Config:
-    """A configuration without what ties it to the devices it was made for. kind: of the devices
-    that are planned with.
+    """Returns a configuration without what ties it to the devices it was made for. kind: of the
+    devices that are planned with.
     """
     tree = config.model_dump(exclude_unset=True)
     tree.pop("placement", None)
@@ -156,8 +156,8 @@ def planning_base(config: Config, kind: str) -> Config:
 
 
 def _colocated_s(basis: KnownBasis, config: Config, devices: int) -> float:
-    """All devices generate, then all train: the sum, the step and the border; moving weights in and
-    out of memory is left out.
+    """Predicts turns, in which all devices generate, then all train: the sum, the step and the
+    border; moving weights in and out of memory is left out.
     """
     mesh = Mesh.for_devices(
         devices, config.mesh.tensor, config.mesh.pipeline, context=config.mesh.context
@@ -189,7 +189,9 @@ def _perfect_s(basis: KnownBasis, config: Config, devices: int) -> float:
 
 
 def first_to_break(limits: list[Limit], iteration_s: float) -> Limit:
-    """The one that takes the largest share: of an iteration, or, in the border, of a tenth of it."""
+    """Returns the one that takes the largest share: of an iteration, or, in the border, of a tenth
+    of it.
+    """
     return max(
         limits, key=lambda limit: limit.share(iteration_s) * (10.0 if limit.in_border else 1.0)
     )

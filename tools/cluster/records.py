@@ -64,7 +64,7 @@ class SeenRun:
         return [seen for seen in self.iterations if seen.groups]
 
     def median(self, key: str) -> float:
-        """The median of a number in the records. Raises DataError where none has it."""
+        """Returns the median of a number in the records. Raises DataError where none has it."""
         values = [
             seen.record[key]
             for seen in self.iterations
@@ -173,8 +173,8 @@ def _generated(directory: Path) -> dict[int, list[GroupTiming]]:
 
 
 def _computed(value: Any) -> tuple[int, tuple[int, ...]] | None:
-    """Tokens of the prompt and of each response that engines computed anew; None where the record
-    does not say.
+    """Returns tokens of the prompt and of each response that engines computed anew; None where the
+    record does not say.
     """
     if not isinstance(value, list) or len(value) != 2 or not isinstance(value[1], list):
         return None

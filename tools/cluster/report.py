@@ -26,7 +26,7 @@ def _response_mean(workload: Workload) -> float:
 
 
 def plan_lines(basis: KnownBasis, plans: Sequence[ClusterPlan]) -> list[str]:
-    """The basis, the plan of the most devices in full, and how it grows."""
+    """Returns the basis, the plan of the most devices in full, and how it grows."""
     largest = plans[-1]
     return [*basis_lines(basis), "", *one_plan_lines(largest), "", *growth_lines(plans)]
 
@@ -59,7 +59,7 @@ def basis_lines(basis: KnownBasis) -> list[str]:
 
 
 def one_plan_lines(plan: ClusterPlan) -> list[str]:
-    """A plan with its parallel sizes, schedule, times, bounds and memory."""
+    """Returns a plan with its parallel sizes, schedule, times, bounds and memory."""
     config = plan.config
     predicted = plan.predicted
     trainer = config.trainer
@@ -122,7 +122,7 @@ def one_plan_lines(plan: ClusterPlan) -> list[str]:
 
 
 def growth_lines(plans: Sequence[ClusterPlan]) -> list[str]:
-    """A table over the numbers of devices."""
+    """Returns a table over the numbers of devices."""
     lines = [
         "devices  engines  ranks TPxPPxDP   groups  iteration s   TPSPD  idle E/T  colocated  "
         "perfect",
@@ -165,7 +165,7 @@ def flatness(plans: Sequence[ClusterPlan]) -> str:
 
 
 def _spread(plans: Sequence[ClusterPlan]) -> float:
-    """The largest over the smallest, less one."""
+    """Returns the largest over the smallest, less one."""
     return max(map(_per_group, plans)) / min(map(_per_group, plans)) - 1.0
 
 

@@ -43,7 +43,7 @@ class _NotLiteral(Exception):
 
 
 def read_program(text: str, where: str) -> Arguments:
-    """The arguments of the one trainer in the program.
+    """Returns the arguments of the one trainer in the program.
 
     Raises ConfigError where there is none, or more than one configuration.
     """
@@ -251,8 +251,8 @@ class _Program:
         return loads[0] if len(assigned) > 1 and len(loads) == 1 else node
 
     def _file(self, node: ast.expr) -> Any:
-        """The file, or the name on a hub, that load_dataset(...) reads, whatever is done with its
-        rows; or the name itself.
+        """Returns the file, or the name on a hub, that load_dataset(...) reads, whatever is done
+        with its rows; or the name itself.
         """
         if isinstance(named := self._followed(node), ast.Constant) and isinstance(named.value, str):
             return named.value

@@ -319,8 +319,8 @@ def _options(words: list[str]) -> list[tuple[str, str | list[str]]]:
 
 
 def _value(text: str, where: str) -> Any:
-    """A scalar, list or mapping as Hydra writes them, which is YAML but for `{a:b}`; anything else
-    is text.
+    """Returns a scalar, list or mapping as Hydra writes them, which is YAML but for `{a:b}`;
+    anything else is text.
     """
     if text.startswith("{"):
         text = re.sub(r"""([\w"']):(?=\S)""", r"\1: ", text)
@@ -443,8 +443,8 @@ class _Script:
             self._word()
 
     def _word(self, split: bool = True) -> list[str]:
-        """The words that one word of the text becomes: none or several where it expands without
-        quotes.
+        """Returns the words that one word of the text becomes: none or several where it expands
+        without quotes.
         """
         words = [""]
         quoted = False
@@ -480,8 +480,8 @@ class _Script:
         return [word.replace(_WHOLE, " ") for word in words] if quoted or words != [""] else []
 
     def _quoted(self) -> list[str]:
-        """A text in double quotes, from behind the first: several words where an array is in it,
-        none for an empty array.
+        """Returns a text in double quotes, from behind the first: several words where an array is
+        in it, none for an empty array.
         """
         words = [""]
         empty = False
@@ -525,7 +525,9 @@ class _Script:
         return self._special(self.text[begin + 1 : begin + 2], line)
 
     def _until(self, opening: str, closing: str, begin: int) -> str:
-        """The text between a bracket at `begin` and its partner, behind which reading goes on."""
+        """Returns the text between a bracket at `begin` and its partner, behind which reading goes
+        on.
+        """
         depth = 1
         end = begin
         while depth and end + 1 < len(self.text):

@@ -35,7 +35,7 @@ class Imported:
     read_any: bool = False
 
     def tree(self) -> dict[str, Any]:
-        """The values as a configuration file has them."""
+        """Returns the values as a configuration file has them."""
         tree: dict[str, Any] = {}
         for name, value in self.values.items():
             section, _, key = name.partition(".")

@@ -109,8 +109,8 @@ def rows_of(
 def render(
     rows: Sequence[Row], titles: Mapping[str, str], systems: Mapping[str, System], reference: str
 ) -> str:
-    """A table per shape, as Markdown. titles: of shapes. reference: the system that the ratio is
-    over.
+    """Returns a table per shape, as Markdown. titles: of shapes. reference: the system that the
+    ratio is over.
     """
     lines: list[str] = []
     for shape in dict.fromkeys(row.shape for row in rows):
@@ -160,8 +160,8 @@ def render(
 def draw(
     rows: Sequence[Row], titles: Mapping[str, str], systems: Mapping[str, System], path: Path
 ) -> list[Path]:
-    """A panel per shape with a bar of tokens/s per system; one that did not run has no bar but its
-    name.
+    """Returns a panel per shape with a bar of tokens/s per system; one that did not run has no bar
+    but its name.
     """
     shapes = list(dict.fromkeys(row.shape for row in rows))
     keys = list(dict.fromkeys(row.system for row in rows))

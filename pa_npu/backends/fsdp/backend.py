@@ -189,7 +189,9 @@ class FsdpBackend:
                     else:
                         objective.loss(microbatch, outputs).backward()
                 if turn.microbatch.group_indices:
-                    self._timeline.complete(turn.label, start_s, now(), lane="microbatches")
+                    self._timeline.complete(
+                        turn.label, start_s, now(), lane="microbatches", turn=turn.kind
+                    )
         if not has_computed:
             # all is trained by rule, on every rank: the step is that of a gradient of 0
             _backward_of_nothing(self._pass(self._nothing, False))
@@ -300,7 +302,7 @@ class FsdpBackend:
         group: dist.ProcessGroup | None,
         on_host: bool = False,
     ) -> ShardedWeights:
-        """A model's weights, adapters merged into them."""
+        """Returns a model's weights, adapters merged into them."""
         source, dtype = (
             Merged(model) if isinstance(model, Adapted) else model,
             DTYPES[self._config.model.dtype],
@@ -327,7 +329,7 @@ class FsdpBackend:
         )
 
     def _turns(self, microbatches: Iterator[Microbatch]) -> Generator[Turn, None, None]:
-        """This rank's turns, in step with all others."""
+        """Yields this rank's turns, in step with all others."""
         group = None if self._shard_group is None else dist.group.WORLD
         yield from Turns(microbatches, group, lambda: self._nothing, None)
 
@@ -337,8 +339,8 @@ class FsdpBackend:
         entropy_gradient: bool,
         is_watched: bool = False,
     ) -> Outputs:
-        """All models over a microbatch, the frozen ones first. is_watched: whether to watch the
-        gradient that meets the LM head.
+        """Returns all models over a microbatch, the frozen ones first. is_watched: whether to watch
+        the gradient that meets the LM head.
         """
         part = self._parts.for_microbatch(microbatch)
         images = self._images(microbatch)

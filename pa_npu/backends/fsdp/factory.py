@@ -120,7 +120,7 @@ def create(
 
 
 def _copies(config: Config, spec: ModelSpec, mesh: DeviceMesh) -> dict[str, ScoredModel]:
-    """The policy and the models of its shape, each with weights of its own."""
+    """Returns the policy and the models of its shape, each with weights of its own."""
     from pa_npu.backends.fsdp.model import ScoredModel, load_model, shard
     from pa_npu.backends.protocol import DTYPES
 

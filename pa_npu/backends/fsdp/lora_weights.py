@@ -59,8 +59,8 @@ class Merged(Weights):
 
 
 def base_of(adapted: Adapted, directory: str, dtype: torch.dtype) -> Base:
-    """The model directory's weights, which engines merge adapters into that are sent alone. dtype:
-    as ShardedWeights'.
+    """Returns the model directory's weights, which engines merge adapters into that are sent alone.
+    dtype: as ShardedWeights'.
 
     Raises DataError where the directory has other tensors than would be sent merged.
     """

@@ -124,12 +124,12 @@ class ScoredModel(torch.nn.Module, Weights):
         )
 
     def named_weights(self) -> dict[str, torch.Tensor]:
-        """Every parameter once under transformers' name, with this rank's shard of it."""
+        """Returns every parameter once under transformers' name, with this rank's shard of it."""
         return dict(self.causal.named_parameters())
 
     def wire_weights(self) -> list[tuple[str, WireWeight, torch.Tensor]]:
-        """Every tensor of an HF checkpoint: its name, which elements it is, and of which parameter
-        or buffer.
+        """Returns every tensor of an HF checkpoint: its name, which elements it is, and of which
+        parameter or buffer.
         """
         tensors = stored_tensors(self.causal)
         return [
@@ -155,7 +155,7 @@ def plain_experts(causal: Any) -> Iterator[None]:
 
 
 def load_model(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
-    """The model of an HF directory on the host.
+    """Returns the model of an HF directory on the host.
 
     Raises DataError where transformers cannot load it, or a weight is missing.
     """
@@ -210,8 +210,8 @@ def shard(
     recompute: bool,
     trains_tower: bool = False,
 ) -> ScoredModel:
-    """The same model, sharded in place over `mesh`: [ranks], or [replicas, ranks] for shards that
-    are replicated.
+    """Returns the same model, sharded in place over `mesh`: [ranks], or [replicas, ranks] for
+    shards that are replicated.
 
     compute: type of the gathered weights and of what is computed; gradients are summed in fp32,
     undivided. trained: whether weights are that require gradients. trains_tower: whether those of

@@ -81,7 +81,9 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def gradient_size(self, first: int = 0, every: int = SAMPLED_EVERY) -> torch.Tensor:
-        """The norm of a sample of this rank's shards of the gradient; 0 where there is none."""
+        """Returns the norm of a sample of this rank's shards of the gradient; 0 where there is
+        none.
+        """
         samples = [gradient.flatten()[first::every] for gradient in self._gradients()]
         return torch.nn.utils.get_total_norm([sample for sample in samples if len(sample)])
 
@@ -243,7 +245,7 @@ class CountedReduceScatter:
 
 
 def counted(reductions: Sequence[CountedReduceScatter], device: torch.device) -> ReducedGradient:
-    """The update's counts, a bucket for each group of parameters."""
+    """Returns the update's counts, a bucket for each group of parameters."""
     columns = torch.stack([reduction.counts().to(device) for reduction in reductions], dim=1)
     return ReducedGradient(*columns)
 

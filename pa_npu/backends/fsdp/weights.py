@@ -50,7 +50,9 @@ class Weights(ABC):
 
     @abstractmethod
     def wire_weights(self) -> list[tuple[str, WireWeight, torch.Tensor]]:
-        """Every tensor to send: its name, which elements it is, and of which parameter or buffer."""
+        """Returns every tensor to send: its name, which elements it is, and of which parameter or
+        buffer.
+        """
 
     def rows(self, weight: WireWeight, whole: torch.Tensor, alone: bool) -> Rows:
         """This rank's part of one of them. alone: whether this rank lays out what is not cut."""

@@ -396,8 +396,8 @@ class MegatronBackend:
         return replace(output, policy=part.joined(output.policy), frozen_scores=frozen)
 
     def _asked(self, microbatch: Microbatch) -> Sequence[str] | None:
-        """The frozen models that a microbatch asks for; None: all, as where experts of models lie
-        on ranks of several replicas, which compute together.
+        """Returns the frozen models that a microbatch asks for; None: all, as where experts of
+        models lie on ranks of several replicas, which compute together.
         """
         teachers = self._trainer_models.held
         if self._step_group is not None or all(model.targets is None for model in teachers):
@@ -466,7 +466,8 @@ def _inputs(
 
 
 def _replay(microbatch: Microbatch, part: Part) -> Replay | None:
-    """The expert choices of a part's tokens. None where the run does not replay, or nobody recorded
+    """Returns the expert choices of a part's tokens. None where the run does not replay, or nobody
+    recorded
     anything: of a probe, and of a filler.
     """
     if EXPERT_CHOICES not in microbatch.packed:
@@ -548,12 +549,12 @@ def run_pipelined(
 
 
 def with_spans(turns: Iterable[Turn], timeline: Timeline) -> Generator[Turn, None, None]:
-    """The same, with a timeline span for each: from the moment it is at hand until the next one is
-    asked for.
+    """Yields the same turns, with a timeline span for each: from the moment it is at hand until the
+    next one is asked for.
     """
     for turn in turns:
         start_s = now()
         try:
             yield turn
         finally:
-            timeline.complete(turn.label, start_s, now(), lane="microbatches")
+            timeline.complete(turn.label, start_s, now(), lane="microbatches", turn=turn.kind)

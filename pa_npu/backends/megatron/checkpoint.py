@@ -182,15 +182,15 @@ def _read(state: dict[str, Any], directory: Path, meta: CheckpointMeta) -> dict[
 
 
 def _stamp(rank: int, ranks: int, updates: int | None = None) -> ShardedObject:
-    """The number of updates that a writing rank's part of the state has seen; it stands among its
-    tensors.
+    """Returns the number of updates that a writing rank's part of the state has seen; it stands
+    among its tensors.
     """
     return ShardedObject(_STAMP, updates, (ranks,), (rank,))
 
 
 def _sharding_arguments() -> dict[str, Any]:
-    """The form of the distributed optimizer's state that can be loaded at other sizes; its name and
-    argument vary by release.
+    """Returns the form of the distributed optimizer's state that can be loaded at other sizes; its
+    name and argument vary by release.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 

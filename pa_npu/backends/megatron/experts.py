@@ -110,7 +110,7 @@ class MixtureMLP(MegatronModule):
 def _local(
     rows: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
-    """All experts are here."""
+    """Returns the output of the experts, all of which are on this rank."""
     order, counts = _by_expert(chosen.flatten(), experts.num_local)
     results = experts(_Spread.apply(rows, order, chosen.shape[1]), counts.tolist())
     return _combine(results, weights, order)

@@ -216,7 +216,7 @@ class CompiledSwiglu:
 
 
 def fused_ops(platform: Platform) -> FusedOps:
-    """The platform's operations as the layers call them.
+    """Returns the platform's operations as the layers call them.
 
     Raises UserError for a platform that this backend does not run on.
     """

@@ -57,8 +57,8 @@ def set_rates(optimizer: Any, config: Config, update: int) -> float:
 
 
 def state_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """The tensors that nothing but a step reads: moments, and weights in fp32 where the model has
-    another type.
+    """Yields the tensors that nothing but a step reads: moments, and weights in fp32 where the
+    model has another type.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
@@ -130,7 +130,7 @@ class WatchedReduction:
 
 
 def gradient_size(ddp: Any, first: int, every: int) -> torch.Tensor:
-    """The norm of a sample of what this rank's gradient buffers hold."""
+    """Returns the norm of a sample of what this rank's gradient buffers hold."""
     buffers = [*ddp.buffers, *ddp.expert_parallel_buffers]
     sizes = [torch.linalg.vector_norm(buffer.grad_data[first::every]) for buffer in buffers]
     return torch.stack(sizes).norm()
@@ -321,7 +321,7 @@ def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None: ...
 
 
 def _flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The same memory in one dimension, without gradient; shards mostly are that already."""
+    """Returns the same memory in one dimension, without gradient; shards mostly are that already."""
     if tensor is None or (tensor.dim() == 1 and not tensor.requires_grad):
         return tensor
     return tensor.detach().view(-1)

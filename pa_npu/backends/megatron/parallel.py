@@ -73,7 +73,7 @@ def place() -> Place:
 
 
 def stage_group() -> dist.ProcessGroup:
-    """A new group of all ranks of this stage, of every replica. A collective of all."""
+    """Returns a new group of all ranks of this stage, of every replica. A collective of all."""
     here = place()
     groups = {
         ranks: dist.new_group(list(ranks))
@@ -83,7 +83,7 @@ def stage_group() -> dist.ProcessGroup:
 
 
 def shard_group(backend: str | None = None) -> dist.ProcessGroup | None:
-    """A new group of place().shard_group; None where that is this rank alone.
+    """Returns a new group of place().shard_group; None where that is this rank alone.
 
     A collective of all.
     """

@@ -154,15 +154,15 @@ class TriModel(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The policy's, under its own names: a checkpoint does not depend on which frozen models a
-        run keeps.
+        """Returns the policy's, under its own names: a checkpoint does not depend on which frozen
+        models a run keeps.
         """
         return self.policy.sharded_state_dict(prefix, sharded_offsets, metadata)
 
     # What the package uses
 
     def gpts(self) -> dict[str, GPT]:
-        """All models of this stage by name."""
+        """Returns all models of this stage by name."""
         return {"policy": self.policy, **self.frozen}
 
     @torch.no_grad()
@@ -176,7 +176,7 @@ class TriModel(MegatronModule):
             self.weights[name] = self.weights["policy"]
 
     def model(self, name: str) -> GPT:
-        """The policy, or the copy of this name."""
+        """Returns the policy, or the copy of this name."""
         return self.policy if name == "policy" else self._copies[name]
 
     def computation(self) -> Computation:
@@ -301,8 +301,8 @@ class TriModel(MegatronModule):
         )
 
     def _unpack(self, beside: Mapping[str, GPT]) -> dict[str, torch.Tensor]:
-        """Each model's hidden states out of what the previous stage packed; nothing on the first
-        stage. beside: the frozen models that pass with the policy.
+        """Returns each model's hidden states out of what the previous stage packed; nothing on the
+        first stage. beside: the frozen models that pass with the policy.
         """
         if self.input_tensor is None:
             return {}
@@ -322,7 +322,7 @@ class TriModel(MegatronModule):
         device: torch.device,
         dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rotation that the model `name` computes with."""
+        """Returns the rotation that the model `name` computes with."""
         rotary = self._other_rotaries.get(name, self.rotary)
         return rotary.rows(layout.position_ids(device), layout.longest, dtype)
 

@@ -18,7 +18,7 @@ from pa_npu.config.tree import ConfigTree
 
 
 def broken_rules(c: ConfigTree) -> Iterator[str]:
-    """One line per rule that is broken: keys, values, rule, remedy."""
+    """Yields one line per rule that is broken: keys, values, rule, remedy."""
     yield from broken_texts(c)
     yield from broken_deadlines(c)
     shards = list(broken_shards(c))

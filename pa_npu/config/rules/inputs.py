@@ -17,7 +17,7 @@ _SET_NAME = re.compile(r"[\w.-]{1,64}")
 
 
 def broken_data(c: ConfigTree) -> Iterator[str]:
-    """One line per rule that is broken: keys, values, rule, remedy."""
+    """Yields one line per rule that is broken: keys, values, rule, remedy."""
     data = c.data
     for name, count in Counter(dataset.called for dataset in data.datasets).items():
         if count > 1:
@@ -32,7 +32,7 @@ def broken_data(c: ConfigTree) -> Iterator[str]:
 
 
 def broken_rewards(c: ConfigTree) -> Iterator[str]:
-    """One line per rule that is broken: keys, values, rule, remedy."""
+    """Yields one line per rule that is broken: keys, values, rule, remedy."""
     yield from _unknown_names(c)
     for function in c.reward.functions:
         if function.name == "format" and not function.pattern:
@@ -119,7 +119,7 @@ def _broken_judge(j: JudgeConfig) -> Iterator[str]:
 
 
 def broken_evaluation(c: ConfigTree) -> Iterator[str]:
-    """One line per rule that is broken: keys, values, rule, remedy."""
+    """Yields one line per rule that is broken: keys, values, rule, remedy."""
     s, e = c.schedule, c.evaluate
     if c.checkpoint.keep_best and not c.checkpoint.keep_last:
         yield (

@@ -10,7 +10,7 @@ from pa_npu.config.words import counted
 
 
 def broken_algorithm(c: ConfigTree) -> Iterator[str]:
-    """One line per rule that is broken, whatever the algorithm is; those of its own are
+    """Yields one line per rule that is broken, whatever the algorithm is; those of its own are
     Algorithm.broken_rules.
     """
     refresh = c.algorithm.reference_refresh_every
@@ -186,7 +186,7 @@ def broken_shards(c: ConfigTree) -> Iterator[str]:
 
 
 def broken_training(c: ConfigTree) -> Iterator[str]:
-    """One line per rule that is broken: keys, values, rule, remedy."""
+    """Yields one line per rule that is broken: keys, values, rule, remedy."""
     if c.trainer.backend == "fsdp":
         yield from _broken_fsdp(c)
     yield from _broken_backend_features(c)

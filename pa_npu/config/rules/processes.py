@@ -14,7 +14,7 @@ _LEAST_TEMPERATURE = 0.01  # what vLLM raises smaller ones to, but for 0
 
 
 def broken_engines(c: ConfigTree) -> Iterator[str]:
-    """One line per rule that is broken: keys, values, rule, remedy."""
+    """Yields one line per rule that is broken: keys, values, rule, remedy."""
     r = c.rollout
     if r.temperature < _LEAST_TEMPERATURE:
         yield (
@@ -95,7 +95,7 @@ def _broken_single_engines(c: ConfigTree) -> Iterator[str]:
 
 
 def broken_placement(c: ConfigTree) -> Iterator[str]:
-    """One line per rule that is broken: keys, values, rule, remedy."""
+    """Yields one line per rule that is broken: keys, values, rule, remedy."""
     r = c.rollout
     if c.placement.nnodes > 1 and c.placement.cluster == "local":
         yield (

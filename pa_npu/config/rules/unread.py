@@ -144,7 +144,7 @@ _OF_FUNCTIONS = {"pattern": "format", "buffer_tokens": "overlong"}
 
 
 def broken_unread(c: ConfigTree) -> Iterator[str]:
-    """One line per key that is set and read by nothing, whatever the algorithm is."""
+    """Yields one line per key that is set and read by nothing, whatever the algorithm is."""
     yield from unread_keys(c, CONDITIONS)
     for number, function in enumerate(c.reward.functions):
         for key, name in _OF_FUNCTIONS.items():
@@ -156,7 +156,7 @@ def broken_unread(c: ConfigTree) -> Iterator[str]:
 
 
 def unread_keys(c: ConfigTree, conditions: Iterable[Condition]) -> Iterator[str]:
-    """One line per key that is set while its condition says that nothing reads it."""
+    """Yields one line per key that is set while its condition says that nothing reads it."""
     preset = preset_keys(c.algorithm.name)
     for condition in conditions:
         for key in condition.keys.split():
@@ -173,7 +173,7 @@ def unread_keys(c: ConfigTree, conditions: Iterable[Condition]) -> Iterator[str]
 
 
 def value_and_default(c: ConfigTree, key: str) -> tuple[Any, Any]:
-    """The values of a dotted key."""
+    """Returns the values of a dotted key."""
     section, _, name = key.partition(".")
     model = getattr(c, section)
     return getattr(model, name), type(model).model_fields[name].get_default(

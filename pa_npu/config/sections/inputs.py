@@ -150,7 +150,7 @@ class TrainingDataset(Dataset):
         return named[0] if named else path.stem or self.path
 
 
-class Demonstrations(TrainingDataset):
+class DemonstrationDataset(TrainingDataset):
     """Rows of data that are trained beside what the policy writes."""
 
     weight: float = Field(
@@ -182,7 +182,7 @@ class DataConfig(Section):
     test: Annotated[FilePath, Field(min_length=1)] | Dataset | None = Field(
         None, description="Held-out prompts in the same formats. null turns evaluation off."
     )
-    demonstrations: Annotated[FilePath, Field(min_length=1)] | Demonstrations | None = Field(
+    demonstrations: Annotated[FilePath, Field(min_length=1)] | DemonstrationDataset | None = Field(
         None,
         description="Rows that are trained by cross-entropy in the same updates as what the policy "
         "writes, such as solutions by a person or a stronger model, in the formats of the "
@@ -260,10 +260,10 @@ class DataConfig(Section):
         return [dataset.weight / total for dataset in self.datasets]
 
     @property
-    def demonstrated(self) -> Demonstrations | None:
+    def demonstrated(self) -> DemonstrationDataset | None:
         """Returns data.demonstrations with its options."""
         if isinstance(self.demonstrations, str):
-            return Demonstrations(path=self.demonstrations)
+            return DemonstrationDataset(path=self.demonstrations)
         return self.demonstrations
 
     def key_of(self, number: int) -> str:

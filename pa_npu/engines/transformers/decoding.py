@@ -86,7 +86,7 @@ class ScoredTokens:
 
 
 @dataclass
-class Response:
+class RunningResponse:
     """A response in the making.
 
     expert_choices: of the tokens that were computed, pass by pass. finish_reason: None until it
@@ -126,9 +126,11 @@ class Decoder:
             expert_choices.append(self._recorder.pop_expert_choices())
         return Prefilled(cache, scores, np.concatenate(expert_choices), position)
 
-    def begin(self, prefilled: Prefilled, seed: int, parameters: DecodingParameters) -> Response:
+    def begin(
+        self, prefilled: Prefilled, seed: int, parameters: DecodingParameters
+    ) -> RunningResponse:
         generator = torch.Generator().manual_seed(seed)
-        response = Response(
+        response = RunningResponse(
             parameters=parameters,
             generator=generator,
             cache=copy.deepcopy(prefilled.cache),
@@ -142,11 +144,11 @@ class Decoder:
             self._append(response, token)
         return response
 
-    def unbegun(self, parameters: DecodingParameters) -> Response:
+    def unbegun(self, parameters: DecodingParameters) -> RunningResponse:
         """Returns a response that was cut before its prompt was computed."""
-        return Response(parameters, torch.Generator(), None, torch.empty(0))
+        return RunningResponse(parameters, torch.Generator(), None, torch.empty(0))
 
-    def step(self, response: Response) -> None:
+    def step(self, response: RunningResponse) -> None:
         """Samples one more token, with its log-prob under the distribution it was sampled from."""
         parameters = response.parameters
         if parameters.temperature == 0.0:
@@ -216,7 +218,7 @@ class Decoder:
             logits.append(output.logits[0])
         return torch.cat(logits)
 
-    def _append(self, response: Response, token: int) -> None:
+    def _append(self, response: RunningResponse, token: int) -> None:
         options: dict[str, torch.Tensor] = {}
         if self._images is not None and response.position is not None:
             options = self._images.at(response.position)
@@ -302,12 +304,12 @@ class _Request:
     prompt: Sequence[int]
     seeds: Sequence[int]
     parameters: DecodingParameters
-    future: Future[list[Response]]
+    future: Future[list[RunningResponse]]
     images: Sequence[PromptImage] = ()
-    responses: list[Response] = field(default_factory=list)
+    responses: list[RunningResponse] = field(default_factory=list)
 
     @property
-    def open(self) -> list[Response]:
+    def open(self) -> list[RunningResponse]:
         return [response for response in self.responses if response.finish_reason is None]
 
 
@@ -343,7 +345,7 @@ class Scheduler:
         seeds: Sequence[int],
         parameters: DecodingParameters,
         images: Sequence[PromptImage] = (),
-    ) -> Future[list[Response]]:
+    ) -> Future[list[RunningResponse]]:
         """Returns one response per seed. Cancelling the future ends them."""
         request = _Request(prompt, seeds, parameters, Future(), images)
         self._inbox.put(request)

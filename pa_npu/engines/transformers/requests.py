@@ -82,5 +82,5 @@ class WorkerCall(msgspec.Struct, forbid_unknown_fields=True):
     args: list[Any]
 
 
-class RequestRefused(Exception):
+class EngineRequestRefused(Exception):
     """A request that cannot be served; the message says why."""

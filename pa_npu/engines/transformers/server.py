@@ -55,15 +55,15 @@ from pa_npu.engines.transformers.decoding import (
     Busy,
     Decoder,
     DecodingParameters,
-    Response,
+    RunningResponse,
     Scheduler,
     ScoredTokens,
 )
 from pa_npu.engines.transformers.image_passes import PromptImage, has_tower
 from pa_npu.engines.transformers.requests import (
     CompletionRequest,
+    EngineRequestRefused,
     Prompt,
-    RequestRefused,
     WorkerCall,
 )
 from pa_npu.engines.transformers.weights import ModelWorker
@@ -163,7 +163,7 @@ class Server:
         """Answers errors in words: 4xx is the request's fault, 5xx the engine's."""
         try:
             return await handler(request)
-        except (RequestRefused, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (EngineRequestRefused, msgspec.MsgspecError, UnicodeDecodeError) as error:
             return web.Response(status=400, text=str(error))
         except Busy as error:
             return web.Response(status=409, text=str(error))
@@ -185,12 +185,12 @@ class Server:
     async def _complete(self, request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=CompletionRequest)
         if asked.max_tokens == 0 and not asked.echo:
-            raise RequestRefused("max_tokens: 0 writes nothing; set it to 1 or more, or echo")
+            raise EngineRequestRefused("max_tokens: 0 writes nothing; set it to 1 or more, or echo")
         prompts = self._prompts(asked.prompt)
         images: list[PromptImage] = []
         if asked.images:
             if len(prompts) > 1:
-                raise RequestRefused("images: they belong to one prompt; send one at a time")
+                raise EngineRequestRefused("images: they belong to one prompt; send one at a time")
             prompts[0], images = await asyncio.to_thread(self._expanded, prompts[0], asked)
             self._check_length(prompts[0])
         accepted = [value.encode() for value in request.headers.getall("Accept", [])]
@@ -226,18 +226,18 @@ class Server:
             tokens = msgspec.convert(item, Prompt)
             self._check_length(tokens)
             if not all(0 <= token < self._vocab_size for token in tokens):
-                raise RequestRefused(
+                raise EngineRequestRefused(
                     f"the prompt has token ids outside of the vocabulary of {self._vocab_size}"
                 )
             prompts.append(tokens)
         if not prompts:
-            raise RequestRefused("prompt: it is empty")
+            raise EngineRequestRefused("prompt: it is empty")
         return prompts
 
     def _check_length(self, tokens: Sequence[int]) -> None:
         """Raises RequestRefused for a prompt that leaves no room for a token."""
         if len(tokens) >= self._max_model_len:
-            raise RequestRefused(
+            raise EngineRequestRefused(
                 f"the prompt has {len(tokens)} tokens, but the maximum context length is "
                 f"{self._max_model_len}"
             )
@@ -319,7 +319,7 @@ class Server:
 
     async def _generate(
         self, tokens: Sequence[int], asked: CompletionRequest, images: Sequence[PromptImage]
-    ) -> list[compact_answer.Response]:
+    ) -> list[compact_answer.CompactResponse]:
         room = self._max_model_len - len(tokens)
         begun = len(tokens) - asked.vllm_xargs.drawn
         prompt = tokens[:begun]
@@ -349,25 +349,25 @@ class Server:
         """
         processor = self._processor
         if processor is None:
-            raise RequestRefused("this model reads no images")
+            raise EngineRequestRefused("this model reads no images")
         places = [image.place for image in asked.images]
         num_prompt = len(prompt) - asked.vllm_xargs.drawn
         if sorted(set(places)) != places or not 0 <= places[0] <= places[-1] < num_prompt:
-            raise RequestRefused("images: their places must ascend within the prompt")
+            raise EngineRequestRefused("images: their places must ascend within the prompt")
         if any(prompt[place] != self._image_token for place in places):
-            raise RequestRefused("images: at each place must be the model's placeholder")
+            raise EngineRequestRefused("images: at each place must be the model's placeholder")
         grids = []
         patches = []
         for image in asked.images:
             try:
                 pixels = self._images.pixels(image)
             except UnknownImage:
-                raise RequestRefused(f"{UNKNOWN_IMAGE} {image.key}; send its data") from None
+                raise EngineRequestRefused(f"{UNKNOWN_IMAGE} {image.key}; send its data") from None
             except BadImage as error:
-                raise RequestRefused(f"image {image.key:.40}: {error}") from None
+                raise EngineRequestRefused(f"image {image.key:.40}: {error}") from None
             height, width = pixels.shape[:2]
             if processor.size_of(height, width) != (height, width):
-                raise RequestRefused(
+                raise EngineRequestRefused(
                     f"image {image.key}: {width} x {height} pixels are not what the image "
                     "processor of this model's directory makes"
                 )
@@ -393,8 +393,8 @@ class Server:
         return any(text in response_text for text in texts)
 
     def _response(
-        self, response: Response, asked: CompletionRequest, ends: frozenset[int]
-    ) -> compact_answer.Response:
+        self, response: RunningResponse, asked: CompletionRequest, ends: frozenset[int]
+    ) -> compact_answer.CompactResponse:
         tokens = response.tokens
         if tokens and tokens[-1] in ends:
             tokens = tokens[:-1]
@@ -407,7 +407,7 @@ class Server:
             file = io.BytesIO()
             np.save(file, np.concatenate(response.expert_choices or [NO_CHOICES]))
             expert_choices = file.getvalue()
-        return compact_answer.Response(
+        return compact_answer.CompactResponse(
             text=text,
             token_ids=response.tokens,
             finish_reason=reason,
@@ -418,7 +418,7 @@ class Server:
     async def _call_worker(self, request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=WorkerCall)
         if asked.method not in _CALLS:
-            raise RequestRefused(f"{asked.method:.60} is not one of {', '.join(_CALLS)}")
+            raise EngineRequestRefused(f"{asked.method:.60} is not one of {', '.join(_CALLS)}")
         loads = asked.method in ("pa_receive", "pa_swap")
 
         def call() -> dict[str, Any]:
@@ -435,7 +435,7 @@ class Server:
         return _json({"results": [result]})
 
 
-def _choice(response: compact_answer.Response) -> dict[str, Any]:
+def _choice(response: compact_answer.CompactResponse) -> dict[str, Any]:
     """Returns a response as /v1/completions has it, without its index."""
     choice: dict[str, Any] = {
         "text": response.text,

@@ -115,7 +115,7 @@ class EngineGuard:
         answer = asyncio.ensure_future(responses.respond(scope["app"], body))
         try:
             encoded = await responses.unless_disconnected(receive, answer)
-        except responses.RequestRefused as error:
+        except responses.VllmRequestRefused as error:
             await _answer(send, 400, json.dumps({"error": {"message": str(error)}}))
         except Exception as error:
             message = f"{type(error).__name__}: {error}"

@@ -42,7 +42,7 @@ _SAME_NAME = (
 )
 
 
-class RequestRefused(Exception):
+class VllmRequestRefused(Exception):
     """The request's own fault: answered with status 400."""
 
 
@@ -59,7 +59,7 @@ async def respond(app: Any, body: bytes) -> bytes:
     asked, prompt = _request(body)
     room = int(engine.model_config.max_model_len) - len(prompt)
     if room < 1:
-        raise RequestRefused(
+        raise VllmRequestRefused(
             f"the prompt has {len(prompt)} tokens, but the maximum context length is "
             f"{engine.model_config.max_model_len}"
         )
@@ -75,7 +75,7 @@ async def respond(app: Any, body: bytes) -> bytes:
         async for output in engine.generate(_engine_input(prompt), parameters, f"{request}-0"):
             answer = output  # one, at the end
     except ValueError as error:  # what vLLM raises for a request that cannot be served
-        raise RequestRefused(str(error)) from error
+        raise VllmRequestRefused(str(error)) from error
     if answer is None:
         raise RuntimeError("the engine ended the request without an answer")
     outputs = sorted(answer.outputs, key=lambda output: output.index)
@@ -90,9 +90,9 @@ def _request(body: bytes) -> tuple[dict[str, Any], list[int]]:
         prompt = asked["prompt"]
         is_complete = isinstance(asked["n"], int) and isinstance(asked["max_tokens"], int)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise RequestRefused(f"the request cannot be read ({type(error).__name__})") from None
+        raise VllmRequestRefused(f"the request cannot be read ({type(error).__name__})") from None
     if not is_complete or not isinstance(prompt, list) or not all(type(t) is int for t in prompt):
-        raise RequestRefused("a request for compact answers has token ids, n and max_tokens")
+        raise VllmRequestRefused("a request for compact answers has token ids, n and max_tokens")
     return asked, prompt
 
 
@@ -127,14 +127,14 @@ def _engine_input(prompt: list[int]) -> Any:
     return tokens_input(prompt)
 
 
-def _response(output: Any, *, with_logprobs: bool) -> compact_answer.Response:
+def _response(output: Any, *, with_logprobs: bool) -> compact_answer.CompactResponse:
     token_ids = list(output.token_ids)
     expert_choices = None
     if getattr(output, "routed_experts", None) is not None:
         file = io.BytesIO()
         np.save(file, output.routed_experts, allow_pickle=False)
         expert_choices = file.getvalue()
-    return compact_answer.Response(
+    return compact_answer.CompactResponse(
         text=output.text,
         token_ids=token_ids,
         finish_reason=str(output.finish_reason),

@@ -42,11 +42,11 @@ class Cluster:
     await_nodes: Callable[[], None]
 
     def engines(self) -> list[Role]:
-        """The engines that the run starts with, in order."""
+        """Returns the engines that the run starts with, in order."""
         return [] if self.config.rollout.attach else self._roles("engine", range(self.num_nodes))
 
     def teachers(self) -> list[Role]:
-        """The engines that the run starts for teachers, in order."""
+        """Returns the engines that the run starts for teachers, in order."""
         return [Role(0, "teacher", index) for index in self.shares[0].teachers]
 
     def extra_engines(self) -> list[Role]:
@@ -56,7 +56,7 @@ class Cluster:
         return self._roles("engine", range(self.num_nodes, len(self.shares)))
 
     def trainers(self, attempt: int) -> list[Role]:
-        """The ranks of an attempt of the run, in order."""
+        """Returns the ranks of an attempt of the run, in order."""
         return self._roles("trainer", range(self.num_nodes), attempt)
 
     def _roles(

@@ -38,7 +38,7 @@ from pa_npu.launcher.checks.machine import (
 from pa_npu.launcher.engine_key import run_key
 from pa_npu.launcher.placement import Placement
 from pa_npu.launcher.process.commands import Command, NodeCommands, Role, Store
-from pa_npu.launcher.process.process_tree import GRACE_S, Process, ProcessTree
+from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree, TreeProcess
 from pa_npu.launcher.trainer_versions import installed_versions, trainer_problems
 from pa_npu.platform.base import Platform
 
@@ -144,7 +144,7 @@ def node_problem(report: NodeReport, launcher: NodeReport) -> str | None:
 
 
 def differing_versions(there: Mapping[str, str], here: Mapping[str, str]) -> str | None:
-    """The first package that a node has in another version than the launcher's machine."""
+    """Returns the first package that a node has in another version than the launcher's machine."""
     for name in sorted(there.keys() | here.keys()):
         there_version = there.get(name, "not installed")
         here_version = here.get(name, "not installed")
@@ -199,7 +199,7 @@ class HostActor:
         self._lock = threading.Lock()
         self._hurry = False
         self._tree: ProcessTree | None = None
-        self._processes: dict[int, Process] = {}
+        self._processes: dict[int, TreeProcess] = {}
         self._ended: list[tuple[int, int, list[str]]] = []
 
     def join(self, order: dict[str, Any]) -> dict[str, Any]:

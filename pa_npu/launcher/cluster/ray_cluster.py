@@ -162,7 +162,7 @@ class RayProcesses:
         _lose([self._running.pop(key) for key in keys], f"lost with {node.name}")
 
     def engine_url(self, engine: Startable) -> str:
-        """The URL of an engine, as its node has reported it."""
+        """Returns the URL of an engine, as its node has reported it."""
         assert isinstance(engine, Role)
         node = self._node_of(engine)
         assert node.report is not None
@@ -226,7 +226,7 @@ class RayProcesses:
 
 
 def wanted_nodes(config: Config, platform: Platform) -> list[Node]:
-    """The nodes of a run, and after them those of the engines that come when there are free
+    """Returns the nodes of a run, and after them those of the engines that come when there are free
     devices.
     """
     shares: list[tuple[Placement, int | None]] = [(share, None) for share in place_nodes(config)]

@@ -152,8 +152,8 @@ class RayConnection:
     def make_host(
         self, name: str, resources: Mapping[str, float], group: Any = None, bundle: int = -1
     ) -> Any:
-        """A host actor with these resources, in a bundle of a reserved group if one is given; it
-        exists when it first answers.
+        """Returns a host actor with these resources, in a bundle of a reserved group if one is
+        given; it exists when it first answers.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -180,7 +180,7 @@ class RayConnection:
         )
 
     def call(self, host: Any, method: str, *arguments: Any) -> Any:
-        """A reference to the result of a call that has begun."""
+        """Returns a reference to the result of a call that has begun."""
         return getattr(host, method).remote(*arguments)
 
     def done(self, references: Sequence[Any], timeout_s: float = 0.0) -> list[Any]:

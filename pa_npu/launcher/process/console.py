@@ -61,6 +61,6 @@ class Console:
 
 
 def _printable(line: str) -> str:
-    """The line with escapes for all that a terminal would obey but HIGHLIGHT."""
+    """Returns the line with escapes for all that a terminal would obey but HIGHLIGHT."""
     pieces = [piece for piece in _HIGHLIGHTS.split(line) if piece]
     return "".join(piece if piece in HIGHLIGHT else printable(piece) for piece in pieces)

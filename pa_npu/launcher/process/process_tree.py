@@ -22,7 +22,7 @@ from typing import IO
 from pa_npu.control import keeper
 from pa_npu.errors import PaNpuError, printable
 from pa_npu.launcher.process.commands import Command, Role, Startable
-from pa_npu.launcher.process.processes import Process as AnyProcess
+from pa_npu.launcher.process.processes import Process
 from pa_npu.telemetry.logs import LAST_ERROR
 
 # Engines need about 2 s to leave on SIGTERM; the whole stop stays below 10 s.
@@ -43,7 +43,7 @@ def describe_end(code: int) -> str:
 
 
 @dataclass(eq=False)
-class Process:
+class TreeProcess:
     """One command of the run, under its keeper. `name` is also its log's name."""
 
     name: str
@@ -97,7 +97,7 @@ class ProcessTree:
         self, log_dir: Path, grace_s: float, hurry: Callable[[], bool] = lambda: False
     ) -> None:
         """grace_s: from SIGTERM to SIGKILL. hurry: asked while stopping; true ends the grace."""
-        self.processes: list[Process] = []
+        self.processes: list[TreeProcess] = []
         # the commands of the roles that are started here
         self.build: Callable[[Role], Command] | None = None
         self._log_dir = log_dir
@@ -108,7 +108,7 @@ class ProcessTree:
         self._not_ours = frozenset(keeper.descendants(os.getpid()))
         keeper.become_reaper()
 
-    def launch(self, command: Startable) -> Process:
+    def launch(self, command: Startable) -> TreeProcess:
         """Start it with stdout and stderr in LOG_DIR/<name>.log, on its cores only, if it has any.
 
         Raises StartError where the machine does not allow it: no room for its log, too many
@@ -127,7 +127,7 @@ class ProcessTree:
                 f"{command.name} cannot be started: {error.strerror or error}{where}"
             ) from None
 
-    def _start(self, command: Command) -> Process:
+    def _start(self, command: Command) -> TreeProcess:
         last_error = _file_in_memory()
         env = {**command.env, LAST_ERROR: str(last_error.fileno())}
         scratch = None
@@ -150,7 +150,7 @@ class ProcessTree:
                 pass_fds=[self._lifeline, last_error.fileno()],
                 start_new_session=True,  # a Ctrl-C in the terminal reaches the launcher alone
             )
-        process = Process(command.name, log, popen, last_error, scratch)
+        process = TreeProcess(command.name, log, popen, last_error, scratch)
         self.processes.append(process)
         return process
 
@@ -158,14 +158,14 @@ class ProcessTree:
         """This machine is always there."""
         return True
 
-    def ended(self) -> list[Process]:
+    def ended(self) -> list[TreeProcess]:
         """Processes that ended, those killed by a signal first: the others often only lost contact
         with these.
         """
         ended = [process for process in self.processes if process.exit_code is not None]
         return sorted(ended, key=lambda process: (process.exit_code or 0) >= 0)
 
-    def stop(self, processes: Sequence[AnyProcess] | None = None) -> None:
+    def stop(self, processes: Sequence[Process] | None = None) -> None:
         """SIGTERM to all at once, SIGKILL after the grace; returns when they and all their
         descendants are gone.
         """
@@ -183,12 +183,12 @@ class ProcessTree:
             time.sleep(_POLL_S)
         self.kill_strays()
 
-    def kill_one(self, process: AnyProcess) -> None:
+    def kill_one(self, process: Process) -> None:
         """SIGKILL a process, which may hang, and its descendants."""
         self._kill([running for running in self.processes if running is process])
         self.kill_strays()
 
-    def forget(self, processes: Sequence[AnyProcess]) -> None:
+    def forget(self, processes: Sequence[Process]) -> None:
         """Forgets processes that have ended; others may take their names."""
         self.processes = [process for process in self.processes if process not in processes]
 
@@ -196,7 +196,7 @@ class ProcessTree:
         """Waits until processes that end at the same time have been reaped."""
         time.sleep(seconds)
 
-    def _kill(self, processes: Sequence[Process]) -> None:
+    def _kill(self, processes: Sequence[TreeProcess]) -> None:
         for process in processes:
             if process.exit_code is None:
                 process.popen.kill()
@@ -232,7 +232,7 @@ class ProcessTree:
 
 
 def last_lines(log: Path, count: int, written: Sequence[str] = ()) -> list[str]:
-    """The last `count` lines that are not blank; empty when there is no log.
+    """Returns the last `count` lines that are not blank; empty when there is no log.
 
     written: lines that the process has written too, and that are the last ones where the log does
     not have them.

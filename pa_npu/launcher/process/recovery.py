@@ -82,7 +82,7 @@ class Attempt:
 
 
 @dataclass(eq=False)
-class _Engine:
+class _EngineProcess:
     """index: its place in the roster, and process: None while it is left out. generation: counts
     its starts at that place.
 
@@ -139,25 +139,27 @@ class Recovery:
         self._url_of = url_of
         self._damaged = damaged
         self._attempts = 0
-        self._engines: list[_Engine] = []
+        self._engines: list[_EngineProcess] = []
         self._looked_s = time.monotonic()
 
     def watch(self, command: Startable, index: int, process: Process) -> None:
         """This engine has been started; index: its place in the roster."""
         shared = self._config.devices.is_shared(index)
-        engine = _Engine(command, self._engine_budget(), self._roster, shared, index, process)
+        engine = _EngineProcess(
+            command, self._engine_budget(), self._roster, shared, index, process
+        )
         self._engines.append(engine)
 
     def watch_teacher(self, teacher: StartedTeacher, process: Process) -> None:
         """This engine of a teacher has been started."""
-        engine = _Engine(teacher.command, self._engine_budget(), teacher.roster)
+        engine = _EngineProcess(teacher.command, self._engine_budget(), teacher.roster)
         engine.index = teacher.index
         engine.process = process
         self._engines.append(engine)
 
     def expect(self, command: Startable) -> None:
         """This engine is started when there is a node for it."""
-        self._engines.append(_Engine(command, self._engine_budget(), self._roster))
+        self._engines.append(_EngineProcess(command, self._engine_budget(), self._roster))
 
     def restart_engines(self) -> None:
         """Start again what ended, what the coordinator wants replaced, and what was left out and
@@ -205,7 +207,7 @@ class Recovery:
     def _engine_budget(self) -> RestartBudget:
         return RestartBudget(self._config.run.restarts, RESTART_WINDOW_S)
 
-    def _restart(self, engine: _Engine, reason: str) -> None:
+    def _restart(self, engine: _EngineProcess, reason: str) -> None:
         assert engine.process is not None and engine.index is not None
         if engine.roster.is_lent(engine.index):  # its trainer needs the memory until the border
             if engine.process.exit_code is None:
@@ -238,7 +240,7 @@ class Recovery:
             f"{name}: {reason}; started again ({count} of run.restarts = {engine.budget.limit})"
         )
 
-    def _others_serve(self, engine: _Engine) -> bool:
+    def _others_serve(self, engine: _EngineProcess) -> bool:
         """Returns whether another engine of the same kind of work runs: one of the launcher's, or
         one that has joined.
         """
@@ -254,7 +256,7 @@ class Recovery:
             for entry in engine.roster.entries()
         )
 
-    def _leave_out(self, engine: _Engine, line: str) -> None:
+    def _leave_out(self, engine: _EngineProcess, line: str) -> None:
         assert engine.index is not None
         self._console.print_error(line)
         self._end(engine)
@@ -264,7 +266,7 @@ class Recovery:
         engine.process = None
         engine.generation = 0
 
-    def _bring_in(self, engine: _Engine) -> None:
+    def _bring_in(self, engine: _EngineProcess) -> None:
         """At a place of its own in the roster: the coordinator gives it weights at the next
         publish.
         """
@@ -282,7 +284,7 @@ class Recovery:
             "ready"
         )
 
-    def _end(self, engine: _Engine) -> None:
+    def _end(self, engine: _EngineProcess) -> None:
         assert engine.process is not None
         self._tree.kill_one(engine.process)
         self._tree.forget([engine.process])

@@ -41,7 +41,7 @@ _DEADLINE_S = 120.0
 
 
 def collectives(bench: Bench) -> list[Finding]:
-    """The trainer's end, rank 0.
+    """Runs the trainer's end, rank 0.
 
     On a single device that no group can have twice there is nothing to find: a run shows its way.
     """

@@ -21,8 +21,8 @@ from pa_npu.launcher.selftest.parts import (
     PARTS,
     Bench,
     Finding,
-    Part,
     Result,
+    SelftestPart,
     run_part,
 )
 from pa_npu.launcher.trainer_versions import installed_versions
@@ -90,7 +90,7 @@ def selftest(options: argparse.Namespace, rest: Sequence[str]) -> int:
         raise UserError(
             f"command line: {wrong[0]} is neither an option of selftest nor key=value; see --help"
         )
-    parts: tuple[Part, ...] = ACCEPTANCE if options.acceptance else PARTS
+    parts: tuple[SelftestPart, ...] = ACCEPTANCE if options.acceptance else PARTS
     names = [part.name for part in parts]
     if unknown := [name for name in options.only or () if name not in names]:
         raise UserError(f"--only: {unknown[0]} is no part; take some of {', '.join(names)}")
@@ -165,7 +165,7 @@ def _hardware(device: str) -> str:
     return device_line(device)
 
 
-def write_report(bench: Bench, parts: Sequence[Part], results: Sequence[Result]) -> None:
+def write_report(bench: Bench, parts: Sequence[SelftestPart], results: Sequence[Result]) -> None:
     """Writes the results so far, after each part, so that an interrupted self-test leaves them."""
     done = {result.name: result for result in results}
     lines = [

@@ -59,7 +59,7 @@ def make(
 
 
 def digits(inputs: RewardInput) -> list[float]:
-    """The share of digits among a response's characters; a random model has 0.04 of it."""
+    """Returns the share of digits among a response's characters; a random model has 0.04 of it."""
     return [
         sum(letter.isdigit() for letter in text) / max(len(text), 1) for text in inputs.responses
     ]

@@ -84,7 +84,7 @@ def attention(bench: Bench) -> list[Finding]:
 
 
 def _seconds(layout: PrefixLayout, device: torch.device) -> float:
-    """The fastest of some passes in a trainer's usual type."""
+    """Returns the seconds of the fastest of some passes in a trainer's usual type."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     q, k, v, grad = (
         x.to(device).requires_grad_(number < 3) for number, x in enumerate(_inputs(layout, dtype))
@@ -99,8 +99,8 @@ def _seconds(layout: PrefixLayout, device: torch.device) -> float:
 
 
 def operator(bench: Bench) -> list[Finding]:
-    """The merge of partial results on the device, in each type, against the formula in fp64 on the
-    host.
+    """Compares the merge of partial results on the device, in each type, with the formula in fp64
+    on the host.
     """
     device = _device(bench)
     status = available()

@@ -51,7 +51,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Part:
+class SelftestPart:
     """function: module:name, from a Bench to findings. shows: the promise that it checks. limit_s:
     when it is ended.
     """
@@ -85,59 +85,61 @@ _HERE = "pa_npu.launcher.selftest"
 _POLL_S = 0.05
 # The order is that of trust: what later parts need comes first.
 PARTS = (
-    Part(
+    SelftestPart(
         "versions",
         f"{_HERE}.numbers:versions",
         "the libraries of a supported row are here, and a device",
         120,
     ),
-    Part(
+    SelftestPart(
         "attention",
         f"{_HERE}.numbers:attention",
         "every attention form equals dense attention in fp64",
         300,
     ),
-    Part(
+    SelftestPart(
         "operator",
         f"{_HERE}.numbers:operator",
         "the merge operator equals its formula in fp64",
         120,
     ),
-    Part(
+    SelftestPart(
         "collectives",
         f"{_HERE}.collectives:collectives",
         "the publish group of trainers and engines works",
         600,
     ),
-    Part(
+    SelftestPart(
         "learns",
         f"{_HERE}.runs:learns",
         "a tiny run learns, and engine, trainer and transformers agree",
         900,
     ),
-    Part(
+    SelftestPart(
         "equal",
         f"{_HERE}.runs:equal",
         "the synchronous run has the periodic run's weights, bit for bit",
         900,
     ),
-    Part(
+    SelftestPart(
         "recovers",
         f"{_HERE}.runs:recovers",
         "a killed trainer and a killed engine change no weight",
         1200,
     ),
-    Part(
+    SelftestPart(
         "speed", f"{_HERE}.runs:speed", "tokens per second per device, and GB/s of a publish", 900
     ),
 )
 ACCEPTANCE = (
-    Part("periodic", f"{_HERE}.runs:accept_periodic", "the recipe's run, periodic", 86400),
-    Part("synchronous", f"{_HERE}.runs:accept_synchronous", "the same run, synchronous", 86400),
+    SelftestPart("periodic", f"{_HERE}.runs:accept_periodic", "the recipe's run, periodic", 86400),
+    SelftestPart(
+        "synchronous", f"{_HERE}.runs:accept_synchronous", "the same run, synchronous", 86400
+    ),
 )
 
 
-def run_part(part: Part, bench: Bench) -> Result:
+def run_part(part: SelftestPart, bench: Bench) -> Result:
     """Runs a part in a process with a log of its own, which ends at the part's deadline with
     everything that it started.
     """

@@ -35,8 +35,9 @@ _TRAINERS = ("pa_npu.trainer",)
 
 
 def learns(bench: Bench) -> list[Finding]:
-    """A periodic run: its reward, the engines' log-probs against the trainers' after each publish
-    and against transformers', and the gradient against finite differences."""
+    """Makes a periodic run, and finds its reward, the engines' log-probs against the trainers'
+    after each publish and against transformers', and the gradient against finite differences.
+    """
     records = _run(
         bench, "periodic", ["schedule.stream=true", "schedule.finite_difference_every=1"]
     )
@@ -76,7 +77,7 @@ def _finite_difference_errors(bench: Bench, name: str) -> list[float]:
 
 
 def equal(bench: Bench) -> list[Finding]:
-    """The same run synchronously; its weights are the periodic run's.
+    """Makes the same run synchronously; its weights must be the periodic run's.
 
     Another seed's are not, which is the control.
     """
@@ -95,7 +96,7 @@ def equal(bench: Bench) -> list[Finding]:
 
 
 def recovers(bench: Bench) -> list[Finding]:
-    """The periodic run with a trainer killed in one iteration and an engine in a later one."""
+    """Makes the periodic run with a trainer killed in one iteration and an engine in a later one."""
     killed: list[str] = []
     kept = ["schedule.stream=true", "checkpoint.every=1", "checkpoint.keep_last=2"]
     _run(bench, "killed", kept, lambda launcher: _kill(bench, launcher, killed))
@@ -110,7 +111,7 @@ def recovers(bench: Bench) -> list[Finding]:
 
 
 def speed(bench: Bench) -> list[Finding]:
-    """A larger random model, a few iterations: medians without the first."""
+    """Runs a larger random model for a few iterations; medians without the first."""
     small = bench.device == "cpu"
     hidden, layers, tokens = (256, 4, 32) if small else (2048, 16, 1024)
     folder = bench.folder / "speed_model"
@@ -147,12 +148,12 @@ def speed(bench: Bench) -> list[Finding]:
 
 
 def accept_periodic(bench: Bench) -> list[Finding]:
-    """The recipe's own run, periodic: what a contributed recipe is judged by."""
+    """Makes the recipe's own run, periodic, by which a contributed recipe is judged."""
     return _accept(bench, "periodic", "schedule.stream=true")
 
 
 def accept_synchronous(bench: Bench) -> list[Finding]:
-    """The same run, synchronous."""
+    """Makes the same run, synchronous."""
     return _accept(bench, "synchronous", "schedule.stream=false")
 
 
@@ -219,7 +220,7 @@ def _run(
     further: Sequence[str],
     beside: Callable[[subprocess.Popen[bytes]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """A run of the tiny model; see tiny_settings and _launch."""
+    """Runs the tiny model; see tiny_settings and _launch."""
     return _launch(bench, name, [*tiny_settings(bench), *further, *bench.overrides], beside)
 
 
@@ -266,7 +267,7 @@ def _launch(
     settings: Sequence[str],
     beside: Callable[[subprocess.Popen[bytes]], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """The records of a run's iterations.
+    """Returns the records of a run's iterations.
 
     Raises UserError with its last line where it does not end with 0.
     """

@@ -66,7 +66,7 @@ _MIN_INFORMATIVE = 0.05
 
 
 @dataclass
-class _Running:
+class _RunningPrediction:
     """An iteration that has begun and not ended."""
 
     outlook: IterationOutlook
@@ -82,8 +82,8 @@ class ScheduleController:
         self._rules = rules
         self._learned = Learned(rules, work)
         self._last: dict[bool, Choice] = {}  # by streams
-        self._running: dict[int, _Running] = {}  # by iteration
-        self._prepared: _Running | None = None
+        self._running: dict[int, _RunningPrediction] = {}  # by iteration
+        self._prepared: _RunningPrediction | None = None
         self._last_error: float | None = None
 
     def prepare(self, outlook: IterationOutlook) -> None:
@@ -106,7 +106,7 @@ class ScheduleController:
             if self._learned.enough and outlook.engines:
                 running = self._choose(outlook)
             else:
-                running = _Running(outlook, first_schedule(self._rules, outlook))
+                running = _RunningPrediction(outlook, first_schedule(self._rules, outlook))
         before = self._running.get(iteration - 1)
         self._running = {iteration: running}
         if before is not None:
@@ -156,7 +156,7 @@ class ScheduleController:
         """
         return self._learned.speeds
 
-    def _choose(self, outlook: IterationOutlook) -> _Running:
+    def _choose(self, outlook: IterationOutlook) -> _RunningPrediction:
         learned = self._learned
         last = self._last.get(outlook.streams)
         expected = learned.expected(outlook)
@@ -177,7 +177,7 @@ class ScheduleController:
         if last is None or chosen.schedule.name != last.schedule.name:
             self._log_choice(outlook, chosen.schedule, predicted_s)
         self._last[outlook.streams] = chosen
-        return _Running(outlook, chosen.schedule, predicted_s)
+        return _RunningPrediction(outlook, chosen.schedule, predicted_s)
 
     def _log_choice(
         self, outlook: IterationOutlook, schedule: Schedule, predicted_s: float

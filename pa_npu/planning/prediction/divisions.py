@@ -42,7 +42,7 @@ _NOT_OVERLAPPED = 0.2
 
 
 @dataclass(frozen=True)
-class Choices:
+class DivisionChoices:
     """Parallel sizes that a division may have; `shards` are an engine's."""
 
     tensor: Sequence[int] = _SIZES
@@ -53,7 +53,7 @@ class Choices:
 def best_divisions(
     basis: Basis,
     devices: int,
-    choices: Choices,
+    choices: DivisionChoices,
     max_predicted: int,
     limited_s: Callable[[Config, Predicted], float] = lambda _, prediction: prediction.iteration_s,
 ) -> list[tuple[float, Config, Predicted]]:
@@ -89,7 +89,9 @@ def eighths(devices: int) -> list[int]:
     return sorted(shares)
 
 
-def _divisions(basis: Basis, devices: int, choices: Choices) -> Iterator[tuple[float, Config]]:
+def _divisions(
+    basis: Basis, devices: int, choices: DivisionChoices
+) -> Iterator[tuple[float, Config]]:
     """Yields (seconds per group by throughput alone, configuration) of each division that fits."""
     for trainers, stages, tensor in itertools.product(
         eighths(devices), choices.stages, choices.tensor
@@ -103,7 +105,7 @@ def _divisions(basis: Basis, devices: int, choices: Choices) -> Iterator[tuple[f
 
 
 def _fitting(
-    basis: Basis, devices: int, trainers: int, tensor: int, stages: int, choices: Choices
+    basis: Basis, devices: int, trainers: int, tensor: int, stages: int, choices: DivisionChoices
 ) -> Config | None:
     """Returns the division with the smallest engines that hold enough sequences.
 

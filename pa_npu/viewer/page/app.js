@@ -217,7 +217,7 @@ async function poll() {
       state.lost = null;
       drawHeader();
     }
-    if (news) await take(news);
+    if (news) await refresh(news);
   } catch {
     if (!state.lost) {
       state.lost = new Date().toLocaleTimeString();
@@ -227,7 +227,7 @@ async function poll() {
   setTimeout(poll, state.run ? POLL_MS : POLL_TABLE_MS);
 }
 
-async function take(news) {
+async function refresh(news) {
   if (state.run) state.run = news;
   else state.runs = news;
   drawHeader();

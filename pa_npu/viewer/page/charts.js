@@ -220,10 +220,10 @@ function chart(spec) {
     };
     const weight = spec.smoothing ?? (xs.length > 80 ? 0.9 : 0);
     const main = path(weight > 0 ? smooth(series.values, weight) : series.values);
-    const other = series.other ? " other" : "";
+    const otherClass = series.other ? " other" : "";
     return [
       weight > 0 && h("path", { d: path(series.values).text, class: `series raw c-${color}` }),
-      h("path", { d: main.text, class: `series c-${color}${other}`, "stroke-dasharray": dash }),
+      h("path", { d: main.text, class: `series c-${color}${otherClass}`, "stroke-dasharray": dash }),
       main.only && h("circle", { cx: main.only[0], cy: main.only[1], r: 3, class: "f-" + color }),
     ];
   }
@@ -413,14 +413,14 @@ function chart(spec) {
     actions[event.key]();
     event.preventDefault();
   });
-  const said = spec.series.map((series) => {
+  const summaries = spec.series.map((series) => {
     const values = series.values.filter(isUsable);
     if (!values.length) return `${series.name}: none`;
     return `${series.name}: first ${format(values[0], spec.kind)}, last ${format(values[values.length - 1], spec.kind)}`;
   });
   svg.setAttribute(
     "aria-label",
-    `${spec.title}${spec.unit ? " in " + spec.unit : ""}. ${said.join("; ")}. Arrow keys step through iterations.`,
+    `${spec.title}${spec.unit ? " in " + spec.unit : ""}. ${summaries.join("; ")}. Arrow keys step through iterations.`,
   );
   describe();
   new ResizeObserver(draw).observe(svg);
@@ -453,12 +453,12 @@ function markLegend(marks) {
 
 /* bars: [{ text, count, open, on }]; a button each, as high as its count. */
 function histogram(title, bars) {
-  const most = Math.max(1, ...bars.map((bar) => bar.count));
+  const largest = Math.max(1, ...bars.map((bar) => bar.count));
   return h(
     "div",
     { class: "histogram", role: "group", "aria-label": title },
     bars.map((bar) => {
-      const height = bar.count ? Math.max(3, Math.round((52 * bar.count) / most)) : 0;
+      const height = bar.count ? Math.max(3, Math.round((52 * bar.count) / largest)) : 0;
       return h(
         "button",
         {

@@ -68,7 +68,7 @@ function configurationView(main) {
   );
   function update() {
     const sought = look.wanted.toLowerCase();
-    const found = names
+    const shownNames = names
       .filter((name) =>
         look.only === "changed"
           ? isChanged(name)
@@ -84,10 +84,10 @@ function configurationView(main) {
             .includes(sought),
       );
     place.write({ q: look.wanted, only: look.only });
-    count.textContent = `${found.length} of ${names.length} keys`;
+    count.textContent = `${shownNames.length} of ${names.length} keys`;
     fill(
       body,
-      found.map((name) =>
+      shownNames.map((name) =>
         h(
           "tr",
           { class: `${isChanged(name) ? "changed " : ""}${isDifferent(name) ? "different" : ""}` },

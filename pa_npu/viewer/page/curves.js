@@ -344,15 +344,15 @@ function chartOf(spec, columns) {
         keys = [...keys, ...functions.map((name) => [name, name.slice(spec.prefix.length)])];
     }
     keys.forEach(([key, name], dash) => {
-      const found = values(key);
+      const column = values(key);
       if (
-        !found.some((value) => value !== null) ||
-        (spec.nonzero && found.every((value) => !value))
+        !column.some((value) => value !== null) ||
+        (spec.nonzero && column.every((value) => !value))
       )
         return;
       if (
         key === "accuracy_dispatched" &&
-        found.every((value, i) => Math.abs(value - values("accuracy")[i]) < 1e-9)
+        column.every((value, i) => Math.abs(value - values("accuracy")[i]) < 1e-9)
       )
         return;
       series.push({
@@ -410,8 +410,8 @@ function addEvaluations(series, run, number, iterations, xs, x) {
 }
 
 function limitOf(spec) {
-  const given = spec.limit && state.run.config[spec.limit[0]];
-  if (typeof given === "number" && given > 0) return { value: given, name: spec.limit[1] };
+  const limit = spec.limit && state.run.config[spec.limit[0]];
+  if (typeof limit === "number" && limit > 0) return { value: limit, name: spec.limit[1] };
   const value = spec.lastLimit ? last(spec.lastLimit[0]) : null;
   return value === null ? null : { value, name: spec.lastLimit[1] };
 }

@@ -94,16 +94,16 @@ async function processesView(main) {
     warn = /^\S+ \S+ W |warning/i;
   function update() {
     const sought = look.wanted.toLowerCase();
-    const found = lines.filter(
+    const shownLines = lines.filter(
       (line) =>
         (!look.level || bad.test(line) || warn.test(line)) &&
         (!sought || line.toLowerCase().includes(sought)),
     );
     place.write({ q: look.wanted, level: look.level });
-    count.textContent = `${found.length} of ${lines.length} lines`;
+    count.textContent = `${shownLines.length} of ${lines.length} lines`;
     fill(
       output,
-      found
+      shownLines
         .slice(-3000)
         .map((line) =>
           h(

@@ -83,12 +83,12 @@ function runSeconds(run) {
 function sortedRuns(runs, column, isDescending) {
   const isEmpty = (value) => value === null || value === undefined || value === "";
   return [...runs].sort((a, b) => {
-    const [one, two] = [column.sort(a), column.sort(b)];
-    if (isEmpty(one) || isEmpty(two)) return isEmpty(one) - isEmpty(two);
+    const [first, second] = [column.sort(a), column.sort(b)];
+    if (isEmpty(first) || isEmpty(second)) return isEmpty(first) - isEmpty(second);
     const order =
-      typeof one === "number"
-        ? one - two
-        : String(one).localeCompare(String(two), "en", { numeric: true });
+      typeof first === "number"
+        ? first - second
+        : String(first).localeCompare(String(second), "en", { numeric: true });
     return isDescending ? -order : order;
   });
 }
@@ -233,6 +233,6 @@ function runsView(main) {
 }
 
 function runAddress(name, others) {
-  const query = others.map((other) => "with=" + encodeURIComponent(other)).join("&");
+  const query = others.map((name) => "with=" + encodeURIComponent(name)).join("&");
   return encodeURIComponent(name) + "/" + (query ? "?" + query : "");
 }

@@ -353,10 +353,10 @@ function waitsPanel(data) {
         x += seconds;
         return bar;
       });
-    const said = Object.entries(entry.parts)
+    const parts = Object.entries(entry.parts)
       .map(([part, seconds]) => `${part} ${share(seconds)}`)
       .join(", ");
-    const svg = h("svg", { role: "img", height: 16, "aria-label": said }, hatch(), bars);
+    const svg = h("svg", { role: "img", height: 16, "aria-label": parts }, hatch(), bars);
     svg.addEventListener("pointermove", (event) =>
       event.target.dataset?.tip
         ? tip.show(event.target.dataset.tip, event.clientX, event.clientY)

@@ -88,8 +88,8 @@ def publish(
     executor: UniProcExecutor, worker: Any, weights: dict[str, torch.Tensor], version: int
 ) -> dict[str, Any]:
     worker._pa_receiver = Given(weights)
-    (said,) = executor.collective_rpc("pa_receive", args=(version,))
-    return said
+    (output,) = executor.collective_rpc("pa_receive", args=(version,))
+    return output
 
 
 def expected(weights: dict[str, torch.Tensor], layer: int = 0) -> dict[str, torch.Tensor]:
@@ -98,13 +98,13 @@ def expected(weights: dict[str, torch.Tensor], layer: int = 0) -> dict[str, torc
     """
     of_layer = f"model.layers.{layer}"
     joined = torch.cat([weights[f"{of_layer}.self_attn.{part}_proj.weight"] for part in "qkv"])
-    found = {
+    actual = {
         f"{of_layer}.self_attn.qkv_proj.weight": joined,
         "lm_head.weight": weights["lm_head.weight"],
     }
     if FAMILY != "qwen3_moe":
         up = [weights[f"{of_layer}.mlp.{part}_proj.weight"] for part in ("gate", "up")]
-        return found | {f"{of_layer}.mlp.gate_up_proj.weight": torch.cat(up)}
+        return actual | {f"{of_layer}.mlp.gate_up_proj.weight": torch.cat(up)}
     experts = range(sum(f"{of_layer}.mlp.experts." in name for name in weights) // 3)
 
     def part(name: str, expert: int) -> torch.Tensor:
@@ -114,18 +114,18 @@ def expected(weights: dict[str, torch.Tensor], layer: int = 0) -> dict[str, torc
         [torch.cat([part("gate", expert), part("up", expert)]).T for expert in experts]
     )
     down = torch.stack([part("down", expert).T for expert in experts])
-    return found | {
+    return actual | {
         f"{of_layer}.mlp.experts.w13_weight": gate_up,
         f"{of_layer}.mlp.experts.w2_weight": down,
     }
 
 
 def assert_held(worker: Any, weights: dict[str, torch.Tensor]) -> None:
-    found = held(worker)
+    actual = held(worker)
     for name, tensor in expected(weights).items():
         (own,) = [
             value
-            for key, value in found.items()
+            for key, value in actual.items()
             if key == name or key == name.replace(".experts.", ".experts.routed_experts.")
         ]
         assert torch.equal(own, tensor.to(DTYPE)), name
@@ -143,8 +143,8 @@ def test_its_worker_takes_our_extension_and_loads_the_model(
     executor: UniProcExecutor, worker: Any
 ) -> None:
     assert type(worker).__module__ == "vllm_ascend.worker.worker" and worker.device.type == "npu"
-    (said,) = executor.collective_rpc("pa_version")
-    assert said["version"] is None and said["sleeps"] is False
+    (output,) = executor.collective_rpc("pa_version")
+    assert output["version"] is None and output["sleeps"] is False
     assert_held(worker, hf_weights())
 
 
@@ -222,14 +222,14 @@ def test_its_sampler_says_log_probs_of_the_distribution_that_it_samples(worker: 
         logitsprocs=worker.model_runner.input_batch.logitsprocs,
     )
 
-    def said() -> tuple[torch.Tensor, torch.Tensor]:
+    def output() -> tuple[torch.Tensor, torch.Tensor]:
         answer = sampler(logits.to("npu"), metadata)
         return answer.sampled_token_ids.cpu().long(), answer.logprobs_tensors.logprobs.cpu()[:, :1]
 
-    tokens, found = said()
-    assert torch.allclose(found, raw.gather(1, tokens), atol=1e-5), (
+    tokens, actual = output()
+    assert torch.allclose(actual, raw.gather(1, tokens), atol=1e-5), (
         "negative control: without us they are raw"
     )
     apply_logprobs_mode(worker)
-    tokens, found = said()
-    assert torch.allclose(found, scaled.gather(1, tokens), atol=1e-5)
+    tokens, actual = output()
+    assert torch.allclose(actual, scaled.gather(1, tokens), atol=1e-5)

@@ -64,8 +64,8 @@ def test_equals_dense_in_every_stats_layout(sim, layout, heads, kv_heads, dtype,
     inputs = random_inputs(layout, heads, kv_heads, 16, dtype)
     expected = run_dense(*inputs, layout=layout)
     with sim:
-        found = run_npu(*inputs, layout=layout, impl=impl)
-    for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        actual = run_npu(*inputs, layout=layout, impl=impl)
+    for name, a, b in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
         error = ((a.double() - b).abs().max() / b.abs().max()).item()
         assert error < BOUNDS[dtype], f"{name} differs by {error:.1e} of its largest value"
 
@@ -78,7 +78,7 @@ def test_rows_of_two_ranks_equal_dense_in_every_stats_layout(sim, layout, gather
     q, k, v, grad = random_inputs(division.layout, 4, 2, 16, torch.float32)
     grad[division.num_rows :] = 0.0
     expected = run_dense(q, k, v, grad, division.layout, scale=0.25)
-    found = [torch.zeros_like(x) for x in (q, q, k, v)]
+    actual = [torch.zeros_like(x) for x in (q, q, k, v)]
     kernel = npu.NpuFusion()
     with sim:
         keys = k.to("npu")
@@ -99,11 +99,11 @@ def test_rows_of_two_ranks_equal_dense_in_every_stats_layout(sim, layout, gather
                 kernel,
                 wide_sums=True,
             )
-            found[0][own] = result.out.cpu()
-            found[1][own] = parts[0].cpu()
-            found[2] += parts[1].cpu()
-            found[3] += parts[2].cpu()
-    for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+            actual[0][own] = result.out.cpu()
+            actual[1][own] = parts[0].cpu()
+            actual[2] += parts[1].cpu()
+            actual[3] += parts[2].cpu()
+    for name, a, b in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
         error = ((a.double() - b).abs().max() / b.abs().max()).item()
         assert error < BOUNDS[torch.float32], f"{name} differs by {error:.1e} of its largest value"
 
@@ -133,7 +133,7 @@ def test_errors_that_have_nothing_to_do_with_the_layout_are_not_taken_for_an_old
 ):
     references = all_references()
 
-    def out_of_memory(given):
+    def out_of_memory(arguments):
         raise RuntimeError("NPU out of memory")
 
     npu.stats_layout.cache_clear()
@@ -147,14 +147,14 @@ def test_errors_that_have_nothing_to_do_with_the_layout_are_not_taken_for_an_old
 
 def test_wrong_stats_layout_is_seen_by_the_comparison(sim, monkeypatch, request):
     """Negative control: reading the statistics in the other layout gives wrong numbers."""
-    found = LAYOUT_FOUND[request.node.callspec.params["sim"]]
-    wrong = npu.StatsLayout(found.argument, {"TND": "NTD", "NTD": "TND"}[found.memory])
+    actual = LAYOUT_FOUND[request.node.callspec.params["sim"]]
+    wrong = npu.StatsLayout(actual.argument, {"TND": "NTD", "NTD": "TND"}[actual.memory])
     monkeypatch.setattr(npu, "stats_layout", lambda device, dtype: wrong)
     layout = LAYOUTS["group"]
     inputs = random_inputs(layout, 4, 2, 16, torch.float16)
     with sim:
-        found = run_npu(*inputs, layout=layout, impl="merge")
-    assert (found[0].double() - run_dense(*inputs, layout=layout)[0]).abs().max() > 1e-2
+        actual = run_npu(*inputs, layout=layout, impl="merge")
+    assert (actual[0].double() - run_dense(*inputs, layout=layout)[0]).abs().max() > 1e-2
 
 
 def test_one_call_per_depth_and_every_operator_has_a_kernel(sim):

@@ -80,11 +80,11 @@ def test_stage_equals_transformers(
     by_name = {name: parameter.grad for name, parameter in hf_model.named_parameters()}
     for name, gradient in gradients.items():
         for tensor in sources(name, spec, 0):
-            mine, other = (
+            mine, another = (
                 part_view(gradient, tensor, spec).reshape(tensor.shape),
                 by_name[tensor.name],
             )
-            error = (mine - other).abs().max() / other.abs().max()
+            error = (mine - another).abs().max() / another.abs().max()
             assert error < 1e-5, f"{tensor.name}: relative gradient error {error:.1e}"
 
     fused = (

@@ -46,7 +46,7 @@ def test_profile_asks_torch_npu_for_host_and_device_activities(
     monkeypatch.setattr(
         torch_npu.profiler,
         "profile",
-        lambda **given: asked.update(signature.bind(**given).arguments),
+        lambda **inputs: asked.update(signature.bind(**inputs).arguments),
     )
     platforms.get("npu").profile(tmp_path / "profile", "iteration_000001_rank0")
     activity = torch_npu.profiler.ProfilerActivity
@@ -58,14 +58,14 @@ def test_profile_asks_torch_npu_for_host_and_device_activities(
 def test_a_gathers_gradient_is_the_cpus() -> None:
     """A router takes some of its probabilities, here one of them twice, and others not at all."""
     values, index = torch.randn(5, 8), torch.tensor([[0, 3], [3, 0], [7, 7], [1, 2], [4, 4]])
-    found = []
+    actual = []
     for name in ("cpu", "npu"):
         device = platforms.get(name).device(0)
         with NpuSim(all_references()):
             own = values.to(device).detach().requires_grad_()
             own.gather(-1, index.to(device)).square().sum().backward()
-            found.append(own.grad.cpu())
-    torch.testing.assert_close(*found)
+            actual.append(own.grad.cpu())
+    torch.testing.assert_close(*actual)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,7 +79,7 @@ def test_grouped_products_and_their_gradients_are_those_of_one_group_after_anoth
     generator = torch.Generator().manual_seed(1)
     shapes = (sum(counts), 6), (len(counts), 4, 6), (sum(counts), 4)
     rows, weight, down = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-    found = []
+    actual = []
     for name in ("cpu", "npu"):
         platform = platforms.get(name)
         with NpuSim(all_references()) as sim:
@@ -88,8 +88,8 @@ def test_grouped_products_and_their_gradients_are_those_of_one_group_after_anoth
             ]
             out = platform.ops.grouped_linear(own[0], own[1], counts)
             out.backward(down.to(platform.device(0)))
-            found.append([out.detach().cpu(), *(tensor.grad.cpu() for tensor in own)])
+            actual.append([out.detach().cpu(), *(tensor.grad.cpu() for tensor in own)])
         assert (sim.calls["npu::npu_grouped_matmul"] == 3) == (name == "npu" and any(counts))
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-6
-    for ours, expected in zip(*reversed(found), strict=True):
+    for ours, expected in zip(*reversed(actual), strict=True):
         torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)

@@ -37,16 +37,16 @@ def test_refuses_an_operator_without_a_reference():
 
 
 def test_is_active_in_threads_that_are_started_meanwhile(sim):
-    found = []
+    actual = []
 
     def compute():
-        found.append((torch.ones(3, device="npu") + 1).cpu())
+        actual.append((torch.ones(3, device="npu") + 1).cpu())
 
     with sim:
         thread = threading.Thread(target=compute, name="inside")
         thread.start()
         thread.join(10)
-    assert found[0].tolist() == [2.0, 2.0, 2.0] and sim.calls["aten::add"]
+    assert actual[0].tolist() == [2.0, 2.0, 2.0] and sim.calls["aten::add"]
 
 
 def test_alias_keeps_the_memory():
@@ -88,9 +88,9 @@ def test_fused_norm_and_rotary_agree_with_the_formulas_and_their_gradients(sim):
     )
     with sim:
         ops = NpuOps()
-        found = gradients(
+        actual = gradients(
             lambda x, weight, cos, sin: ops.rotary(ops.rms_norm(x, weight, 1e-5), cos, sin),
             *(value.to("npu") for value in (x, weight, angles.cos(), angles.sin())),
         )
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(actual, expected, strict=True):
         assert (a - b).abs().max() < 1e-5

@@ -296,14 +296,14 @@ def test_log_probs_and_weights_after_the_steps_equal_the_cpu_run(layout: str, ru
     assert largest_difference(after, {name: first_version[name] for name in after})[0] > 1e-3, (
         "nothing was learned"
     )
-    found: dict[int, torch.Tensor] = {}
+    actual: dict[int, torch.Tensor] = {}
     for rank in npu.ranks(layout):
         for report, wanted in zip(rank["reports"], expected["reports"], strict=True):
             for name in ("loss", "grad_norm", "kl", "entropy"):
                 assert report[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
-        found |= rank["logprobs"]
-    assert len(found) == GROUPS * ITERATIONS
-    difference, group = largest_difference(found, expected["logprobs"])
+        actual |= rank["logprobs"]
+    assert len(actual) == GROUPS * ITERATIONS
+    difference, group = largest_difference(actual, expected["logprobs"])
     assert difference < 1e-5, f"log-probs of group {group} differ by {difference:.1e}"
     difference, name = largest_difference(npu.weights(layout), after)
     assert difference < 1e-5, f"{name} differs by {difference:.1e}"
@@ -318,9 +318,9 @@ def test_engine_on_an_npu_group_gets_the_trained_weights(
     engines which come late.
     """
     _, npu, received = runs
-    weights, found = npu.weights(layout), received[layout][engine]
-    assert found.keys() == weights.keys()
-    different = [name for name, tensor in found.items() if not torch.equal(tensor, weights[name])]
+    weights, actual = npu.weights(layout), received[layout][engine]
+    assert actual.keys() == weights.keys()
+    different = [name for name, tensor in actual.items() if not torch.equal(tensor, weights[name])]
     assert not different, f"{layout}: received other weights than the trainer has: {different}"
 
 

@@ -102,9 +102,9 @@ async def test_what_does_not_continue_a_known_branch_opens_one(
     client = await client_of(agents, Policy(lambda shown: f"<think>hm</think>yes{END_OF_TURN}"))
     first = (await client.chat([user("q")])).choices[0].message.content
     assert first == "<think>hm</think>yes"
-    said = {"dropped reasoning": "yes", "other text": "no", "other question": first}[changed]
+    output = {"dropped reasoning": "yes", "other text": "no", "other question": first}[changed]
     question = "p" if changed == "other question" else "q"
-    await client.chat([user(question), {"role": "assistant", "content": said}, user("more")])
+    await client.chat([user(question), {"role": "assistant", "content": output}, user("more")])
     samples = client.samples()
     assert len(samples) == 2 and all(
         sample.num_trained == len(ids(f"{first}{END_OF_TURN}")) for sample in samples
@@ -126,9 +126,9 @@ async def test_a_turn_that_several_branches_share_is_trained_once_in_an_order_th
         await client.chat([user("sub-agent")])
         return client.samples()
 
-    samples, other = await grow(["x", "yy"]), await grow(["yy", "x"])
+    samples, second = await grow(["x", "yy"]), await grow(["yy", "x"])
     assert len(samples) == 3
-    for one, two in zip(samples, other, strict=True):
+    for one, two in zip(samples, second, strict=True):
         assert all(
             np.array_equal(getattr(one, n), getattr(two, n))
             for n in ("tokens", "trained", "logprobs")
@@ -173,10 +173,10 @@ async def test_a_turns_reward_counts_for_the_branches_that_hold_it(
     client = await client_of(agents, Policy(lambda shown: f"w{END_OF_TURN}"))
     first = await client.chat([user("q")])
     assert (await client.send("/reward", {"reward": 0.25, "turn": first.id}))[0] == 200
-    other = first.id.replace(client.session.id, "0" * 16)
+    second = first.id.replace(client.session.id, "0" * 16)
     for wrong in (
         "chatcmpl-x-9",
-        other,
+        second,
         first.id.rpartition("-")[2],
         "-",
         "",

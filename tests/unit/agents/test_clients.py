@@ -62,8 +62,8 @@ async def test_what_real_clients_send_and_what_changes_nothing_is_accepted(
         assert (await client.send("/v1/chat/completions", {"messages": [user("q")], **changed}))[
             0
         ] == 400, changed
-    found = await client.openai.models.retrieve("policy")
-    assert found.id == "policy"
+    actual = await client.openai.models.retrieve("policy")
+    assert actual.id == "policy"
     with pytest.raises(openai.NotFoundError, match="there is policy"):
         await client.openai.models.retrieve("gpt-4o")
 
@@ -113,12 +113,12 @@ async def test_curl_reads_an_answer_and_a_stream(agents: AgentEnvironment) -> No
             "Content-Type: application/json",
         ]
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-        said = (await asyncio.wait_for(process.communicate(), 60.0))[0].decode()
-        assert process.returncode == 0, said
+        output = (await asyncio.wait_for(process.communicate(), 60.0))[0].decode()
+        assert process.returncode == 0, output
         if not stream:
-            assert json.loads(said)["choices"][0]["message"]["content"].startswith("so ")
+            assert json.loads(output)["choices"][0]["message"]["content"].startswith("so ")
             continue
-        events = [line.removeprefix("data: ") for line in said.splitlines() if line]
+        events = [line.removeprefix("data: ") for line in output.splitlines() if line]
         assert events[-1] == "[DONE]"
         parts = [
             json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events[:-1]

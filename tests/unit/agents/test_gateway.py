@@ -43,9 +43,9 @@ async def test_sessions_cannot_use_each_other_and_strangers_can_use_none(
     agents: AgentEnvironment,
 ) -> None:
     assert agents.sessions is not None
-    mine, other = [await client_of(agents, Policy(asks_then_answers)) for _ in range(2)]
+    mine, another = [await client_of(agents, Policy(asks_then_answers)) for _ in range(2)]
     for path in ("/v1/chat/completions", "/v1/completions", "/reward", "/end"):
-        for key in (other.key, "", "nonsense", agents.sessions.derive_key("program:0")):
+        for key in (another.key, "", "nonsense", agents.sessions.derive_key("program:0")):
             assert (await mine.send(path, {}, key or "-"))[0] == 401
     assert (await mine.send("/reward", {"reward": 1.0}))[0] == 200
     assert (await mine.send("/reward", {"reward": 2.0}, agents.sessions.key))[0] == 200, (
@@ -57,7 +57,7 @@ async def test_sessions_cannot_use_each_other_and_strangers_can_use_none(
     assert (await mine.send("/end", {}))[0] == 404
     with pytest.raises(openai.AuthenticationError):
         await openai.AsyncOpenAI(
-            base_url=other.root + "/v1", api_key="x", max_retries=0
+            base_url=another.root + "/v1", api_key="x", max_retries=0
         ).models.list()
 
 
@@ -164,11 +164,11 @@ async def test_half_requests_slow_bodies_and_too_many_connections_are_bounded_an
         assert answer.choices[0].finish_reason == "tool_calls"
 
 
-async def within(limit_s: float, holds: Callable[[], object], what: str) -> None:
+async def within(limit_s: float, holds: Callable[[], object], description: str) -> None:
     end_s = asyncio.get_running_loop().time() + limit_s
     while not holds():
         assert asyncio.get_running_loop().time() < end_s, (
-            f"{what} did not come within {limit_s:g} s"
+            f"{description} did not come within {limit_s:g} s"
         )
         await asyncio.sleep(0.01)
 
@@ -206,7 +206,7 @@ async def test_a_client_that_does_not_read_its_answer_is_cut_off_and_others_go_o
     ) as agents:
         assert isinstance(agents, AgentEnvironment) and agents.sessions is not None
         slow = await client_of(agents, Endless(asks_then_answers))
-        other = await client_of(agents, Policy(lambda shown: f"w{END_OF_TURN}"))
+        another = await client_of(agents, Policy(lambda shown: f"w{END_OF_TURN}"))
         host, port = agents.sessions.url.removeprefix("http://").split(":")
         body = json.dumps({"messages": [user("q")], "stream": stream, "logprobs": True})
         head = f"POST /sessions/{slow.session.id}/v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
@@ -218,7 +218,7 @@ async def test_a_client_that_does_not_read_its_answer_is_cut_off_and_others_go_o
             await loop.sock_connect(connection, (host, int(port)))
             await loop.sock_sendall(connection, (head + body).encode())
             await within(60.0, lambda: len(slow.session.tree.nodes) == 2, "the answer")
-            assert (await other.chat([user("q")])).choices[0].message.content == "w"
+            assert (await another.chat([user("q")])).choices[0].message.content == "w"
             # the client has read nothing until its connection is given up
             await within(
                 60.0,
@@ -232,4 +232,4 @@ async def test_a_client_that_does_not_read_its_answer_is_cut_off_and_others_go_o
         size = re.search(rb"Content-Length: ([0-9]+)", begin)
         assert b" 200 " in begin
         assert b"[DONE]" not in rest if stream else size is not None and len(rest) < int(size[1])
-        assert (await other.chat([user("again")])).choices[0].message.content == "w"
+        assert (await another.chat([user("again")])).choices[0].message.content == "w"

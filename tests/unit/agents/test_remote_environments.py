@@ -146,7 +146,7 @@ async def test_an_episode_whose_server_forgot_it_begins_again_and_one_that_is_go
 
 
 @pytest.mark.parametrize(
-    ("path", "answer", "said"),
+    ("path", "answer", "message"),
     [
         ("reset", {"observation": 5}, "neither a text nor a list"),
         (
@@ -195,12 +195,12 @@ async def test_an_episode_whose_server_forgot_it_begins_again_and_one_that_is_go
     ],
 )
 async def test_what_is_no_answer_of_an_environment_ends_the_run_in_one_line(
-    counting: tuple[Counting, str], path: str, answer: Any, said: str
+    counting: tuple[Counting, str], path: str, answer: Any, message: str
 ) -> None:
     server, url = counting
     server.answers[path] = answer
     with pytest.raises(
-        EnvironmentFailed, match=rf"environment\.options: url: {url}/.*{said}"
+        EnvironmentFailed, match=rf"environment\.options: url: {url}/.*{message}"
     ) as failed:
         await rollout(remote(url), 1, counts)
     assert "\n" not in str(failed.value)

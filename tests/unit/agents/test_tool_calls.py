@@ -99,8 +99,8 @@ def test_calls_are_found_by_the_models_own_format(
         assert extract("no call", TOOLS) == ("no call", [])
         return
     parse = make_parser(parser, tokenizer)
-    found = parse(plain + call, TOOLS, f"<|user|>q{'<|assistant|>'}")
-    assert found.content.strip() == plain and [one.canonical for one in found.calls] == [
+    actual = parse(plain + call, TOOLS, f"<|user|>q{'<|assistant|>'}")
+    assert actual.content.strip() == plain and [call.canonical for call in actual.calls] == [
         ("calculator", '{"x": "6*7"}')
     ]
     assert parse("no call", TOOLS, "<|assistant|>") == ParsedAnswer("no call")

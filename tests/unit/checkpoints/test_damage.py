@@ -112,12 +112,12 @@ def of_each_kind(
         pytest.param(
             kind,
             damage,
-            said,
+            output,
             marks=[] if fast else [pytest.mark.nightly],
             id=f"{kind}-{damage.__name__}",
         )
         for kind in KINDS
-        for damage, said in cases
+        for damage, output in cases
         if kind == "megatron" or damage is not forge_the_common_part  # which others have not
         for fast in [kind == "megatron" or (kind, damage) in at_once]
     ]
@@ -141,7 +141,7 @@ def export_policy(kind: str, run: Run, checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("through", ["resume", "export"])
 @pytest.mark.parametrize(
-    ("kind", "damage", "said"),
+    ("kind", "damage", "message"),
     of_each_kind(
         [
             (flip_a_bit, f"{SHARD} is not what was written"),
@@ -157,7 +157,7 @@ def export_policy(kind: str, run: Run, checkpoint: Path) -> None:
     ),
 )
 def test_what_is_not_what_was_written_is_refused_in_one_line_that_names_it_and_the_next_older_one(
-    damage: Callable[[Path], None], said: str, through: str, run: Run, checkpoint: Path
+    damage: Callable[[Path], None], message: str, through: str, run: Run, checkpoint: Path
 ) -> None:
     damage(checkpoint)
     with pytest.raises(UserError) as refused:
@@ -167,7 +167,7 @@ def test_what_is_not_what_was_written_is_refused_in_one_line_that_names_it_and_t
             export_checkpoint(checkpoint, checkpoint.parent / "hf")
     line = str(refused.value)
     assert (
-        said in line
+        message in line
         and str(checkpoint) in line
         and f"the next older one is {older(checkpoint)}" in line
     )
@@ -175,7 +175,7 @@ def test_what_is_not_what_was_written_is_refused_in_one_line_that_names_it_and_t
 
 
 @pytest.mark.parametrize(
-    ("kind", "damage", "said"),
+    ("kind", "damage", "message"),
     of_each_kind(
         [
             (
@@ -189,13 +189,13 @@ def test_what_is_not_what_was_written_is_refused_in_one_line_that_names_it_and_t
     ),
 )
 def test_a_forger_who_signs_anew_neither_mixes_versions_nor_runs_code(
-    kind: str, damage: Callable[[Path], None], said: str, run: Run, checkpoint: Path
+    kind: str, damage: Callable[[Path], None], message: str, run: Run, checkpoint: Path
 ) -> None:
     damage(checkpoint)
     sign_anew(checkpoint)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         resume(run, checkpoint)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         export_policy(kind, run, checkpoint)
     assert not (checkpoint.parent / "made").exists()
     if damage is not forge_the_index:

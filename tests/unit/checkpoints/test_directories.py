@@ -104,9 +104,12 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_one_line_and_the_next_older
     older, newest = write(tmp_path, 2), write(tmp_path, 4)
     assert store.newest(tmp_path) == (newest, "")
     damage(newest)  # type: ignore[operator]
-    found, said = store.newest(tmp_path)
+    actual, output = store.newest(tmp_path)
     assert (
-        found == older and said.count("is skipped") == 1 and str(newest) in said and reason in said
+        actual == older
+        and output.count("is skipped") == 1
+        and str(newest) in output
+        and reason in output
     )
     with pytest.raises(
         UserError, match=r"checkpoint.load: .* is not a complete checkpoint: .*; give another"
@@ -155,8 +158,8 @@ def test_any_meta_data_are_those_of_a_checkpoint_or_what_is_wrong_in_one_line(
         assert store.read_meta(written).files.items() <= {"__0_0.distcp": 7, ".metadata": 5}.items()
         return
     assert problem.isprintable() and len(problem) < 500, problem
-    found, said = store.newest(written.parent)
-    assert found is None and said.count("is skipped") == 1
+    actual, output = store.newest(written.parent)
+    assert actual is None and output.count("is skipped") == 1
 
 
 def test_meta_data_that_are_a_pipe_are_not_waited_for(tmp_path: Path) -> None:
@@ -170,9 +173,11 @@ def test_what_is_not_complete_is_neither_found_nor_left_behind(tmp_path: Path) -
     write(tmp_path, 2)
     store.start(tmp_path, 4)
     assert store.newest(tmp_path) == (tmp_path / "iteration_000002", "")
-    said = store.clean(tmp_path)
+    output = store.clean(tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["iteration_000002"]
-    assert said == [f"checkpoint {tmp_path / 'iteration_000004'}: its incomplete files are removed"]
+    assert output == [
+        f"checkpoint {tmp_path / 'iteration_000004'}: its incomplete files are removed"
+    ]
     assert (
         store.newest(tmp_path / "nowhere") == (None, "") and store.clean(tmp_path / "nowhere") == []
     )
@@ -213,9 +218,9 @@ def test_a_kill_at_any_step_of_replacing_a_checkpoint_leaves_a_complete_one_of_t
         store.commit(directory, make_meta(4, directory))
     store.clean(tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["iteration_000004"]
-    found = (tmp_path / "iteration_000004" / "__0_0.distcp").read_bytes()
+    actual = (tmp_path / "iteration_000004" / "__0_0.distcp").read_bytes()
     assert store.problem(tmp_path / "iteration_000004") is None
-    assert found == (b"newer" if killed_before == 3 else b"old")
+    assert actual == (b"newer" if killed_before == 3 else b"old")
 
 
 @pytest.mark.parametrize(

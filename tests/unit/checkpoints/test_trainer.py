@@ -120,8 +120,10 @@ def until_failed(run: Run, version: int) -> dict[str, float]:
     return border
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 def held(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object]) -> None:
@@ -264,7 +266,7 @@ def test_a_checkpoint_that_is_given_to_others_holds_no_secret_and_a_change_of_on
     )
     Config.model_validate(saved)  # as export does
 
-    other = run.configure(model, tmp_path, {"checkpoint": {"every": 1}, **sections("S3CRET-2")})
+    another = run.configure(model, tmp_path, {"checkpoint": {"every": 1}, **sections("S3CRET-2")})
     changed = {
         "environment.options.auth.bearer",
         "environment.options.url",
@@ -273,8 +275,8 @@ def test_a_checkpoint_that_is_given_to_others_holds_no_secret_and_a_change_of_on
         "rollout.extra_args",
     }
     for tree in (saved, config_tree(run.config)):  # as earlier releases saved it
-        assert set(differences(tree, other)) == changed
-        line = check_continuation(tree, other, "C") or ""
+        assert set(differences(tree, another)) == changed
+        line = check_continuation(tree, another, "C") or ""
         assert "S3CRET" not in line and all(key in line for key in changed), line
 
 
@@ -399,8 +401,8 @@ def test_a_reference_refreshed_since_comes_back_and_the_next_steps_are_the_same(
     resumed = Run(model, tmp_path, checkpoint={"load": load}, **sections)
     first_kl = Run(model, tmp_path / "other", checkpoint={"load": load}, **sections)
     assert resumed.checkpoints.load() == first_kl.checkpoints.load() == 3
-    found = [resumed.train(version) for version in (3, 4)]
-    for ours, wanted in zip(found, expected, strict=True):
+    actual = [resumed.train(version) for version in (3, 4)]
+    for ours, wanted in zip(actual, expected, strict=True):
         assert [ours[name] for name in ("loss", "kl", "grad_norm")] == [
             wanted[name] for name in ("loss", "kl", "grad_norm")
         ]

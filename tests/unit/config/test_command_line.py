@@ -70,12 +70,12 @@ def value_at(config: Config, key: str) -> Any:
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_of_the_command_line_is_what_was_given(text: str, tmp_path: Path) -> None:
     keys = ["data.instruction", "data.system_prompt", "reward.functions.0.pattern"]
-    given = [
+    arguments = [
         *BARE,
         "reward.functions=[{name: format, pattern: x}]",
         *(f"{key}={text}" for key in keys),
     ]
-    config = load_config([], given)
+    config = load_config([], arguments)
     file = tmp_path / "config.yaml"
     file.write_text(dump_config(config), encoding="utf-8")
     written = load_config([str(file)])  # the run's own file says the same
@@ -212,19 +212,19 @@ def test_a_leading_tilde_is_the_home_directory_in_every_key(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
-    given = [*BARE, *(["trainer.backend=fsdp"] if key == "model.adapter" else [])]
+    inputs = [*BARE, *(["trainer.backend=fsdp"] if key == "model.adapter" else [])]
     section, _, name = key.partition(".")
     file = tmp_path / "c.yaml"
     file.write_text(f"{section}: {{{name}: ~/x}}\n")
     for config in (
-        load_config([], [*given, f"{key}=~/x"]),
-        load_config([str(file)], [line for line in given if not line.startswith(key)]),
+        load_config([], [*inputs, f"{key}=~/x"]),
+        load_config([str(file)], [line for line in inputs if not line.startswith(key)]),
     ):
         assert value_at(config, key) == "/home/somebody/x"
         assert read_yaml_value(dump_config(config), key, tmp_path) == "/home/somebody/x"
     with pytest.raises(ConfigError, match="begins with ~, but there is no such home directory"):
-        load_config([], [*given, f"{key}=~nobody-of-that-name/x"])
-    assert value_at(load_config([], [*given, f"{key}=./~x"]), key) == "./~x"
+        load_config([], [*inputs, f"{key}=~nobody-of-that-name/x"])
+    assert value_at(load_config([], [*inputs, f"{key}=./~x"]), key) == "./~x"
 
 
 def read_yaml_value(text: str, key: str, directory: Path) -> Any:

@@ -387,14 +387,14 @@ def test_a_scripts_words_are_bashs(script: str, tmp_path: Path, home: None) -> N
         timeout=30,
     )
     expected = (tmp_path / "words").read_text().splitlines()
-    found = _Script(text)
-    (words,) = [words for _, words in found.commands() if "main_ppo" in words]
+    actual = _Script(text)
+    (words,) = [words for _, words in actual.commands() if "main_ppo" in words]
     ours = [
-        found.variables["offload"][0] if "\0" in word else word
+        actual.variables["offload"][0] if "\0" in word else word
         for word in words[words.index("main_ppo") + 1 :]
     ]
     theirs = [
-        word if "param_offload" not in word else found.variables["offload"][0] for word in expected
+        word if "param_offload" not in word else actual.variables["offload"][0] for word in expected
     ]
     assert ours == theirs
 
@@ -502,7 +502,7 @@ def test_options_of_trls_command_line_are_read_from_a_script(
 
 
 @pytest.mark.parametrize(
-    ("origin", "name", "text", "said"),
+    ("origin", "name", "text", "message"),
     [
         ("verl", "a.sh", "echo hello", "no training command with arguments is in it"),
         ("verl", "a.sh", "main_ppo a.b=1\nmain_ppo a.b=2", "training commands begin at lines 1, 2"),
@@ -516,12 +516,17 @@ def test_options_of_trls_command_line_are_read_from_a_script(
     ],
 )
 def test_a_file_without_a_configuration_is_one_line_too(
-    origin: str, name: str, text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    origin: str,
+    name: str,
+    text: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / name).write_text(text)
     assert main(["--from", origin, str(tmp_path / name)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and name in line and said in line
+    assert line.startswith("error: ") and name in line and message in line
 
 
 @given(text=st.text(alphabet=" \n\\'\"${}()[]@#:-=+<>|&;`aif1", max_size=60))

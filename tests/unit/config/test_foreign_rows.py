@@ -128,7 +128,7 @@ def imported(
 
 
 def test_a_program_of_sfttrainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, said = imported("trl", "train.py", TRL_SFT, tmp_path, capsys)
+    config, output = imported("trl", "train.py", TRL_SFT, tmp_path, capsys)
     assert (config.algorithm.name, config.rollout.engines) == ("sft", 0)
     assert (config.model.path, config.data.train) == ("models/Qwen2.5-7B", "conversations.jsonl")
     assert config.schedule.prompts_per_iteration * config.rollout.responses_per_prompt == 32
@@ -140,9 +140,9 @@ def test_a_program_of_sfttrainer(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert config.data.overlong_prompt == "truncate"
     assert (config.microbatch.responses, config.microbatch.max_tokens) == (4, 4 * 2048)
     assert (config.lora.rank, config.lora.alpha, config.trainer.backend) == (16, 32.0, "fsdp")
-    assert "not translated: packing = True: a batch of TRL counts packed sequences" in said
-    assert "not translated: neftune_noise_alpha = 5: no counterpart here" in said
-    assert "assistant_only_loss" not in said and "still to settle" not in said
+    assert "not translated: packing = True: a batch of TRL counts packed sequences" in output
+    assert "not translated: neftune_noise_alpha = 5: no counterpart here" in output
+    assert "assistant_only_loss" not in output and "still to settle" not in output
 
 
 def test_what_trl_trains_of_messages_otherwise_is_a_line(
@@ -151,43 +151,43 @@ def test_what_trl_trains_of_messages_otherwise_is_a_line(
     whole = TRL_SFT.replace("    assistant_only_loss=True,\n", "").replace(
         "    learning_rate=1e-4,\n", "    completion_only_loss=False,\n    loss_type='dft',\n"
     )
-    config, said = imported("trl", "train.py", whole, tmp_path, capsys)
+    config, output = imported("trl", "train.py", whole, tmp_path, capsys)
     assert config.optimizer.learning_rate == 2e-5, "TRL's own"
     for name in ("assistant_only_loss", "completion_only_loss", "loss_type"):
-        assert f"not translated: {name} = " in said
+        assert f"not translated: {name} = " in output
 
 
 def test_a_command_of_dpo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, said = imported("trl", "dpo.sh", TRL_DPO, tmp_path, capsys)
+    config, output = imported("trl", "dpo.sh", TRL_DPO, tmp_path, capsys)
     keys = config.algorithm
     assert (keys.name, keys.preference_loss, keys.kl_coef) == ("dpo", "ipo", 0.05)
     assert (config.trainer.devices, config.schedule.prompts_per_iteration) == (8, 64)
     assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (640, 384)
     assert (config.schedule.iterations, config.data.train) == (500, "pairs.jsonl")
-    assert "not translated: rpo_alpha = 1.0" in said
+    assert "not translated: rpo_alpha = 1.0" in output
     hinge = TRL_DPO.replace("--loss_type ipo", "--loss_type hinge")
-    _, said = imported("trl", "dpo.sh", hinge, tmp_path, capsys)
-    assert "not translated: loss_type = 'hinge': has no counterpart" in said
+    _, output = imported("trl", "dpo.sh", hinge, tmp_path, capsys)
+    assert "not translated: loss_type = 'hinge': has no counterpart" in output
 
 
 def test_a_program_of_gkdtrainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, said = imported("trl", "gkd.py", TRL_GKD, tmp_path, capsys)
+    config, output = imported("trl", "gkd.py", TRL_GKD, tmp_path, capsys)
     assert config.algorithm.name == "distill"
     assert [teacher.model for teacher in config.teacher.values()] == ["models/teacher"]
     assert (config.rollout.responses_per_prompt, config.rollout.temperature) == (2, 0.8)
     assert (config.rollout.max_response_tokens, config.schedule.prompts_per_iteration) == (256, 4)
     assert config.algorithm.kl_coef == 0, "beta is no coefficient there"
-    assert "not translated: beta = 0.5: the divergence is the reverse KL" in said
-    assert "lmbda" not in said
+    assert "not translated: beta = 0.5: the divergence is the reverse KL" in output
+    assert "lmbda" not in output
     mixed = TRL_GKD.replace("lmbda=1.0", "lmbda=0.25")
-    _, said = imported("trl", "gkd.py", mixed, tmp_path, capsys)
-    assert "not translated: lmbda = 0.25" in said
+    _, output = imported("trl", "gkd.py", mixed, tmp_path, capsys)
+    assert "not translated: lmbda = 0.25" in output
 
 
 def test_a_script_of_verls_supervised_stage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, said = imported("verl", "sft.sh", VERL_SFT, tmp_path, capsys)
+    config, output = imported("verl", "sft.sh", VERL_SFT, tmp_path, capsys)
     assert (config.algorithm.name, config.trainer.backend) == ("sft", "fsdp")
     assert config.model.path == "Qwen/Qwen2.5-0.5B-Instruct"
     assert (config.data.question_column, config.data.answer_column) == (
@@ -200,17 +200,17 @@ def test_a_script_of_verls_supervised_stage(
     assert (config.optimizer.decay, config.lora.rank) == ("cosine", 32)
     assert config.telemetry.trackers == ("tensorboard",)
     assert (config.trainer.context_parallel, config.trainer.devices) == (2, 8)
-    assert "ulysses_sequence_parallel_size" not in said
-    assert "use_remove_padding" not in said and "fsdp_config" not in said
+    assert "ulysses_sequence_parallel_size" not in output
+    assert "use_remove_padding" not in output and "fsdp_config" not in output
 
 
 def test_a_file_of_verls_sft_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, said = imported("verl", "sft_trainer.yaml", VERL_YAML, tmp_path, capsys)
+    config, output = imported("verl", "sft_trainer.yaml", VERL_YAML, tmp_path, capsys)
     assert (config.model.path, config.trainer.devices, config.run.seed) == ("models/m", 4, 3)
     assert (config.checkpoint.every, config.data.overlong_prompt) == (100, "refuse")
     assert config.data.max_prompt_tokens + config.rollout.max_response_tokens == 1000
     assert (config.trainer.recompute, config.schedule.epochs) == ("full", 1.0)
-    assert "not translated: optim.min_lr_ratio = 0.1" in said
+    assert "not translated: optim.min_lr_ratio = 0.1" in output
 
 
 def test_a_script_of_verls_distillation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

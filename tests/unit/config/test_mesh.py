@@ -164,20 +164,15 @@ KNOWN = {
 
 
 def _names(node: ast.AST) -> set[str]:
-    """Names and attributes of an expression, not those that only say where in it to look; a mesh's
+    """Returns names and attributes of an expression, not those that only say where in it to look; a mesh's
     `data` are replicas.
     """
     if isinstance(node, ast.Attribute) and node.attr == "data" and _names(node.value) == {"mesh"}:
         return {"replicas"}
-    found: set[str] = (
-        {node.id}
-        if isinstance(node, ast.Name)
-        else {node.attr}
-        if isinstance(node, ast.Attribute)
-        else set()
-    )
-    if found:
-        return found
+    if isinstance(node, ast.Name):
+        return {node.id}
+    if isinstance(node, ast.Attribute):
+        return {node.attr}
     children = [node.value] if isinstance(node, ast.Subscript) else list(ast.iter_child_nodes(node))
     return set().union(*map(_names, children))
 

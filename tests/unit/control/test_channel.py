@@ -59,12 +59,12 @@ def test_a_key_becomes_visible_only_with_all_its_chunks(
 ) -> None:
     seen: list[int] = []
     stop = threading.Event()
-    other = StoreChannel(connect("127.0.0.1", server.port, 10.0))
+    another = StoreChannel(connect("127.0.0.1", server.port, 10.0))
 
     def watch() -> None:
         while not stop.is_set():
-            if other.exists("big"):
-                seen.append(len(other.get_bytes("big")))
+            if another.exists("big"):
+                seen.append(len(another.get_bytes("big")))
                 return
 
     thread = threading.Thread(target=watch, name="watch")
@@ -192,7 +192,7 @@ def test_a_store_that_ends_is_named_and_not_waited_for(channel: StoreChannel) ->
 def test_counters_count_across_clients_and_can_be_deleted(
     server: dist.TCPStore, channel: StoreChannel
 ) -> None:
-    other = StoreChannel(connect("127.0.0.1", server.port, 10.0))
-    assert [channel.add("n", 1), other.add("n", 2), channel.add("n", 1)] == [1, 3, 4]
+    another = StoreChannel(connect("127.0.0.1", server.port, 10.0))
+    assert [channel.add("n", 1), another.add("n", 2), channel.add("n", 1)] == [1, 3, 4]
     assert channel.delete("n")
-    assert other.add("n", 1) == 1
+    assert another.add("n", 1) == 1

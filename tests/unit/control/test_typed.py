@@ -73,7 +73,7 @@ def _altered(change: Callable[[dict[str, Any]], Any]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"\xff\x00", "not JSON"),
         (b"[" * 100_000, "not JSON"),
@@ -117,10 +117,10 @@ def _altered(change: Callable[[dict[str, Any]], Any]) -> bytes:
     ],
 )
 def test_anything_else_is_one_line_that_names_key_and_field(
-    channel: StoreChannel, data: bytes, said: str
+    channel: StoreChannel, data: bytes, message: str
 ) -> None:
     channel.put_bytes(TOPIC.at(version=3), data)
-    with pytest.raises(MessageError, match=said) as raised:
+    with pytest.raises(MessageError, match=message) as raised:
         TOPIC.get(channel, version=3)
     text = str(raised.value)
     assert (

@@ -115,17 +115,17 @@ def make(engine: Engine, kind: type[SingleTurn] = SingleTurn, **evaluate: Any) -
 
 async def test_greedy_answers_and_samples_of_every_set_with_their_own_temperature() -> None:
     engine = Engine()
-    found = await make(
+    actual = await make(
         engine, samples=4, temperature=0.7, top_p=0.9, max_response_tokens=16
     ).evaluate(4)
-    assert (found.version, found.questions, found.planned) == (4, QUESTIONS, QUESTIONS)
+    assert (actual.version, actual.questions, actual.planned) == (4, QUESTIONS, QUESTIONS)
     assert sorted((q, n) for q, n, _, _ in engine.asked) == sorted(
         (q, n) for q in range(QUESTIONS) for n in (1, 4)
     )
     for _, n, _, sampling in engine.asked:
         assert (sampling.temperature, sampling.top_p) == ((0.0, 1.0) if n == 1 else (0.7, 0.9))
         assert sampling.max_tokens == 16 and not sampling.logprobs
-    record = found.record("other/pass@2")
+    record = actual.record("other/pass@2")
     assert record["accuracy"] == 1.0 and list(record["sets"]) == ["test", "other"]
     metrics = record["sets"]["other"]["metrics"]
     values = {name: metrics[name]["value"] for name in metrics}
@@ -135,7 +135,7 @@ async def test_greedy_answers_and_samples_of_every_set_with_their_own_temperatur
     assert record["best_by"] == pytest.approx(5 / 6)
     assert {
         response.final
-        for response in found.responses
+        for response in actual.responses
         if response.question == 0 and response.name == "test"
     } == {
         "0",
@@ -144,12 +144,14 @@ async def test_greedy_answers_and_samples_of_every_set_with_their_own_temperatur
 
 
 async def test_two_versions_meet_the_same_seeds_and_the_same_order() -> None:
-    one = Engine()
+    first = Engine()
     two = Engine()
-    await make(one, samples=2).evaluate(4)
+    await make(first, samples=2).evaluate(4)
     two.version = 9
     await make(two, samples=2).evaluate(9)
-    assert one.asked == two.asked and len({seed for _, _, seed, _ in one.asked}) == QUESTIONS // 2
+    assert (
+        first.asked == two.asked and len({seed for _, _, seed, _ in first.asked}) == QUESTIONS // 2
+    )
 
 
 class Records:

@@ -283,20 +283,20 @@ async def test_responses_that_move_are_those_that_do_not_and_nobody_trains_where
         )
         assert shelf.groups.keys() == held.groups.keys() and "replica_groups" not in moved.numbers
     else:
-        given = [sum(replica == one for one, _ in shelf.groups) for replica in range(3)]
-        assert moved.numbers["replica_groups"] == given
+        inputs = [sum(replica == one for one, _ in shelf.groups) for replica in range(3)]
+        assert moved.numbers["replica_groups"] == inputs
         numbers = [
             (g.index, n) for g in shelf.groups.values() for n in range(*(g.part or (0, SIZE)))
         ]
         assert sorted(numbers) == [(index, n) for index in range(GROUPS) for n in range(SIZE)], (
             "each response once"
         )
-        told = {
-            (one.index, one.first, one.replica, len(one.response_tokens))
-            for one in moved.dispatched.groups
+        reported = {
+            (group.index, group.first, group.replica, len(group.response_tokens))
+            for group in moved.dispatched.groups
         }
         parts = {key: group.part or (0, SIZE) for key, group in shelf.groups.items()}
-        assert told == {
+        assert reported == {
             (shelf.groups[key].index, a, key[0], b - a) for key, (a, b) in parts.items()
         }
         assert {replica for replica, _ in shelf.groups} == {0, 1, 2}, (

@@ -67,8 +67,8 @@ def rows(seed: int = 0) -> list[Row]:
     return made
 
 
-def stream_of(given: list[Row], keys: Config, seed: int = 1) -> RowGroupStream:
-    loaded = RowSet("t", tuple(given), len(given), 0, 0, "")
+def stream_of(arguments: list[Row], keys: Config, seed: int = 1) -> RowGroupStream:
+    loaded = RowSet("t", tuple(arguments), len(arguments), 0, 0, "")
     rows_of: TrainingStream[Any] = TrainingStream(keys.data, [loaded], seed)
     return RowGroupStream(rows_of, SIZE)
 
@@ -126,9 +126,9 @@ async def test_groups_reach_the_buffer_as_they_were_read(store_thread: ThreadPoo
     prompts = stream_of(rows(), keys).next_items(GROUPS)
     produced = await producer.produce(2, list(prompts), version=2)
     assert set(shelf.groups) == {(0, 0), (0, 1), (1, 0), (1, 1)}
-    given = {group.index: group for group in shelf.groups.values()}
+    inputs = {group.index: group for group in shelf.groups.values()}
     for index, prompt in enumerate(prompts):
-        group = given[index]
+        group = inputs[index]
         back = from_bytes(to_bytes(group))
         for sequence, row in zip(back.sequences(), prompt.rows, strict=True):
             assert np.array_equal(sequence, row.tokens)
@@ -137,7 +137,7 @@ async def test_groups_reach_the_buffer_as_they_were_read(store_thread: ThreadPoo
     numbers = produced.numbers
     assert numbers["rows"] == SIZE * GROUPS and numbers["groups"] == GROUPS
     assert not {"reward_mean", "accuracy", "window", "tail_waste"} & set(numbers)
-    assert numbers["tokens_response"] == sum(group.num_trained for group in given.values())
+    assert numbers["tokens_response"] == sum(group.num_trained for group in inputs.values())
     assert len(produced.dispatched.groups) == GROUPS
     assert "reward" not in produced.samples[0]["responses"][0]
 

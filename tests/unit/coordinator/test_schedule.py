@@ -328,8 +328,10 @@ def branch(turns: Sequence[tuple[int, int, bool]]) -> Sample:
             sample.write(written, np.zeros(length, np.float32), 0)
         else:
             sample.show(written)
-    told = [SampleTurn(0, number, "", length, trained, None) for number, length, trained in turns]
-    return sample.finish(True, "", 0.0, told)
+    reported = [
+        SampleTurn(0, number, "", length, trained, None) for number, length, trained in turns
+    ]
+    return sample.finish(True, "", 0.0, reported)
 
 
 def test_trees_of_sessions_cost_their_unique_tokens() -> None:
@@ -359,7 +361,7 @@ def test_what_training_takes_is_learned_and_expected_by_unique_tokens() -> None:
 
     rules = Rules("auto", "auto", 2, 8, 200, 1, "completion", 1)
     outlook = IterationOutlook([GroupOutlook(10, 40.0, 40.0)], ["engine"])
-    found = []
+    actual = []
     for computed in (None, (10, (180, 80))):
         learned = Learned(rules, tokens)
         timing = GroupTiming(0, "engine", 0.0, 1.0, 10, (40, 40), computed=computed)
@@ -369,7 +371,9 @@ def test_what_training_takes_is_learned_and_expected_by_unique_tokens() -> None:
         assert group.train_s == pytest.approx(seconds) and group.lengths == (40.0, 40.0), (
             "engines write as before"
         )
-        found.append(learned.speeds)
+        actual.append(learned.speeds)
     assert (
-        found[0] is not None and found[1] is not None and found[0][1] == pytest.approx(found[1][1])
+        actual[0] is not None
+        and actual[1] is not None
+        and actual[0][1] == pytest.approx(actual[1][1])
     )

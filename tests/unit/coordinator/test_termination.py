@@ -40,7 +40,7 @@ print("returned", flush=True)
 
 
 @pytest.mark.parametrize(
-    "work, said, code",
+    "work, message, code",
     [
         ("returns", "returned", 0),
         ("fails", "ValueError: its own failure", 1),
@@ -50,7 +50,7 @@ print("returned", flush=True)
     ],
 )
 def test_the_process_ends_as_it_would_without_but_for_what_it_closes_before(
-    work: str, said: str, code: int
+    work: str, message: str, code: int
 ) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, work],
@@ -69,4 +69,4 @@ def test_the_process_ends_as_it_would_without_but_for_what_it_closes_before(
         output = first + process.stdout.read()
         process.wait(20)
     assert process.returncode == code, output
-    assert said in " ".join(output.split()) and ("Traceback" in output) == (code == 1), output
+    assert message in " ".join(output.split()) and ("Traceback" in output) == (code == 1), output

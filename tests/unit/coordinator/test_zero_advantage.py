@@ -56,7 +56,9 @@ async def test_the_record_and_the_chain_are_those_of_a_run_without_the_rule(stor
     for slot, group in shelf.groups.items():
         ours, theirs = (digest_group(one, {slot: None}) for one in (group, every.groups[slot]))
         assert (ours.tokens, ours.context) == (theirs.tokens, theirs.context)
-    digests = [{one.index: one for one in made[skips][0].digests} for skips in (True, False)]
+    digests = [
+        {digest.index: digest for digest in made[skips][0].digests} for skips in (True, False)
+    ]
     for index in range(GROUPS):
         ours = digests[0][index]
         theirs = digests[1][index]

@@ -60,10 +60,10 @@ def test_gpqa_is_read_from_its_csv_with_options_in_an_order_of_its_own_that_is_a
         writer = csv.DictWriter(stream, GPQA)
         writer.writeheader()
         writer.writerows(rows)
-    found = list(read_records(str(file), "data.test"))
+    actual = list(read_records(str(file), "data.test"))
     again = list(read_records(str(file), "data.test"))
-    assert [record.messages for record in found] == [record.messages for record in again]
-    for record in found:
+    assert [record.messages for record in actual] == [record.messages for record in again]
+    for record in actual:
         lines = dict(line.split(") ") for line in record.messages[0]["content"].splitlines()[-4:])
         assert lines[record.answer] == "blue" and sorted(lines.values()) == [
             "blue",
@@ -71,8 +71,8 @@ def test_gpqa_is_read_from_its_csv_with_options_in_an_order_of_its_own_that_is_a
             "grey",
             "red",
         ]
-    assert {record.answer for record in found} == set("ABCD"), "the right one stands everywhere"
-    assert found[0].row["Subdomain"] == "Optics"
+    assert {record.answer for record in actual} == set("ABCD"), "the right one stands everywhere"
+    assert actual[0].row["Subdomain"] == "Optics"
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_a_dataset_may_have_options_of_its_own_and_prompts_are_told_apart(
             "system_prompt": "all",
         }
     )
-    one, two = (found.prompts for found in load_training(config, tokenizer))
+    one, two = (actual.prompts for actual in load_training(config, tokenizer))
     assert [(p.prompt_id, p.source) for p in (*one, *two)] == [
         (0, "one"),
         (1, "one"),

@@ -20,7 +20,7 @@ def test_a_path_stays_a_path_and_a_list_takes_overrides(tmp_path) -> None:
         "data.test={path: d, split: validation}",
         "evaluate.sets.aime=aime.jsonl",
     )
-    assert [(one.path, one.called) for one in config.data.datasets] == [
+    assert [(dataset.path, dataset.called) for dataset in config.data.datasets] == [
         ("gsm8k/train.jsonl", "gsm8k"),
         ("b.jsonl", "second"),
     ]

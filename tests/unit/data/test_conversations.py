@@ -72,8 +72,8 @@ def test_calls_reasoning_names_tools_and_parts_of_a_row_are_rendered_whole(
     as_objects["messages"][1]["tool_calls"][0]["function"]["arguments"] = {"x": 2, "y": None}
     as_objects["messages"][1]["content"] = ""
     as_objects["tools"] = json.dumps([ADD])  # as columns of a table hold them
-    (other,) = load(write(tmp_path / "b.jsonl", as_objects), tool_tokenizer)
-    assert other.text == prompt.text
+    (another,) = load(write(tmp_path / "b.jsonl", as_objects), tool_tokenizer)
+    assert another.text == prompt.text
 
 
 def test_a_tables_nulls_are_fields_that_a_message_does_not_have(
@@ -202,8 +202,8 @@ def test_a_conversation_beside_the_same_question_is_no_second_question(
     titled = {"question": "2+2?", "conversation": 17, "answer": "4"}
     for prompt in load(write(tmp_path / "a.jsonl", same, titled), tokenizer):
         assert prompt.text == "<|user|>2+2?<|assistant|>"
-    other = write(tmp_path / "b.jsonl", {**same, "problem": "2+3?"})
-    assert "problem and conversations ask different things" in refusal(other, tokenizer)
+    another = write(tmp_path / "b.jsonl", {**same, "problem": "2+3?"})
+    assert "problem and conversations ask different things" in refusal(another, tokenizer)
 
 
 @pytest.mark.parametrize(

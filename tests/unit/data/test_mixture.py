@@ -78,9 +78,9 @@ def test_other_weights_count_from_the_checkpoint_on_and_other_datasets_are_refus
     assert Counter(prompt.source for prompt in second.next_items(10)) == {"a": 5, "b": 5}, (
         "nothing is made up for"
     )
-    for other in (stream({"a": 11, "c": 5}, [9, 1]), stream({"a": 12, "b": 5}, [9, 1])):
+    for another in (stream({"a": 11, "c": 5}, [9, 1]), stream({"a": 12, "b": 5}, [9, 1])):
         with pytest.raises(DataError, match="the checkpoint"):
-            other.restore(first.state())
+            another.restore(first.state())
     with pytest.raises(DataError, match="the checkpoint is of other datasets"):
         second.restore(PromptStream(loaded({"a": 11})[0].prompts, 1).state())
     with pytest.raises(DataError, match="the checkpoint"):

@@ -115,7 +115,7 @@ def test_a_weight_is_that_of_the_pair(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({"prompt": "ab", "chosen": "cd"}, "no rejected"),
         ({"prompt": "ab", "completion": "cd"}, "no chosen and no rejected"),
@@ -137,11 +137,13 @@ def test_a_weight_is_that_of_the_pair(tmp_path: Path) -> None:
         (["ab"], "not an object"),
     ],
 )
-def test_a_row_that_is_no_pair_is_refused_in_one_line(row: Any, said: str, tmp_path: Path) -> None:
+def test_a_row_that_is_no_pair_is_refused_in_one_line(
+    row: Any, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(DataError) as refused:
         load(tmp_path, row)
     line = str(refused.value)
-    assert said in line and "pairs.jsonl:1" in line and "\n" not in line
+    assert message in line and "pairs.jsonl:1" in line and "\n" not in line
 
 
 def test_what_is_too_long_is_refused_cut_or_left_out(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_restored_stream_continues_where_the_other_stopped(taken: int) -> None
 
 
 @pytest.mark.parametrize(
-    "other",
+    "another",
     [
         PromptStream(make_prompts(7), seed=2),
         PromptStream(make_prompts(7), seed=1, shuffle=False),
@@ -103,11 +103,11 @@ def test_a_restored_stream_continues_where_the_other_stopped(taken: int) -> None
         PromptStream(list(reversed(make_prompts(7))), seed=1),
     ],
 )
-def test_a_state_of_other_data_or_another_order_is_refused(other: PromptStream) -> None:
+def test_a_state_of_other_data_or_another_order_is_refused(another: PromptStream) -> None:
     stream = PromptStream(make_prompts(7), seed=1)
     stream.restore(PromptStream(make_prompts(7), seed=1).state())
     with pytest.raises(DataError, match="differ from those of the checkpoint"):
-        stream.restore(other.state())
+        stream.restore(another.state())
 
 
 def test_no_prompts_are_refused() -> None:

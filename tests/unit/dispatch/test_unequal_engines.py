@@ -29,7 +29,7 @@ from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.plan_text import derived_lines
 from pa_npu.planning.prediction.virtual_run import assumed_basis
 from pa_npu.platform.typical import typical_speed
-from pa_npu.publish.engines import Connection, EngineGroups
+from pa_npu.publish.engines import Connection, EngineProcessGroups
 from pa_npu.publish.messages import StageManifest
 from pa_npu.telemetry.report import named_devices
 from tests.helpers.reports import trainers_run_on
@@ -115,7 +115,7 @@ def test_engines_on_other_devices_get_weights_through_host_memory_and_workers_ar
     connection = Connection(
         ("127.0.0.1", 1), "hccl", [StageManifest("s", {})], [StageManifest("late", {})], "npu"
     )
-    groups = EngineGroups(chosen.rollout, connection, chosen.publish.timeout_s)
+    groups = EngineProcessGroups(chosen.rollout, connection, chosen.publish.timeout_s)
     shape = [
         (g.backend, g.stages[0]["name"], g.first_rank, g.world_size)
         for g in groups.of_members(members, 7)
@@ -138,8 +138,8 @@ def test_the_dry_run_says_what_is_particular_to_which_engines() -> None:
     ]
     spec: ModelSpec | None = known_spec("Qwen2.5-7B")
     lines = derived_lines(Config.model_validate(tree(settings)), spec, None, own_memory=False)
-    found = [line for line in lines if line.startswith("engines that differ")]
-    assert found == [
+    actual = [line for line in lines if line.startswith("engines that differ")]
+    assert actual == [
         "engines that differ   engines 1, 2: cpu old, expected speed 0.5, window 16",
         "engines that differ   engine 0: expected speed 2",
     ]
@@ -182,8 +182,8 @@ async def test_the_fleet_tells_the_pool_and_the_record_of_each_engine_by_its_pla
         for url in ("a", "b"):
             await job.serving(url)
         used = [(name, use.settings) for name, use in job.pool.use().items()]
-        found = {name: (own.window, own.speed, own.device) for name, own in used}
-        assert found == {"a": (None, 1.0, None), "b": (64, 0.5, "npu 910B")}
+        actual = {name: (own.window, own.speed, own.device) for name, own in used}
+        assert actual == {"a": (None, 1.0, None), "b": (64, 0.5, "npu 910B")}
         assert [(engine.name, engine.device) for engine in job.membership.run_on()] == [
             ("a", None),
             ("b", "npu 910B"),
@@ -278,7 +278,11 @@ def test_reach_and_turns_stay_as_they_are_beside_windows_of_their_own() -> None:
 def most_in_flight(timings: Any, engine: str) -> int:
     mine = [timing for timing in timings if timing.engine == engine]
     return max(
-        sum(len(other.lengths) for other in mine if other.start_s <= timing.start_s < other.end_s)
+        sum(
+            len(another.lengths)
+            for another in mine
+            if another.start_s <= timing.start_s < another.end_s
+        )
         for timing in mine
     )
 
@@ -349,13 +353,13 @@ def test_an_expected_speed_that_is_right_shortens_the_first_iteration_and_one_th
 
 def timings(engine: str, speed: EngineSpeed, groups: int) -> list[GroupTiming]:
     """Makes the timings of groups of 4 that go one after another on an engine."""
-    rng, at, found = np.random.default_rng(len(engine)), 0.0, []
+    rng, at, actual = np.random.default_rng(len(engine)), 0.0, []
     for index in range(groups):
         length = int(rng.integers(50, 200))
         seconds = 10 * speed.prompt_token_s + length * (speed.step_s + 4 * speed.sequence_s)
-        found.append(GroupTiming(index, engine, at, at + seconds, 10, (length,) * 4, 0.0, True))
+        actual.append(GroupTiming(index, engine, at, at + seconds, 10, (length,) * 4, 0.0, True))
         at += seconds
-    return found
+    return actual
 
 
 def test_an_engine_that_was_not_seen_yet_is_as_fast_as_expected_beside_those_that_were() -> None:
@@ -367,11 +371,11 @@ def test_an_engine_that_was_not_seen_yet_is_as_fast_as_expected_beside_those_tha
     assert total(seen) == pytest.approx(total(CPU_ENGINE), rel=0.02)
     assert total(expected) == pytest.approx(total(CPU_ENGINE) / SLOW_BY, rel=0.02)
     # the first that is seen may be one that differs
-    other = EngineFit(64)
-    other.expect({"slow": SLOW_BY})
-    other.observe(timings("slow", CPU_ENGINE.scaled(4), 20))
-    assert total(other.speed("slow")) == pytest.approx(4 * total(CPU_ENGINE), rel=0.02)
-    assert total(other.speed("fast")) == pytest.approx(total(CPU_ENGINE), rel=0.02)
+    another = EngineFit(64)
+    another.expect({"slow": SLOW_BY})
+    another.observe(timings("slow", CPU_ENGINE.scaled(4), 20))
+    assert total(another.speed("slow")) == pytest.approx(4 * total(CPU_ENGINE), rel=0.02)
+    assert total(another.speed("fast")) == pytest.approx(total(CPU_ENGINE), rel=0.02)
 
 
 def test_what_is_measured_outweighs_what_was_expected() -> None:

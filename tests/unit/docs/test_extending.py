@@ -75,13 +75,13 @@ def test_every_seat_has_its_recipe() -> None:
 
 def test_the_files_that_a_prompt_passes_exist() -> None:
     way = ARCHITECTURE.partition("## A prompt's way")[2].partition("\n## ")[0]
-    found: list[str] = []
+    actual: list[str] = []
     for row in re.findall(r"^\|[^|]*\|([^|]*)\|", way, re.MULTILINE):
         folder = ""
         for name in re.findall(r"`([\w/]+\.py)`", row):
             folder = name.rpartition("/")[0] or folder
-            found.append(name if "/" in name else f"{folder}/{name}")
-    assert all((ROOT / "pa_npu" / name).is_file() for name in found), found
+            actual.append(name if "/" in name else f"{folder}/{name}")
+    assert all((ROOT / "pa_npu" / name).is_file() for name in actual), actual
 
 
 def test_a_loss_and_an_advantage() -> None:

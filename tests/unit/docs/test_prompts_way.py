@@ -222,14 +222,16 @@ async def produce(config: Config, spec: ModelSpec, tokenizer: Any, buffer: Rollo
         with ThreadPoolExecutor(1) as store_thread:
             work = GroupWork(spec, config)
             producer = producer_on_engines(
-                *(config, pool, make_environment(config, tokenizer), rewards, buffer),
-                *(
-                    ScheduleController(Rules.from_config(config), work),
-                    Sampling(8, 1.0),
-                    Timeline(None, ""),
-                    work,
-                    store_thread,
-                ),
+                config=config,
+                pool=pool,
+                environment=make_environment(config, tokenizer),
+                rewards=rewards,
+                buffer=buffer,
+                controller=ScheduleController(Rules.from_config(config), work),
+                sampling=Sampling(8, 1.0),
+                timeline=Timeline(None, ""),
+                work=work,
+                store_thread=store_thread,
             )
             read = load_prompts(config.data.datasets[0], tokenizer, config.data, "data.train")
             await producer.produce(0, list(read.prompts))

@@ -27,13 +27,13 @@ def commands() -> list[tuple[str, list[str]]]:
     """Every `pa-npu` line of the documents' bash blocks, with its page; comments cut off, continued
     lines joined.
     """
-    found = []
+    actual = []
     for page in PAGES:
         for block in blocks(page.read_text(encoding="utf-8"), "bash"):
             for line in block.replace("\\\n", " ").splitlines():
                 if match := COMMAND.match(line.strip()):
-                    found.append((page.name, shlex.split(match[1], comments=True)))
-    return found
+                    actual.append((page.name, shlex.split(match[1], comments=True)))
+    return actual
 
 
 def test_the_reference_is_that_of_the_schema() -> None:
@@ -62,11 +62,11 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert not re.search(r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//', page), (
         "the site is readable offline"
     )
-    found = json.loads(
+    actual = json.loads(
         (tmp_path / "site" / "search" / "search_index.json").read_text(encoding="utf-8")
     )
-    assert found["config"]["min_search_length"] <= 2 and any(
-        "KL" in entry["text"] for entry in found["docs"]
+    assert actual["config"]["min_search_length"] <= 2 and any(
+        "KL" in entry["text"] for entry in actual["docs"]
     )
 
 
@@ -106,9 +106,9 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 def test_commands_of_the_documents_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sub-command and options exist; the configurations that they name, and their keys, are read."""
     monkeypatch.chdir(ROOT)
-    found = commands()
-    assert len(found) > 10 and {arguments[0] for _, arguments in found} & SUBCOMMANDS.keys()
-    for page, arguments in found:
+    actual = commands()
+    assert len(actual) > 10 and {arguments[0] for _, arguments in actual} & SUBCOMMANDS.keys()
+    for page, arguments in actual:
         arguments = [
             argument for argument in arguments if not re.match(r"^\[?\.\.\.\]?$", argument)
         ]

@@ -15,7 +15,7 @@ from pa_npu.engines.codec import (
     decode_response,
     encode_request,
 )
-from pa_npu.engines.compact_answer import Response
+from pa_npu.engines.compact_answer import CompactResponse
 from pa_npu.engines.http_server import COMPACT_TYPE
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.samples.seeds import group_seed
@@ -127,7 +127,7 @@ def test_wrong_number_of_responses_is_refused():
 
 
 def test_not_a_number_is_refused_in_the_last_line_of_defence():
-    data = compact_answer.encode("x", [Response("", [1, 2], "stop", [-0.5, math.nan])])
+    data = compact_answer.encode("x", [CompactResponse("", [1, 2], "stop", [-0.5, math.nan])])
     answer = decode_answer(data, 1, "http://e", COMPACT_TYPE)
     with pytest.raises(EngineError, match="log-prob nan"):
         checked_generations(answer, SAMPLING, 100, "http://e")
@@ -135,7 +135,7 @@ def test_not_a_number_is_refused_in_the_last_line_of_defence():
 
 def test_a_compact_answer_gives_the_responses_of_the_json():
     responses = [
-        Response(f"text {number}", [7, 8 + number], "stop", [-0.5, -1.25 - number])
+        CompactResponse(f"text {number}", [7, 8 + number], "stop", [-0.5, -1.25 - number])
         for number in range(3)
     ]
     choices = [
@@ -159,14 +159,14 @@ def test_a_compact_answer_gives_the_responses_of_the_json():
 @pytest.mark.parametrize(
     ("response", "message"),
     [
-        (Response("", [7, 100], "stop", [-1, -1]), "token id 100 outside"),
-        (Response("", [7, -1], "stop", [-1, -1]), "token id -1 outside"),
-        (Response("", [7, 8], "stop", [-1, 0.1]), "log-prob 0.1"),
-        (Response("", [7, 8], "stop", [-1, -math.inf]), "log-prob -inf"),
-        (Response("", [7, 8], "stop"), "0 log-probs for 2 tokens"),
-        (Response("", [7, 8], "error", [-1, -1]), "ended with reason 'error'"),
-        (Response("", [7] * 5, "length", [-1] * 5), "has 5 tokens, must be 1 to 4"),
-        (Response("", [], "stop", []), "has 0 tokens"),
+        (CompactResponse("", [7, 100], "stop", [-1, -1]), "token id 100 outside"),
+        (CompactResponse("", [7, -1], "stop", [-1, -1]), "token id -1 outside"),
+        (CompactResponse("", [7, 8], "stop", [-1, 0.1]), "log-prob 0.1"),
+        (CompactResponse("", [7, 8], "stop", [-1, -math.inf]), "log-prob -inf"),
+        (CompactResponse("", [7, 8], "stop"), "0 log-probs for 2 tokens"),
+        (CompactResponse("", [7, 8], "error", [-1, -1]), "ended with reason 'error'"),
+        (CompactResponse("", [7] * 5, "length", [-1] * 5), "has 5 tokens, must be 1 to 4"),
+        (CompactResponse("", [], "stop", []), "has 0 tokens"),
     ],
 )
 def test_impossible_values_of_a_compact_answer_are_refused(response, message):

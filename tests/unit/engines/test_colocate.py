@@ -128,9 +128,9 @@ def test_what_is_predicted_is_one_after_the_other() -> None:
     typical = typical_speed("cpu")
     config = colocated(**keys)
     basis = assumed_basis(config, SPEC, typical)
-    found = basis.predict(config, streams=False)
-    whole_s = found.generate_s + found.train_s + found.border_s
-    assert found.iteration_s == pytest.approx(whole_s, rel=0.02), "but for uneven replicas"
+    actual = basis.predict(config, streams=False)
+    whole_s = actual.generate_s + actual.train_s + actual.border_s
+    assert actual.iteration_s == pytest.approx(whole_s, rel=0.02), "but for uneven replicas"
     assert predicted_line(config, SPEC).startswith(
         "predicted"
     ) and "devices idle" in predicted_line(config, SPEC)
@@ -145,10 +145,10 @@ def recipe(*keys: str) -> Config:
     """The 7B recipe's model at sizes of this test's own, which do not move with what the planner
     finds.
     """
-    given = ["run.device=npu", "placement.colocate=true", "rollout.engines=8", "trainer.devices=8"]
-    given += ["trainer.tensor_parallel=4", "optimizer.offload=false", "rollout.max_num_seqs=128"]
+    inputs = ["run.device=npu", "placement.colocate=true", "rollout.engines=8", "trainer.devices=8"]
+    inputs += ["trainer.tensor_parallel=4", "optimizer.offload=false", "rollout.max_num_seqs=128"]
     assert SPEC is not None
-    return with_share(load_config([str(RECIPE)], [*given, *keys]), SPEC, 64 * GIB, True)
+    return with_share(load_config([str(RECIPE)], [*inputs, *keys]), SPEC, 64 * GIB, True)
 
 
 def kv_cache(config: Config) -> int:

@@ -7,13 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from pa_npu.engines.compact_answer import MAGIC, Response, decode, encode
+from pa_npu.engines.compact_answer import MAGIC, CompactResponse, decode, encode
 from pa_npu.engines.http_server import COMPACT_TYPE, accepts_compact
 
 RESPONSES = [
-    Response("two\n", [7, 2**31 - 1], "stop", [-0.5, -1e-7], b"file 0"),
-    Response("", [], "abort", [], b"file number 1"),
-    Response("ü ☃", [1, 2, 3], "length", [-1.0, -2.0, -3.0], b"2"),
+    CompactResponse("two\n", [7, 2**31 - 1], "stop", [-0.5, -1e-7], b"file 0"),
+    CompactResponse("", [], "abort", [], b"file number 1"),
+    CompactResponse("ü ☃", [1, 2, 3], "length", [-1.0, -2.0, -3.0], b"2"),
 ]
 
 
@@ -30,7 +30,9 @@ def test_an_answer_comes_back_as_it_was_sent() -> None:
 
 
 def test_what_was_not_asked_for_is_not_there() -> None:
-    answer = decode(encode("", [Response("a", [1], "stop"), Response("b", [2], "stop")]))
+    answer = decode(
+        encode("", [CompactResponse("a", [1], "stop"), CompactResponse("b", [2], "stop")])
+    )
     assert answer.logprobs is None and answer.expert_choices == []
     assert answer.prompt_tokens is None
 

@@ -61,10 +61,10 @@ class Job:
     def _make(self, url: str) -> Any:
         return self.engines.setdefault(url, SlowToStart(url))
 
-    async def until(self, condition: Callable[[], bool], what: str) -> None:
+    async def until(self, condition: Callable[[], bool], description: str) -> None:
         deadline = asyncio.get_running_loop().time() + 10
         while not condition():
-            assert asyncio.get_running_loop().time() < deadline, what
+            assert asyncio.get_running_loop().time() < deadline, description
             await asyncio.sleep(0.01)
 
     async def serving(self, url: str) -> int:
@@ -84,8 +84,8 @@ async def test_an_engine_that_leaves_finishes_what_it_has_in_flight_first():
         await job.serving("a")
         index = await job.serving("b")
         lease = await job.pool.admit(1, 1, lambda _: 8, 1.0)
-        other = await job.pool.admit(1, 1, lambda _: 8, 1.0)
-        leaving = next(held for held in (lease, other) if held.engine.name == "b")
+        another = await job.pool.admit(1, 1, lambda _: 8, 1.0)
+        leaving = next(held for held in (lease, another) if held.engine.name == "b")
         job.roster.ask_leave(index)
         await job.until(lambda: len(job.pool.engines) == 1, "nothing more is admitted to it")
         await asyncio.sleep(0.6)  # several looks of the membership

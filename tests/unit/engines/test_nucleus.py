@@ -24,7 +24,7 @@ def test_the_smallest_set_with_that_probability_is_left_and_renormalised(
     top_p: float, left: list[int]
 ) -> None:
     probabilities = torch.tensor([0.3, 0.1, 0.4, 0.2])
-    found = nucleus(probabilities.log(), top_p).exp()
+    actual = nucleus(probabilities.log(), top_p).exp()
     expected = torch.zeros(4)
     expected[left] = probabilities[left] / probabilities[left].sum()
-    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(actual, expected, atol=1e-6)

@@ -174,11 +174,11 @@ async def test_a_hung_engine_is_lost_and_the_next_one_answers():
 
 async def test_a_group_that_is_too_long_is_not_tried_on_the_next_engine(monkeypatch):
     monkeypatch.setattr(group_session, "SLOWEST_TOKEN_S", 0.01)
-    other = Engine("b", 60.0)
-    pool, lost = pool_of(Engine("a", 60.0), other)
+    another = Engine("b", 60.0)
+    pool, lost = pool_of(Engine("a", 60.0), another)
     with pytest.raises(GroupTooLong):
         await group(pool)
-    assert lost == [] and other.asked == 0
+    assert lost == [] and another.asked == 0
 
 
 async def test_a_group_that_engine_after_engine_dies_of_is_named():

@@ -155,7 +155,7 @@ async def fail_after(event: asyncio.Event) -> None:
 async def test_failure_of_a_task_cancels_the_others_and_interrupts_the_block():
     event, cancelled = asyncio.Event(), []
 
-    async def other() -> None:
+    async def another() -> None:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
@@ -164,7 +164,7 @@ async def test_failure_of_a_task_cancels_the_others_and_interrupts_the_block():
 
     with pytest.raises(EngineError, match="dead"):
         async with TaskScope() as scope:
-            scope.start(other(), "other")
+            scope.start(another(), "other")
             scope.start(fail_after(event), "failing")
             await asyncio.sleep(0)
             event.set()

@@ -20,11 +20,11 @@ TOKENS = np.array([4, 2, 7], np.int32)
 
 
 def answer(*places: dict[int, float] | None) -> bytes:
-    said: list[Any] = [
+    lines: list[Any] = [
         place and {str(token): {"logprob": logprob, "rank": 1} for token, logprob in place.items()}
         for place in places
     ]
-    return msgspec.json.encode({"choices": [{"text": "x", "prompt_logprobs": said}]})
+    return msgspec.json.encode({"choices": [{"text": "x", "prompt_logprobs": lines}]})
 
 
 def read(data: bytes, count: int = 0) -> Any:

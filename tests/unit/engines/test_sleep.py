@@ -97,8 +97,8 @@ class Job:
         """Calls of the engines in their order, those with these names; all since `forget` without
         names.
         """
-        found = [call for served in self.engines for call, _ in served.engine.calls]
-        return [call for call in found if call in names] if names else found
+        actual = [call for served in self.engines for call, _ in served.engine.calls]
+        return [call for call in actual if call in names] if names else actual
 
     def forget(self) -> None:
         for served in self.engines:
@@ -114,10 +114,10 @@ class Job:
             member.probed_s = time.monotonic()
         return due
 
-    async def until(self, condition: Callable[[], bool], what: str) -> None:
+    async def until(self, condition: Callable[[], bool], description: str) -> None:
         deadline = asyncio.get_running_loop().time() + 10
         while not condition():
-            assert asyncio.get_running_loop().time() < deadline, what
+            assert asyncio.get_running_loop().time() < deadline, description
             await asyncio.sleep(0.01)
 
 

@@ -37,12 +37,12 @@ class Tokenizer:
 def scores(body: dict[str, Any], text: str = "w") -> tuple[int, Any]:
     places: list[Any] = [None]
     for token in body["prompt"][1:]:
-        said = {number: -5.0 - number for number in range(20, 20 + body["prompt_logprobs"])}
-        said[token] = -0.5
+        output = {number: -5.0 - number for number in range(20, 20 + body["prompt_logprobs"])}
+        output[token] = -0.5
         places.append(
             {
                 str(number): {"logprob": logprob, "decoded_token": f"{text}{number}"}
-                for number, logprob in said.items()
+                for number, logprob in output.items()
             }
         )
     return 200, {"choices": [{"text": "x", "prompt_logprobs": places}]}

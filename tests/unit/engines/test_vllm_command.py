@@ -184,8 +184,10 @@ def test_engine_can_import_this_package_but_no_site_packages_of_ours(monkeypatch
     assert "PYTHONPATH" not in server_command(config(), SPEC, 0, 1).env, (
         "the same interpreter finds it by itself"
     )
-    other = config({"python": "/other/python"}, run={"device": "cpu", "dir": str(tmp_path / "run")})
-    path = server_command(other, SPEC, 0, 1).env["PYTHONPATH"].split(os.pathsep)[0]
+    another = config(
+        {"python": "/other/python"}, run={"device": "cpu", "dir": str(tmp_path / "run")}
+    )
+    path = server_command(another, SPEC, 0, 1).env["PYTHONPATH"].split(os.pathsep)[0]
     assert os.listdir(path) == ["pa_npu"] and (Path(path) / "pa_npu").resolve() == installed
 
 

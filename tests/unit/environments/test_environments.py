@@ -203,9 +203,9 @@ async def test_what_the_tool_said_is_trained_where_its_role_has_a_weight() -> No
     observed = replace(context(), observations={"tool": 0.25}, observation_component=2)
     asking, guessing, _ = await episode(ToolEnvironment(observed), Scripted(SCRIPTS), 3)
     plain, _, _ = await episode(ToolEnvironment(context()), Scripted(SCRIPTS), 3)
-    said = asking.component == 2
-    np.testing.assert_array_equal(asking.tokens[said], tokens("=42\n"))
-    assert asking.weight is not None and set(asking.weight[said].tolist()) == {0.25}
+    output = asking.component == 2
+    np.testing.assert_array_equal(asking.tokens[output], tokens("=42\n"))
+    assert asking.weight is not None and set(asking.weight[output].tolist()) == {0.25}
     assert guessing.weight is None and not (guessing.component == 2).any()
     np.testing.assert_array_equal(asking.tokens, plain.tokens)
     np.testing.assert_array_equal(asking.written, plain.written)
@@ -275,9 +275,9 @@ async def test_an_engine_killed_in_the_middle_of_a_turn_changes_nothing() -> Non
         engine.gone_at = request
         samples = await episode(ToolEnvironment(context()), engine, 3)
         assert engine.successor.requests, "the successor went on"  # type: ignore[attr-defined]
-        for one, other in zip(undisturbed, samples, strict=True):
+        for first, sample in zip(undisturbed, samples, strict=True):
             for name in ("tokens", "trained", "logprobs", "versions"):
-                assert getattr(one, name).tobytes() == getattr(other, name).tobytes(), (
+                assert getattr(first, name).tobytes() == getattr(sample, name).tobytes(), (
                     f"request {request}: {name}"
                 )
 
@@ -498,9 +498,9 @@ async def test_an_environment_that_does_not_open_is_one_line_and_one_that_does_n
 class Never(SingleTurn):
     """Asks the policy, then does what it was made with, for ever."""
 
-    def __init__(self, what: Any) -> None:
+    def __init__(self, description: Any) -> None:
         super().__init__(context())
-        self._what = what
+        self._what = description
 
     async def rollout(self, prompt: Prompt, num_samples: int, generate: Generate) -> list[Sample]:
         samples = await super().rollout(prompt, num_samples, generate)
@@ -519,18 +519,18 @@ async def refuses_to_end() -> None:
         await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize("what", [waits, refuses_to_end])
+@pytest.mark.parametrize("description", [waits, refuses_to_end])
 async def test_an_environment_that_never_returns_ends_in_one_line(
-    what: Any, monkeypatch: pytest.MonkeyPatch
+    description: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time_limit, "LEAST_S", 0.1)
     monkeypatch.setattr(time_limit, "_END_S", 0.1)
-    said = (
+    output = (
         r"^environment Never, prompt 4: it has neither asked the policy nor returned for 0.1 s; "
         r"[^\n]+timeout_s$"
     )
-    with pytest.raises(EnvironmentFailed, match=said):
-        await episode(Never(what), Scripted([["#### 1"]]), 2)
+    with pytest.raises(EnvironmentFailed, match=output):
+        await episode(Never(description), Scripted([["#### 1"]]), 2)
 
 
 async def test_what_the_policy_takes_is_none_of_the_environments_time(
@@ -565,17 +565,17 @@ async def counts() -> None:
 
 
 @pytest.mark.timeout(60, method="thread")  # else pytest has the timer
-@pytest.mark.parametrize("what", [sleeps, counts])
+@pytest.mark.parametrize("description", [sleeps, counts])
 async def test_an_environment_that_blocks_every_group_is_interrupted_where_it_does(
-    what: Any,
+    description: Any,
 ) -> None:
-    environment = Never(what)
-    line = what.__code__.co_firstlineno
-    said = (
+    environment = Never(description)
+    line = description.__code__.co_firstlineno
+    output = (
         rf"^environment Never: it has blocked all groups for 0.2 s at "
         rf".*environments/test_environments.py:({line + 1}|{line + 2}); wait"
     )
-    with interrupting(environment, 0.2), pytest.raises(EnvironmentFailed, match=said):
+    with interrupting(environment, 0.2), pytest.raises(EnvironmentFailed, match=output):
         await episode(environment, Scripted([["#### 1"]]), 2)
     with interrupting(environment, 0.2):
         await asyncio.sleep(0.6)  # a control: the loop goes on meanwhile

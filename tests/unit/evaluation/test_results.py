@@ -9,8 +9,8 @@ import pytest
 
 from pa_npu.errors import DataError
 from pa_npu.evaluation.results import (
+    EvaluationProgress,
     Judged,
-    Progress,
     compare,
     kept_versions,
     read_results,
@@ -54,8 +54,8 @@ def four_samples(rights: list[int]) -> list[Judged]:
 
 def test_metrics_of_samples_and_of_the_greedy_answer() -> None:
     responses = four_samples([4, 2, 0]) + [judged(q, 0, q != 2, kind="greedy") for q in range(3)]
-    (found,) = summarise(responses).values()
-    values = {name: round(metric.value, 6) for name, metric in found.metrics.items()}
+    (actual,) = summarise(responses).values()
+    values = {name: round(metric.value, 6) for name, metric in actual.metrics.items()}
     assert values == {
         "greedy": round(2 / 3, 6),
         "avg@4": 0.5,
@@ -63,10 +63,11 @@ def test_metrics_of_samples_and_of_the_greedy_answer() -> None:
         "pass@4": round(2 / 3, 6),
         "maj@4": 0.5,  # of two against two, half
     }
-    assert (found.questions, found.responses) == (3, 15) and found.truncated_ratio == pytest.approx(
-        3 / 15
-    )
-    assert found.length_mean == pytest.approx((3 * 100 + 3 * 10) / 15) and found.length_95 == 40
+    assert (actual.questions, actual.responses) == (
+        3,
+        15,
+    ) and actual.truncated_ratio == pytest.approx(3 / 15)
+    assert actual.length_mean == pytest.approx((3 * 100 + 3 * 10) / 15) and actual.length_95 == 40
 
 
 def test_sets_are_kept_apart_in_their_order_and_uneven_samples_use_what_all_have() -> None:
@@ -75,15 +76,15 @@ def test_sets_are_kept_apart_in_their_order_and_uneven_samples_use_what_all_have
         *four_samples([4, 0]),
         judged(2, 0, True),
     ]
-    found = summarise(responses)
-    assert list(found) == ["b", "a"] and list(found["a"].metrics) == ["avg@1"]
-    assert found["a"].metrics["avg@1"].value == pytest.approx(2 / 3)
+    actual = summarise(responses)
+    assert list(actual) == ["b", "a"] and list(actual["a"].metrics) == ["avg@1"]
+    assert actual["a"].metrics["avg@1"].value == pytest.approx(2 / 3)
 
 
 def test_differences_are_paired_by_question_and_over_those_that_both_have() -> None:
     before, after = four_samples([0, 2, 4]), four_samples([1, 2, 4, 0])
-    found = compare(before, after)["a"]
-    assert found["avg@4"].value == pytest.approx(0.25 / 3) and found["avg@4"].questions == 3
+    actual = compare(before, after)["a"]
+    assert actual["avg@4"].value == pytest.approx(0.25 / 3) and actual["avg@4"].questions == 3
     assert compare(before, [judged(0, 0, True, name="other")]) == {}
 
 
@@ -100,17 +101,17 @@ def test_a_run_says_what_each_version_gained_since_the_first_and_since_the_one_b
     tmp_path: Path,
 ) -> None:
     """Also where an earlier attempt made the first evaluations."""
-    found = {0: four_samples([0, 2, 4]), 5: four_samples([2, 2, 4]), 10: four_samples([2, 3, 4])}
-    progress = Progress(tmp_path)
-    assert progress.differences(0, found[0]) == {}
-    said = [progress.differences(version, found[version]) for version in (5, 10)]
+    actual = {0: four_samples([0, 2, 4]), 5: four_samples([2, 2, 4]), 10: four_samples([2, 3, 4])}
+    progress = EvaluationProgress(tmp_path)
+    assert progress.differences(0, actual[0]) == {}
+    output = [progress.differences(version, actual[version]) for version in (5, 10)]
     for earlier in (0, 5):
-        write_results(results_file(tmp_path, earlier), found[earlier])
-    assert Progress(tmp_path).differences(10, found[10]) == said[1]
-    last = said[1]
+        write_results(results_file(tmp_path, earlier), actual[earlier])
+    assert EvaluationProgress(tmp_path).differences(10, actual[10]) == output[1]
+    last = output[1]
     assert (last["first"]["version"], last["before"]["version"]) == (0, 5)
     for name, old in (("first", 0), ("before", 5)):
-        expected = compare(found[old], found[10])["a"]
+        expected = compare(actual[old], actual[10])["a"]
         assert last[name]["sets"] == {
             "a": {metric: asdict(value) for metric, value in expected.items()}
         }

@@ -81,8 +81,8 @@ def test_majority_is_what_drawing_answers_and_counting_gives() -> None:
 def covered(draw, truth: float, trials: int = 3000) -> float:
     hits = 0
     for trial in range(trials):
-        found = draw(np.random.default_rng(trial))
-        hits += found.low <= truth <= found.high
+        actual = draw(np.random.default_rng(trial))
+        hits += actual.low <= truth <= actual.high
     return hits / trials
 
 
@@ -123,15 +123,15 @@ def test_paired_differences_hold_the_truth_and_are_shorter_than_unpaired_ones() 
     truth = 0.1 * (0.5 - 0.45)
     assert 0.93 <= covered(lambda rng: paired_difference(*draw(rng)), truth, 2000) <= 0.97
     before, after = draw(np.random.default_rng(5))
-    paired, one, two = paired_difference(before, after), estimate(before), estimate(after)
-    unpaired = math.hypot(one.high - one.low, two.high - two.low)
+    paired, first, two = paired_difference(before, after), estimate(before), estimate(after)
+    unpaired = math.hypot(first.high - first.low, two.high - two.low)
     assert paired.high - paired.low < 0.6 * unpaired
 
 
 def test_ends_of_the_scale_are_not_certainties() -> None:
     for value in (0.0, 1.0):
-        found = estimate([value] * 20)
-        assert found.value == value and 0.1 < found.high - found.low < 0.25, (
+        actual = estimate([value] * 20)
+        assert actual.value == value and 0.1 < actual.high - actual.low < 0.25, (
             "Wilson for 20 of 20: 0.84 to 1"
         )
     assert estimate([1.0] * 20).low == pytest.approx(0.8389, abs=1e-3)

@@ -64,11 +64,11 @@ def test_answers_are_read_back_as_conversations_that_the_questions_began(
     assert (written.rows, written.cut, written.wrong) == (3, 1, 0)
     options = DataConfig(train=str(file))
     read = list(read_conversations(str(file), "data.train", options, None, ("train",), False))
-    said = []
+    output = []
     for row in read:
         assert isinstance(row, Conversation)
-        said.append([(message["role"], message["content"]) for message in row.messages])
-    assert said == [
+        output.append([(message["role"], message["content"]) for message in row.messages])
+    assert output == [
         [("user", "3+3?"), ("assistant", "It is 6")],
         [("user", "1+1?"), ("assistant", "2")],
         [("system", "Add."), ("user", "2+2?"), ("assistant", "4")],

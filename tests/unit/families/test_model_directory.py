@@ -255,15 +255,15 @@ def test_a_header_is_read_as_safetensors_reads_it_or_refused(
     file = model / "near.safetensors"
     file.write_bytes(raw_file(header, bytes(data)))
     try:
-        found = read_header(file)
+        actual = read_header(file)
     except DataError as error:
         assert "\n" not in str(error)
         return
     with safe_open(file, framework="pt") as stored:
-        assert set(stored.keys()) == found.keys()
+        assert set(stored.keys()) == actual.keys()
         assert all(
             tuple(stored.get_slice(name).get_shape()) == tensor.shape
-            for name, tensor in found.items()
+            for name, tensor in actual.items()
         )
 
 

@@ -65,17 +65,17 @@ def room(module: str) -> str:
 def own_imports() -> list[Import]:
     """Returns the imports of one room by another."""
     return [
-        found
-        for found in package_imports()
-        if found.target.startswith("pa_npu.")
-        and room(found.source)
-        and room(found.source) != room(found.target)
+        actual
+        for actual in package_imports()
+        if actual.target.startswith("pa_npu.")
+        and room(actual.source)
+        and room(actual.source) != room(actual.target)
     ]
 
 
-def check(found: Iterable[tuple[str, str, str]], exceptions: dict[tuple[str, str], str]) -> None:
+def check(actual: Iterable[tuple[str, str, str]], exceptions: dict[tuple[str, str], str]) -> None:
     """found: (importing, imported, in words) of every breach."""
-    breaches = {(source, target): words for source, target, words in found}
+    breaches = {(source, target): words for source, target, words in actual}
     new = [words for key, words in breaches.items() if key not in exceptions]
     assert not new, "\n".join(new)
     stale = exceptions.keys() - breaches.keys()
@@ -122,15 +122,15 @@ def test_foreign_packages_stay_in_their_folders(name: str) -> None:
 
 @pytest.mark.parametrize("name", DEVICE_MODULES)
 def test_nothing_outside_its_rooms_asks_for_a_device_module(name: str) -> None:
-    found = []
+    actual = []
     for module, file in modules().items():
         path = file.relative_to(PACKAGE).as_posix()
         if not path.startswith(tuple(f"{folder}/" for folder in DEVICE_MODULES[name])):
-            found += [
+            actual += [
                 (module, name, f"{path}:{line} uses {name}: ask the platform")
                 for line in uses(file.read_text(), name)
             ]
-    check(found, {key: reason for key, reason in DEVICES_KNOWN.items() if key[1] == name})
+    check(actual, {key: reason for key, reason in DEVICES_KNOWN.items() if key[1] == name})
 
 
 def test_no_module_reaches_itself_by_what_it_imports() -> None:
@@ -196,8 +196,8 @@ def test_the_search_finds_what_it_looks_for() -> None:
         "if TYPE_CHECKING:\n    import c\ndef f():\n    import d\n"
     )
     known = ("pa_npu.trainer", "pa_npu.trainer.loop", "pa_npu.errors")
-    found = list(imports("m", text, known))
-    assert [(item.target, item.at_import) for item in found] == [
+    actual = list(imports("m", text, known))
+    assert [(item.target, item.at_import) for item in actual] == [
         ("a.b", True),
         ("pa_npu.trainer", True),
         ("pa_npu.trainer.loop", True),
@@ -265,7 +265,7 @@ def _readers(key: str, section: str | None) -> set[str]:
     """
     own = section or "config"
     kind = type(getattr(SMALLEST, section)).__name__ if section else "Config"
-    found: set[str] = set()
+    actual: set[str] = set()
     for file in modules().values():
         path = file.relative_to(PACKAGE).as_posix()
         if path.startswith(("config/", "planning/", "algorithm/")) or path == OWN.get(key):
@@ -286,13 +286,13 @@ def _readers(key: str, section: str | None) -> set[str]:
                 aliases.add(node.arg)
         for node in ast.walk(tree):
             if section is None and _called_name(node) == key:
-                found.add(path)
+                actual.add(path)
             if isinstance(node, ast.Attribute) and node.attr == key:
                 base = node.value
                 name = base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
                 if name.lstrip("_") in wanted or (isinstance(base, ast.Name) and name in aliases):
-                    found.add(path)
-    return found
+                    actual.add(path)
+    return actual
 
 
 def _called_name(node: ast.AST) -> str:

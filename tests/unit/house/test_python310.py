@@ -90,9 +90,9 @@ def violations(source: str) -> list[str]:
         if isinstance(node, ast.Import):
             aliases |= {name.asname or name.name: name.name for name in node.names}
     return [
-        f"line {line}: {what}"
-        for line, what in _names(tree, aliases)
-        if what.split(".")[-1] not in _guarded(tree)
+        f"line {line}: {name}"
+        for line, name in _names(tree, aliases)
+        if name.split(".")[-1] not in _guarded(tree)
     ]
 
 
@@ -147,8 +147,8 @@ def test_no_file_uses_what_came_after_python_310() -> None:
         for file in (ROOT / folder).rglob("*.py")
     ]
     assert len(files) > 100
-    found = {str(f.relative_to(ROOT)): violations(f.read_text()) for f in files if f.exists()}
-    assert not any(found.values()), {name: lines for name, lines in found.items() if lines}
+    actual = {str(f.relative_to(ROOT)): violations(f.read_text()) for f in files if f.exists()}
+    assert not any(actual.values()), {name: lines for name, lines in actual.items() if lines}
 
 
 @pytest.mark.parametrize(

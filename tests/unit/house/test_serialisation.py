@@ -112,12 +112,12 @@ READS_KNOWN_CLASSES = (
 
 def test_no_file_of_the_package_builds_objects_from_data():
     files = [file for file in FILES if file not in READS_KNOWN_CLASSES]
-    found = [
+    actual = [
         f"{file.relative_to(PACKAGE)}:{finding}"
         for file in files
         for finding in findings(file.read_text())
     ]
-    assert len(FILES) > 100 and not found, "\n".join(found)
+    assert len(FILES) > 100 and not actual, "\n".join(actual)
 
 
 def test_what_runs_programs_is_imported_by_nothing_and_runs_nothing_else():

@@ -123,7 +123,7 @@ print({last!r}, flush=True)
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A Run whose launcher is a script."""
 
-    def make(iterations: int, last: str, ending: str, said: list[str]) -> Run:
+    def make(iterations: int, last: str, ending: str, message: list[str]) -> Run:
         script = FAKE.format(
             directory=str(tmp_path / "r"), iterations=iterations, last=last, ending=ending
         )
@@ -134,7 +134,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         interpreter.chmod(0o755)
         monkeypatch.setattr("pa_npu.api.sys.executable", str(interpreter))
         keys = {**KEYS, "run.dir": str(tmp_path / "r"), "data.train": "t.jsonl"}
-        return Run(str(ROOT / "configs" / "grpo_tiny.yaml"), keys, on_line=said.append)
+        return Run(str(ROOT / "configs" / "grpo_tiny.yaml"), keys, on_line=message.append)
 
     return make
 
@@ -142,20 +142,20 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_records_come_until_the_run_ends(fake: Any, tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "metrics.jsonl").write_text(json.dumps({"iteration": 9, "time": 1.0}) + "\n")
-    said: list[str] = []
-    with fake(3, "done", "", said) as run:
+    lines: list[str] = []
+    with fake(3, "done", "", lines) as run:
         assert [record["iteration"] for record in run] == [0, 1, 2], (
             "records of an earlier run are not this one's"
         )
-    assert said == ["pa_npu: a launcher", "done"] and not run.is_running
+    assert lines == ["pa_npu: a launcher", "done"] and not run.is_running
     with pytest.raises(UserError, match="started already"):
         run.start()
 
 
 def test_a_bad_end_is_an_error_with_the_launchers_line(fake: Any) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     with (
-        fake(1, "error: model.path: no such directory", "sys.exit(2)", said) as run,
+        fake(1, "error: model.path: no such directory", "sys.exit(2)", lines) as run,
         pytest.raises(RunFailed) as failed,
     ):
         list(run)
@@ -163,13 +163,13 @@ def test_a_bad_end_is_an_error_with_the_launchers_line(fake: Any) -> None:
 
 
 def test_leaving_the_block_stops_the_run(fake: Any) -> None:
-    said: list[str] = []
-    with fake(1, "working", "time.sleep(600)", said) as run:
+    lines: list[str] = []
+    with fake(1, "working", "time.sleep(600)", lines) as run:
         next(iter(run))
         pid = run._process.pid
-        while "working" not in said:
+        while "working" not in lines:
             time.sleep(0.01)
-    assert said[-1] == "stopping" and not run.is_running
+    assert lines[-1] == "stopping" and not run.is_running
     with pytest.raises(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
 
@@ -177,14 +177,14 @@ def test_leaving_the_block_stops_the_run(fake: Any) -> None:
 def test_stop_asks_for_an_end_after_the_iteration_and_is_no_failure(
     fake: Any, tmp_path: Path
 ) -> None:
-    said: list[str] = []
-    with fake(2, "working", "time.sleep(600)", said) as run:
+    lines: list[str] = []
+    with fake(2, "working", "time.sleep(600)", lines) as run:
         for record in run:
             if record["iteration"] == 1:
-                while "working" not in said:
+                while "working" not in lines:
                     time.sleep(0.01)
                 run.stop()
-    assert said[-1] == "stopping", (
+    assert lines[-1] == "stopping", (
         "SIGINT, which the launcher was started to finish the iteration on"
     )
     arguments = run._process.args
@@ -194,12 +194,12 @@ def test_stop_asks_for_an_end_after_the_iteration_and_is_no_failure(
 
 
 def test_an_exception_in_the_block_stops_the_run_at_once(fake: Any) -> None:
-    said: list[str] = []
-    with pytest.raises(ZeroDivisionError), fake(1, "working", "time.sleep(600)", said) as run:
-        while "working" not in said:
+    lines: list[str] = []
+    with pytest.raises(ZeroDivisionError), fake(1, "working", "time.sleep(600)", lines) as run:
+        while "working" not in lines:
             time.sleep(0.01)
         1 / 0  # noqa: B018
-    assert run._process.returncode == -signal.SIGTERM and "stopping" not in said
+    assert run._process.returncode == -signal.SIGTERM and "stopping" not in lines
 
 
 def test_the_final_weights_are_named_only_where_they_are(fake: Any, tmp_path: Path) -> None:

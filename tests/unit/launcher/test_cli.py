@@ -87,7 +87,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["report"], "the following arguments are required: RUN; see pa-npu report --help"),
         (["frobnicate"], "'frobnicate' is no sub-command of run, plan"),
@@ -111,11 +111,11 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_a_mistake_ends_with_2_and_says_in_one_line_what_it_was(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main(arguments)
     printed = capsys.readouterr()
-    assert code == 2 and said in printed.err
+    assert code == 2 and message in printed.err
     assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
     assert printed.out == ""
 
@@ -200,7 +200,7 @@ def test_help_of_a_sub_command_does_not_wait_for_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("nothere", "nothere: does not exist; give the directory of a run"),
         ("file", "file: is not a directory; give the directory of a run"),
@@ -211,7 +211,7 @@ def test_help_of_a_sub_command_does_not_wait_for_torch(name: str) -> None:
 )
 def test_what_is_no_run_is_named_as_that_and_not_by_a_file_inside(
     name: str,
-    said: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -226,7 +226,7 @@ def test_what_is_no_run_is_named_as_that_and_not_by_a_file_inside(
     for arguments in (["verify", name], ["diff", name, name], ["verify", name, "--replay", "0:1"]):
         assert main(arguments) == 2
         error = capsys.readouterr().err
-        assert error.startswith(f"error: {said}") and error.count("\n") == 1, error
+        assert error.startswith(f"error: {message}") and error.count("\n") == 1, error
 
 
 def test_help_is_short_and_that_of_a_section_has_its_keys_alone(

@@ -171,9 +171,10 @@ def test_a_mistake_on_the_command_line_says_so(base: str, override: str, expecte
 @pytest.mark.parametrize("key", REMOVED)
 def test_a_removed_key_names_what_took_its_place(base: str, key: str) -> None:
     section, of_entry, entry = key.partition("[].")
-    text = message(
-        [base], f"{section}=[{{{entry}: 1}}]" if of_entry else key if "=" in key else f"{key}=1"
-    )
+    override = key if "=" in key else f"{key}=1"
+    if of_entry:
+        override = f"{section}=[{{{entry}: 1}}]"
+    text = message([base], override)
     assert text.startswith(
         f"command line: {key.replace('[]', '.0')}: removed in an earlier release; {REMOVED[key]}"
     )
@@ -250,8 +251,8 @@ def another_value(key: str) -> str:
 
 @pytest.mark.parametrize("key", CONDITIONAL)
 def test_a_key_that_nothing_reads_under_this_configuration_is_refused(key: str) -> None:
-    given = [*BARE, *BESIDE.get(key, []), f"{key}={another_value(key)}"]
-    text = message([], *given)
+    arguments = [*BARE, *BESIDE.get(key, []), f"{key}={another_value(key)}"]
+    text = message([], *arguments)
     assert f"{key}: " in text and (
         "would be read by nothing" in text or "schedule.max_staleness" in text
     ), text
@@ -296,7 +297,7 @@ LONG = "a" * 5000
 )
 def test_names_and_counts_that_no_run_can_have_are_refused(override: str, expected: str) -> None:
     assert expected in message(
-        [], *(given for given in BARE if not override.startswith(given[:9])), override
+        [], *(inputs for inputs in BARE if not override.startswith(inputs[:9])), override
     )
 
 

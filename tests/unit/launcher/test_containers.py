@@ -34,25 +34,25 @@ def instructions(file: Path) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_dockerfile_calls_what_exists(file: Path) -> None:
-    found = instructions(file)
-    assert {name for name, _ in found} <= INSTRUCTIONS, (
+    actual = instructions(file)
+    assert {name for name, _ in actual} <= INSTRUCTIONS, (
         "an instruction is unknown, or a line's end is not escaped"
     )
-    steps = " ".join(rest for _, rest in found)
+    steps = " ".join(rest for _, rest in actual)
     for script in re.findall(r"(?:launch|tools|tests)/[\w./]+\.(?:sh|py)", file.read_text()):
         assert (ROOT / script).is_file(), script
     for group in re.findall(r"'\.\[([\w,]+)\]'", steps):
         assert set(group.split(",")) <= EXTRAS
-    for name, rest in found:
+    for name, rest in actual:
         if name == "RUN":
             assert "curl" not in rest and "sudo" not in rest
             assert "apt-get install" not in rest or "rm -rf /var/lib/apt/lists" in rest
             assert "pip install" not in rest or rest.count("pip install") == rest.count(
                 "--no-cache-dir"
             )
-    bases = [rest for name, rest in found if name == "FROM"]
+    bases = [rest for name, rest in actual if name == "FROM"]
     assert len(bases) == 1 and (
-        ":" in bases[0] or any(rest.startswith(bases[0].strip("${}")) for _, rest in found)
+        ":" in bases[0] or any(rest.startswith(bases[0].strip("${}")) for _, rest in actual)
     )
 
 
@@ -82,13 +82,13 @@ def test_the_ascend_image_is_what_the_script_makes_in_the_versions_of_its_page()
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_an_image_runs_as_a_user_who_owns_what_a_run_writes(file: Path) -> None:
-    found = instructions(file)
-    number, group = next(rest for name, rest in reversed(found) if name == "USER").split(":")
+    actual = instructions(file)
+    number, group = next(rest for name, rest in reversed(actual) if name == "USER").split(":")
     assert int(number) > 0 and int(group) > 0, "a number, or runAsNonRoot cannot be checked"
-    after = found[[name for name, _ in found].index("USER") :]
-    assert all(f"--chown={number}:{group}" in rest for name, rest in found if name == "COPY")
+    after = actual[[name for name, _ in actual].index("USER") :]
+    assert all(f"--chown={number}:{group}" in rest for name, rest in actual if name == "COPY")
     assert not any("/root" in rest or "apt-get" in rest for _, rest in after)
-    (made,) = [rest for name, rest in found if name == "RUN" and "install -d" in rest]
+    (made,) = [rest for name, rest in actual if name == "RUN" and "install -d" in rest]
     assert {"WORKDIR /workspace/pa_npu", "HOME=/home/pa_npu"} <= {
         "WORKDIR " + rest if name == "WORKDIR" else rest for name, rest in after
     }
@@ -96,17 +96,17 @@ def test_an_image_runs_as_a_user_who_owns_what_a_run_writes(file: Path) -> None:
 
 
 def test_the_manifest_for_kubernetes_has_the_paths_and_the_user_of_the_ascend_image() -> None:
-    found = instructions(ROOT / "docker" / "npu.Dockerfile")
+    actual = instructions(ROOT / "docker" / "npu.Dockerfile")
     values = dict(
-        pair.split("=", 1) for name, rest in found if name == "ENV" for pair in rest.split()
+        pair.split("=", 1) for name, rest in actual if name == "ENV" for pair in rest.split()
     )
-    directory = [rest for name, rest in found if name == "WORKDIR"][-1]
+    directory = [rest for name, rest in actual if name == "WORKDIR"][-1]
     job = yaml.safe_load((ROOT / "launch" / "kuberay.yaml").read_text())
     cluster = job["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         pod = group["template"]["spec"]
         user = pod["securityContext"]
-        number = next(rest for name, rest in found if name == "USER").split(":")[0]
+        number = next(rest for name, rest in actual if name == "USER").split(":")[0]
         assert user["runAsNonRoot"] and str(user["runAsUser"]) == str(user["fsGroup"]) == number
         (container,) = pod["containers"]
         assert container["securityContext"] == {

@@ -58,9 +58,9 @@ def test_a_model_is_evaluated_and_compared_by_question(
     # the same from the files alone
     assert main(["evaluate", "--results", str(results), "--compare", str(results)]) == 0
     shown = capsys.readouterr().out.splitlines()
-    checking, *told = first.splitlines()
+    checking, *reported = first.splitlines()
     assert checking == "checking model, data and rewards"
-    assert [line for line in shown if "against" not in line] == told[: len(shown) - 5]
+    assert [line for line in shown if "against" not in line] == reported[: len(shown) - 5]
     assert sum(" +0.000 (-0.500 to +0.500) against " in line for line in shown) == 5
 
 
@@ -102,8 +102,8 @@ def test_a_trained_model_is_asked_as_its_run_asked(
         == 2
     )
     assert asked == ["[system]w8[user]w3 w4\nw9 w9", "[system]w8[user]w3 w4\nw7", "w6\nw3 w4\nw7"]
-    said = capsys.readouterr().out
-    assert "data.instruction, data.system_prompt: as in the run that trained" in said
+    output = capsys.readouterr().out
+    assert "data.instruction, data.system_prompt: as in the run that trained" in output
 
 
 def test_questions_are_read_before_engines_start(
@@ -162,5 +162,5 @@ def test_bad_input_is_one_line(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["evaluate", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert words in said and len(said.splitlines()) == 1
+    output = capsys.readouterr().err
+    assert words in output and len(output.splitlines()) == 1

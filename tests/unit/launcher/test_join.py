@@ -167,15 +167,15 @@ def test_any_arguments_are_refused_or_passed_on_as_what_the_system_takes(
     """
     arguments = [f"{key}={value}" for key, value in others.items()]
     try:
-        with contextlib.redirect_stderr(io.StringIO()) as said:
+        with contextlib.redirect_stderr(io.StringIO()) as output:
             parser = argparse.ArgumentParser()
             join_command.join_options(parser)
             options = parser.parse_args([*arguments, "--", address])
     except SystemExit as ended:
         assert (
             ended.code == 2
-            and ": error: " in said.getvalue()
-            and "Traceback" not in said.getvalue()
+            and ": error: " in output.getvalue()
+            and "Traceback" not in output.getvalue()
         )
         return
     for host, port in (options.join, (options.host or "a", 1)):
@@ -291,8 +291,8 @@ def test_the_store_holds_no_value_of_the_engines_environment_and_an_engine_that_
     begin_attempt(config, print)
     file = Path(config.run.dir) / "config.yaml"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    found = with_environment(tree, "the run")["rollout"]
-    assert found["env"] == secret["env"] and tuple(found["extra_args"]) == secret["extra_args"]
+    actual = with_environment(tree, "the run")["rollout"]
+    assert actual["env"] == secret["env"] and tuple(actual["extra_args"]) == secret["extra_args"]
 
 
 def test_the_published_paths_hold_from_any_directory(tmp_path, monkeypatch):

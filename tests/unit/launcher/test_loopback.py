@@ -41,7 +41,7 @@ def test_store_listens_on_the_given_address_alone_where_torch_takes_all():
 
     before = listening([os.getpid()])
     exposed = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    (found,) = listening([os.getpid()]) - before
-    assert found[2] == exposed.port and outside_loopback([found]), (
+    (actual,) = listening([os.getpid()]) - before
+    assert actual[2] == exposed.port and outside_loopback([actual]), (
         "then host_store need not bind a socket itself"
     )

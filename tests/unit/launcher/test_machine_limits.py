@@ -50,10 +50,10 @@ def test_a_machine_that_others_kept_busy_is_said_after_the_run(
 
 
 @pytest.mark.parametrize(
-    ("hard", "said"), [(700, "a process may open 700 here, and the run needs 1536"), (4096, "")]
+    ("hard", "message"), [(700, "a process may open 700 here, and the run needs 1536"), (4096, "")]
 )
 def test_open_files_are_raised_where_allowed_and_else_refused(
-    tmp_path: Path, hard: int, said: str
+    tmp_path: Path, hard: int, message: str
 ) -> None:
     """In a process of its own, because a limit once lowered stays so."""
     code = (
@@ -76,8 +76,8 @@ def test_open_files_are_raised_where_allowed_and_else_refused(
         check=True,
     )
     assert (
-        (said in done.stdout and "ulimit -n 1536" in done.stdout)
-        if said
+        (message in done.stdout and "ulimit -n 1536" in done.stdout)
+        if message
         else done.stdout.split() == ["[]", "1536"]
     )
 

@@ -187,11 +187,11 @@ NOWHERE = Placement((), (), (), ())
 def test_nodes_that_share_directory_and_model_have_no_problem(tmp_path: Path) -> None:
     config = make(tmp_path)
     token = leave_token(config)
-    own, other = (
+    own, another = (
         inspect_node(config, cast(Any, Cpu()), NOWHERE, number, token) for number in (-1, 0)
     )
-    assert node_problem(other, own) is None
-    assert NodeReport(**asdict(other)) == other, "a report travels as JSON"
+    assert node_problem(another, own) is None
+    assert NodeReport(**asdict(another)) == another, "a report travels as JSON"
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".nodes"], (
         "nothing else is left behind"
     )

@@ -17,7 +17,7 @@ import pytest
 
 from pa_npu.control import keeper
 from pa_npu.launcher.process.commands import Command
-from pa_npu.launcher.process.process_tree import MarkedLines, Process, ProcessTree
+from pa_npu.launcher.process.process_tree import MarkedLines, ProcessTree, TreeProcess
 from tests.helpers.processes import running
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,10 +49,10 @@ def tree(tmp_path: Path) -> Iterator[ProcessTree]:
     assert tree.kill_strays() == [], "a process survived the tree"
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], description: str, timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {description}"
         time.sleep(0.01)
 
 
@@ -62,11 +62,13 @@ def start(
     argv: Sequence[str],
     env: Mapping[str, str] | None = None,
     **options: Any,
-) -> Process:
+) -> TreeProcess:
     return tree.launch(Command(name, tuple(argv), {**os.environ, **(env or {})}, **options))
 
 
-def start_family(tree: ProcessTree, directory: Path, *arguments: str) -> tuple[Process, list[int]]:
+def start_family(
+    tree: ProcessTree, directory: Path, *arguments: str
+) -> tuple[TreeProcess, list[int]]:
     directory.mkdir()
     process = start(
         tree, "family", [sys.executable, "-S", "-c", FAMILY, str(directory), *arguments]
@@ -123,7 +125,7 @@ def test_output_goes_to_the_log_and_marked_lines_are_found(tree: ProcessTree) ->
     assert marked.new() == ["four!", "five"]
 
 
-def logged_and_ended(tree: ProcessTree, code: str, stdout: str = "&1") -> Process:
+def logged_and_ended(tree: ProcessTree, code: str, stdout: str = "&1") -> TreeProcess:
     """A process that sets up its log, runs `code` and has ended."""
     code = (
         "import logging, os; from pa_npu.telemetry.logs import setup_logging; "
@@ -246,11 +248,13 @@ def test_a_killed_keeper_leaves_nothing(tree: ProcessTree, tmp_path: Path) -> No
 
 
 def test_other_children_of_this_process_are_left_alone(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as other:
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE
+    ) as another:
         with ProcessTree(tmp_path, grace_s=0.1) as tree:
             start(tree, "sleeper", python("import time; time.sleep(60)"))
-        assert other.poll() is None
-        other.kill()
+        assert another.poll() is None
+        another.kill()
 
 
 @pytest.mark.parametrize(

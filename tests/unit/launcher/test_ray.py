@@ -240,11 +240,11 @@ def test_without_ray_the_key_says_what_to_install(monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_secret_and_no_device_list_goes_to_the_nodes() -> None:
-    given = {
+    inputs = {
         "VLLM_API_KEY": "secret",
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "0",
         "PATH": "/bin",
         "HCCL_X": "1",
     }
-    assert forwarded_environment(given) == {"OMP_NUM_THREADS": "1", "HCCL_X": "1"}
+    assert forwarded_environment(inputs) == {"OMP_NUM_THREADS": "1", "HCCL_X": "1"}

@@ -89,17 +89,17 @@ def test_auto_takes_the_newest_complete_checkpoint_of_the_run_and_says_which_it_
     older = write(config, 2)
     newest = write(config, 4)
     (newest / "shard").unlink()
-    said: list[str] = []
-    resolved = resolve_resume(config, said.append)
+    lines: list[str] = []
+    resolved = resolve_resume(config, lines.append)
     assert resolved.checkpoint.load == str(older) and first_version(resolved) == 2
-    assert said == [
+    assert lines == [
         f"checkpoint {newest} is skipped: shard is missing; the run continues from {older}"
     ]
     assert resolved.model_copy(update={"checkpoint": config.checkpoint}) == config, (
         "nothing else has changed"
     )
     write(config, 6)
-    assert first_version(resolve_resume(resolved, said.append)) == 6, "once more, after a restart"
+    assert first_version(resolve_resume(resolved, lines.append)) == 6, "once more, after a restart"
 
 
 def test_a_newest_checkpoint_of_damaged_content_is_found_out_and_the_next_older_one_taken(
@@ -115,10 +115,10 @@ def test_a_newest_checkpoint_of_damaged_content_is_found_out_and_the_next_older_
     )
     (newest / "shard").write_bytes(b"weightz")
     assert plan.is_damaged(0) and plan.newest_checkpoint() == older and not plan.is_damaged(1)
-    said: list[str] = []
-    resolved = resolve_resume(config, said.append, restart=True, damaged=plan.damaged)
+    lines: list[str] = []
+    resolved = resolve_resume(config, lines.append, restart=True, damaged=plan.damaged)
     assert first_version(resolved) == 2
-    (line,) = said
+    (line,) = lines
     assert line.startswith(
         f"checkpoint {newest} is skipped: shard is not what was written (sha256 "
     )
@@ -134,15 +134,15 @@ def test_without_a_checkpoint_auto_begins_where_the_run_would_have_begun(
     model: Path, tmp_path: Path
 ) -> None:
     config = make_config(model, tmp_path, checkpoint=AUTO)
-    said: list[str] = []
-    assert resolve_resume(config, said.append) == config and first_version(config) == 0
-    assert not said, "a first run has nothing to tell"
+    lines: list[str] = []
+    assert resolve_resume(config, lines.append) == config and first_version(config) == 0
+    assert not lines, "a first run has nothing to tell"
     assert (
-        resolve_resume(config, said.append, restart=True) == config
-        and "the run starts from the beginning" in said[0]
+        resolve_resume(config, lines.append, restart=True) == config
+        and "the run starts from the beginning" in lines[0]
     )
-    other = write(config, 7, tmp_path / "another run")
-    from_other = make_config(model, tmp_path, checkpoint={**AUTO, "load": str(other)})
+    another = write(config, 7, tmp_path / "another run")
+    from_other = make_config(model, tmp_path, checkpoint={**AUTO, "load": str(another)})
     assert resolve_resume(from_other, print) == from_other and first_version(from_other) == 7
     write(config, 2)
     assert first_version(resolve_resume(from_other, print)) == 2, "the run itself has come further"
@@ -254,19 +254,19 @@ def test_a_continued_run_keeps_its_records_and_tidies_up_what_was_half_written(
     model: Path, tmp_path: Path
 ) -> None:
     config = make_config(model, tmp_path, checkpoint=AUTO, telemetry={"trackers": []})
-    said: list[str] = []
-    with own_run_directory(config, said.append) as directory, RunRecords(config, 0) as records:
+    output: list[str] = []
+    with own_run_directory(config, output.append) as directory, RunRecords(config, 0) as records:
         write(config, 2)
         write(config, 4)
         (directory / "checkpoints" / "iteration_000004" / "shard").unlink()
         store.start(directory / "checkpoints", 6)
         for iteration in range(5):
             records.write_iteration(make_record(iteration), [{"iteration": iteration, "index": 0}])
-    assert said == []
+    assert output == []
 
-    resolved = resolve_resume(config, said.append)
+    resolved = resolve_resume(config, output.append)
     with (
-        own_run_directory(resolved, said.append) as directory,
+        own_run_directory(resolved, output.append) as directory,
         RunRecords(resolved, first_version(resolved)),
     ):
         assert [path.name for path in (directory / "checkpoints").iterdir()] == ["iteration_000002"]
@@ -275,7 +275,9 @@ def test_a_continued_run_keeps_its_records_and_tidies_up_what_was_half_written(
             assert [json.loads(line)["iteration"] for line in lines] == [0, 1], name
     assert (directory / "earlier" / "1" / "checkpoints" / "iteration_000004").is_dir()
     assert not (directory / "earlier" / "1" / "metrics.jsonl").exists(), "records were set aside"
-    assert len(said) == 3 and "iteration_000006: its incomplete files are removed" in said[1], said
+    assert len(output) == 3 and "iteration_000006: its incomplete files are removed" in output[1], (
+        output
+    )
 
 
 def make_record(iteration: int) -> dict[str, Any]:
@@ -355,13 +357,13 @@ def test_a_run_that_ended_for_want_of_restarts_or_patience_goes_on_with_more(
     again = resolve_resume(make_config(model, tmp_path, checkpoint=AUTO, **more), print)
     assert check_checkpoint(again) is None
     check_run_directory(again)
-    other = resolve_resume(
+    another = resolve_resume(
         make_config(model, tmp_path, checkpoint=AUTO, optimizer={"learning_rate": 1.0}), print
     )
     with pytest.raises(
         ConfigError, match=r"another configuration \(different: optimizer.learning_rate\)"
     ):
-        check_run_directory(other)
+        check_run_directory(another)
 
 
 def test_keys_that_an_earlier_version_did_not_have_count_with_their_defaults(
@@ -478,13 +480,13 @@ def test_a_run_with_something_left_to_do_is_not_done(
 
 def test_the_same_command_again_says_where_the_old_run_goes(model: Path, tmp_path: Path) -> None:
     config = make_config(model, tmp_path)
-    said: list[str] = []
-    with own_run_directory(config, said.append) as directory:
+    lines: list[str] = []
+    with own_run_directory(config, lines.append) as directory:
         (directory / "metrics.jsonl").write_text("{}\n")
-    assert said == [], "a first run has nothing to tell"
-    with own_run_directory(config, said.append):
+    assert lines == [], "a first run has nothing to tell"
+    with own_run_directory(config, lines.append):
         pass
-    (line,) = said
+    (line,) = lines
     assert line.startswith(
         f"{directory} held a run of this configuration, which moves to "
         f"{directory / 'earlier' / '1'}"

@@ -16,7 +16,7 @@ import yaml
 from pa_npu.errors import FAILED
 from pa_npu.launcher.cli import main
 from pa_npu.launcher.selftest import command, parts
-from pa_npu.launcher.selftest.parts import Bench, Finding, Part
+from pa_npu.launcher.selftest.parts import Bench, Finding, SelftestPart
 
 KEY = "sk-abcdefghijklmnop1234"
 
@@ -47,7 +47,7 @@ def test_each_way_to_fail_is_named_and_the_other_parts_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tuple(
-        Part(
+        SelftestPart(
             function.__name__,
             f"{__name__}:{function.__name__}",
             "a promise",
@@ -57,9 +57,11 @@ def test_each_way_to_fail_is_named_and_the_other_parts_run(
     )
     monkeypatch.setattr(command, "PARTS", table)
     assert main(["selftest", "--device", "cpu", "--out", str(tmp_path / "out")]) == FAILED
-    said = capsys.readouterr().out
-    assert "difference: 0.001, limit 1e-06" in said and "reward: 0.1, limit 0.3" in said
-    assert "1 of 5 parts passed" in said and "what failed: misses, crashes, raises, hangs" in said
+    output = capsys.readouterr().out
+    assert "difference: 0.001, limit 1e-06" in output and "reward: 0.1, limit 0.3" in output
+    assert (
+        "1 of 5 parts passed" in output and "what failed: misses, crashes, raises, hangs" in output
+    )
     report = (tmp_path / "out" / "report.md").read_text()
     for line in (
         "Failed: it was not done after 3 s, and was ended. Send logs/hangs.log",
@@ -77,7 +79,7 @@ def test_each_way_to_fail_is_named_and_the_other_parts_run(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--only", "attention,all"], "--only: all is no part; take some of versions, attention"),
         (
@@ -90,11 +92,11 @@ def test_each_way_to_fail_is_named_and_the_other_parts_run(
     ],
 )
 def test_a_mistake_is_one_line(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["selftest", "--device", "cpu", *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and said in error
+    assert error.count("\n") == 1 and message in error
 
 
 def test_the_numbers_of_the_host_pass() -> None:
@@ -138,7 +140,7 @@ def test_acceptance_of_a_recipe_runs_it_in_both_modes(tmp_path: Path) -> None:
     from pa_npu.launcher.selftest import runs
 
     settings = [*runs.tiny_settings(Bench(tmp_path, "cpu")), "rollout.backend=transformers"]
-    given = dict(word.split("=", 1) for word in settings)
+    overrides = dict(word.split("=", 1) for word in settings)
     mine = {
         "model.path",
         "data.train",
@@ -148,15 +150,15 @@ def test_acceptance_of_a_recipe_runs_it_in_both_modes(tmp_path: Path) -> None:
     }
     recipe = tmp_path / "recipe.yaml"
     tree: dict[str, dict[str, object]] = {}
-    for key, value in given.items():
+    for key, value in overrides.items():
         if key not in mine:
             section, _, name = key.partition(".")
             tree.setdefault(section, {})[name] = yaml.safe_load(value)
     recipe.write_text(yaml.safe_dump(tree))
     arguments = [
         "--acceptance",
-        given["model.path"],
-        given["data.train"],
+        overrides["model.path"],
+        overrides["data.train"],
         "--iterations",
         "2",
         "--config",
@@ -171,9 +173,11 @@ def test_acceptance_of_a_recipe_runs_it_in_both_modes(tmp_path: Path) -> None:
         for part in json.loads((tmp_path / "out" / "report.json").read_text())["parts"]
     }
     for mode in ("periodic", "synchronous"):
-        found = {finding["name"]: finding["value"] for finding in known[mode]["findings"]}
-        assert found["iterations"] == 2 and found["peak memory, host, a process"] > 0.1, known[mode]
-        assert found["peak memory, device, a process"] == 0, "a CPU run has no device memory"
+        actual = {finding["name"]: finding["value"] for finding in known[mode]["findings"]}
+        assert actual["iterations"] == 2 and actual["peak memory, host, a process"] > 0.1, known[
+            mode
+        ]
+        assert actual["peak memory, device, a process"] == 0, "a CPU run has no device memory"
 
 
 def test_a_limit_is_a_floor_or_a_ceiling() -> None:
@@ -185,7 +189,7 @@ def test_a_limit_is_a_floor_or_a_ceiling() -> None:
 
 
 @pytest.mark.parametrize(
-    ("absent", "said"),
+    ("absent", "message"),
     [
         (("npu", "cuda"), "testing cpu; npu cannot be tested: none; cuda cannot be tested: none\n"),
         (("npu",), "testing cuda; npu cannot be tested: none\n"),
@@ -194,13 +198,13 @@ def test_a_limit_is_a_floor_or_a_ceiling() -> None:
 )
 def test_without_a_named_kind_the_first_that_is_here_is_tested_and_said(
     absent: tuple[str, ...],
-    said: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("pa_npu.platform.missing", lambda kind: "none" if kind in absent else None)
     assert main(["selftest", "--out", "."]) == 2  # refused before anything is tested
-    assert capsys.readouterr().out == said
+    assert capsys.readouterr().out == message
 
 
 def test_a_kind_of_device_that_is_not_here_is_one_line_at_once(

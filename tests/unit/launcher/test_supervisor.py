@@ -103,8 +103,8 @@ def test_what_is_waited_for_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pa_npu.launcher.process.supervisor._WAITING_LINE_EVERY_S", 0.05)
-    said = tmp_path / "logs" / "launcher.log"
-    awaited = [Awaited("engine-0", lambda: "waiting for" in said.read_text(), 30.0, "engine-0")]
+    output = tmp_path / "logs" / "launcher.log"
+    awaited = [Awaited("engine-0", lambda: "waiting for" in output.read_text(), 30.0, "engine-0")]
     assert supervise(tmp_path, {"engine-0": SLEEP, "coordinator": "pass"}, awaited) == 0
     assert "waiting for engine-0 (" in capsys.readouterr().out
 
@@ -237,11 +237,11 @@ def trainer_that_saves(directory: Path) -> str:
     )
 
 
-def interrupt_when(said: Path, times: int) -> Callable[[], None]:
+def interrupt_when(message: Path, times: int) -> Callable[[], None]:
     def interrupt() -> None:
         for number in range(times):
             word = "ready after" if number == 0 else "ends after this iteration"
-            while word not in said.read_text():
+            while word not in message.read_text():
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGINT)
 

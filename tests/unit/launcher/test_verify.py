@@ -13,7 +13,7 @@ import pytest
 from pa_npu.checkpoints.provenance import Change, change_of
 from pa_npu.config.load import load_config
 from pa_npu.launcher.cli import main
-from pa_npu.launcher.replay import Progress, _settings
+from pa_npu.launcher.replay import ReplayProgress, _settings
 from pa_npu.telemetry.chain import CHAIN
 from tests.helpers.chained_run import make_chained_run, step
 
@@ -191,8 +191,8 @@ def test_diff_names_the_token_that_differs_first(
 ) -> None:
     steps = [step(i) for i in range(4)]
     steps[2].tokens[1, 0, 4] += 7
-    other = make_chained_run(tmp_path / "other", steps, tmp_path / "model")
-    assert main(["diff", str(run), str(other)]) == 1
+    another = make_chained_run(tmp_path / "other", steps, tmp_path / "model")
+    assert main(["diff", str(run), str(another)]) == 1
     printed = capsys.readouterr().out
     token = step(2).tokens[1, 0, 4]
     assert (
@@ -208,8 +208,8 @@ def test_diff_says_where_it_cannot_name_the_token(
 ) -> None:
     steps = [step(i) for i in range(4)]
     steps[2].tokens[3, 0, 4] += 7  # of a group that is not kept
-    other = make_chained_run(tmp_path / "other", steps, tmp_path / "model")
-    assert main(["diff", str(run), str(other)]) == 1
+    another = make_chained_run(tmp_path / "other", steps, tmp_path / "model")
+    assert main(["diff", str(run), str(another)]) == 1
     assert "not both runs kept this response (telemetry.samples)" in capsys.readouterr().out
 
 
@@ -236,7 +236,7 @@ def test_a_repetition_changes_no_key_that_would_make_it_another_run(
 def test_a_repetition_says_how_far_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    progress = Progress(tmp_path / "scratch", 1, 3)
+    progress = ReplayProgress(tmp_path / "scratch", 1, 3)
     assert not progress.look(), "there is nothing yet"
     make_chained_run(tmp_path / "scratch", [step(1)], tmp_path / "model", first=1)
     assert not progress.look() and not progress.look()

@@ -28,26 +28,26 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_what_is_found_fits_and_is_no_slower_than_the_recipe_and_says_why() -> None:
-    said: list[str] = []
-    found = automatic.load([RECIPE], [*EIGHT, *ALL], said.append)
+    lines: list[str] = []
+    actual = automatic.load([RECIPE], [*EIGHT, *ALL], lines.append)
     spec, memory = known_spec("Qwen2.5-7B"), platforms.typical_memory("npu")
     assert spec is not None and memory is not None
-    assert found.devices.num_devices == 8 and not [
-        one for one in shortages(found, spec, memory[1], True) if one.fatal
+    assert actual.devices.num_devices == 8 and not [
+        one for one in shortages(actual, spec, memory[1], True) if one.fatal
     ]
     typical = typical_speed("npu")
     by_hand = load_config([RECIPE], ["run.device=npu"])
     seconds, by_hand_s = (
-        assumed_basis(one, spec, typical).predict(one).iteration_s for one in (found, by_hand)
+        assumed_basis(one, spec, typical).predict(one).iteration_s for one in (actual, by_hand)
     )
     assert seconds < 1.02 * by_hand_s
-    (line,) = said
+    (line,) = lines
     assert (
         line.startswith("auto: rollout.engines=")
         and "is predicted at" in line
         and "8 x Ascend 910B" in line
     )
-    assert automatic.load([RECIPE], [*EIGHT, *ALL], said.append) == found, (
+    assert automatic.load([RECIPE], [*EIGHT, *ALL], lines.append) == actual, (
         "a run that goes on has the same sizes"
     )
 
@@ -66,15 +66,15 @@ def test_sizes_that_a_recipe_gives_do_not_keep_auto_from_counting_its_devices() 
         "placement.colocate=auto",
         "rollout.tensor_parallel=auto",
     )
-    given = [
+    inputs = [
         "run.device=npu",
         "placement.devices_per_node=16",
         "trainer.recompute=full",
         *sizes,
         *some,
     ]
-    found = automatic.load([mixture], given, lambda line: None)
-    assert found.devices.num_devices <= 16 and found.trainer.devices == 12
+    actual = automatic.load([mixture], inputs, lambda line: None)
+    assert actual.devices.num_devices <= 16 and actual.trainer.devices == 12
 
 
 def devices_of(sizes: str) -> int:
@@ -110,15 +110,15 @@ def test_auto_finds_engines_on_the_trainers_devices_where_none_fit_beside_them(
     """An engine of 8 and 16 ranks that share the experts are 24 devices, unless they share theirs."""
     mixture = str(ROOT / "configs" / "grpo_qwen3_30b_a3b.yaml")
     asked = ("rollout.engines=auto", "trainer.devices=auto", "placement.devices_per_node=16")
-    found = automatic.load([mixture], ["run.device=npu", *asked, *mode], lambda line: None)
-    assert found.placement.colocate and found.devices.num_devices == 16
-    assert found.placement.devices_per_node == 16
+    actual = automatic.load([mixture], ["run.device=npu", *asked, *mode], lambda line: None)
+    assert actual.placement.colocate and actual.devices.num_devices == 16
+    assert actual.placement.devices_per_node == 16
     by_hand = load_config([mixture], ["run.device=npu"])
     spec = known_spec("Qwen3-30B-A3B")
     assert spec is not None
     predicted_s, by_hand_s = (
         assumed_basis(config, spec, typical_speed("npu")).predict(config).iteration_s
-        for config in (found, by_hand)
+        for config in (actual, by_hand)
     )
     assert predicted_s <= 1.001 * by_hand_s
 
@@ -126,56 +126,56 @@ def test_auto_finds_engines_on_the_trainers_devices_where_none_fit_beside_them(
 def test_what_auto_cannot_fit_is_a_line_about_the_devices_and_blames_no_key_that_is_auto() -> None:
     mixture = str(ROOT / "configs" / "grpo_qwen3_30b_a3b.yaml")
     asked = ("run.device=npu", "rollout.engines=auto", "trainer.devices=auto")
-    for given in (
+    for inputs in (
         ("placement.devices_per_node=2",),
         ("placement.devices_per_node=16", "placement.colocate=false"),
     ):
         with pytest.raises(ConfigError, match=r"auto found nothing for .* do not fit on"):
-            automatic.load([mixture], [*asked, *given], lambda line: None)
+            automatic.load([mixture], [*asked, *inputs], lambda line: None)
 
 
 def test_recomputation_offload_stages_and_experts_are_chosen_too() -> None:
     mixture = str(ROOT / "configs" / "grpo_qwen3_30b_a3b.yaml")
-    said: list[str] = []
-    found = automatic.load(
-        [mixture], ["run.device=npu", "placement.devices_per_node=16", *ALL], said.append
+    lines: list[str] = []
+    actual = automatic.load(
+        [mixture], ["run.device=npu", "placement.devices_per_node=16", *ALL], lines.append
     )
     spec, memory = known_spec("Qwen3-30B-A3B"), platforms.typical_memory("npu")
-    assert spec is not None and memory is not None and found.devices.num_devices == 16
-    assert not [one for one in shortages(found, spec, memory[1], True) if one.fatal]
+    assert spec is not None and memory is not None and actual.devices.num_devices == 16
+    assert not [one for one in shortages(actual, spec, memory[1], True) if one.fatal]
     for key in (
         "trainer.recompute",
         "optimizer.offload",
         "trainer.pipeline_parallel",
         "trainer.expert_parallel",
     ):
-        assert f"{key}=" in said[0]
+        assert f"{key}=" in lines[0]
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("arguments", "kept"),
     [
-        ((), lambda found: not found.placement.colocate and found.devices.num_devices <= 8),
+        ((), lambda actual: not actual.placement.colocate and actual.devices.num_devices <= 8),
         (
             ("trainer.devices=4",),
-            lambda found: found.trainer.devices == 4 and found.rollout.engines == 4,
+            lambda actual: actual.trainer.devices == 4 and actual.rollout.engines == 4,
         ),
         (
             ("trainer.tensor_parallel=4", "rollout.tensor_parallel=2"),
-            lambda found: found.rollout.tensor_parallel == 2,
+            lambda actual: actual.rollout.tensor_parallel == 2,
         ),
     ],
     ids=["separate", "trainers", "sizes"],
 )
-def test_what_is_given_stays(given: tuple[str, ...], kept: object) -> None:
+def test_what_is_given_stays(arguments: tuple[str, ...], kept: object) -> None:
     asked = [
         word
         for word in ("rollout.engines=auto", "trainer.devices=auto")
-        if word.split("=")[0] + "=4" not in given
+        if word.split("=")[0] + "=4" not in arguments
     ]
-    found = automatic.load([RECIPE], [*EIGHT, *SPLIT, *asked, *given], lambda line: None)
-    assert callable(kept) and kept(found), found.rollout
-    assert found.rollout.max_num_seqs <= 256 and found.schedule.prompts_per_iteration == 256
+    actual = automatic.load([RECIPE], [*EIGHT, *SPLIT, *asked, *arguments], lambda line: None)
+    assert callable(kept) and kept(actual), actual.rollout
+    assert actual.rollout.max_num_seqs <= 256 and actual.schedule.prompts_per_iteration == 256
 
 
 def test_an_engine_on_the_trainers_devices_stays_on_a_node() -> None:
@@ -183,14 +183,14 @@ def test_an_engine_on_the_trainers_devices_stays_on_a_node() -> None:
     engine of 4 within one.
     """
     large = str(ROOT / "configs" / "grpo_qwen2.5_32b.yaml")
-    found = automatic.load(
+    actual = automatic.load(
         [large], ["run.device=npu", "placement.devices_per_node=8", *ALL], lambda line: None
     )
-    assert found.placement.colocate and len(place_nodes(found)) == 4
+    assert actual.placement.colocate and len(place_nodes(actual)) == 4
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             (*ALL, "run.device=npu"),
@@ -205,7 +205,7 @@ def test_an_engine_on_the_trainers_devices_stays_on_a_node() -> None:
         ((*EIGHT, *ALL, "rollout.nonsense=1"), "rollout.nonsense"),
     ],
 )
-def test_what_cannot_be_chosen_is_one_line(words: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_chosen_is_one_line(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         automatic.load([RECIPE], words, lambda line: None)
-    assert said in str(refused.value) and "\n" not in str(refused.value)
+    assert message in str(refused.value) and "\n" not in str(refused.value)

@@ -42,8 +42,8 @@ def basis(
 
 @pytest.fixture(scope="module")
 def plans() -> tuple[KnownBasis, list[ClusterPlan]]:
-    found = basis()
-    return found, [plan_cluster(found, devices) for devices in (8, 64)]
+    actual = basis()
+    return actual, [plan_cluster(actual, devices) for devices in (8, 64)]
 
 
 def test_no_prediction_is_below_its_bounds(plans):
@@ -66,12 +66,12 @@ def test_the_colocated_bound_is_generation_and_training_on_all_devices_after_eac
     """Training: operations over all devices, by hand; generation: what remains must be what that
     many engines take.
     """
-    found, (_, plan) = plans
+    actual, (_, plan) = plans
     config = plan.config
     replica = config.trainer.tensor_parallel * config.trainer.pipeline_parallel
-    cost = found.costs.trainer_for(config, found.spec, found.typical)
-    seconds = GroupSeconds(config, found.spec, cost, found.typical)
-    shapes = found.workload.draw(config, 0, 256)
+    cost = actual.costs.trainer_for(config, actual.spec, actual.typical)
+    seconds = GroupSeconds(config, actual.spec, cost, actual.typical)
+    shapes = actual.workload.draw(config, 0, 256)
     groups = config.schedule.prompts_per_iteration
     train_s = (
         groups
@@ -87,7 +87,7 @@ def test_the_colocated_bound_is_generation_and_training_on_all_devices_after_eac
         }
     )
     generate_s = (
-        Basis(engines, found.spec, found.costs, found.workload, found.typical, None)
+        Basis(engines, actual.spec, actual.costs, actual.workload, actual.typical, None)
         .predict(engines, streams=False)
         .generate_s
     )
@@ -110,7 +110,7 @@ def test_the_division_that_is_chosen_is_the_best_of_those_simulated(plans):
 
 
 def test_what_breaks_first_is_named_and_then_sets_the_time(plans):
-    found, (small, large) = plans
+    actual, (small, large) = plans
     assert limited_s(small.predicted.iteration_s, list(small.limits)) == pytest.approx(
         small.iteration_s.value
     )
@@ -120,7 +120,7 @@ def test_what_breaks_first_is_named_and_then_sets_the_time(plans):
             "schedule": large.config.schedule.model_copy(update={"prompts_per_iteration": 10**6})
         }
     )
-    crowded = limits(many, large.predicted, 500.0, found.typical)
+    crowded = limits(many, large.predicted, 500.0, actual.typical)
     assert first_to_break(crowded, large.iteration_s.value).name.startswith("coordinator")
     assert limited_s(large.predicted.iteration_s, crowded) > 10 * large.predicted.iteration_s
 
@@ -145,11 +145,11 @@ def test_flat_is_what_any_two_sizes_differ_by_not_what_they_differ_from_the_smal
 
 
 def test_without_a_run_every_figure_is_estimated(plans):
-    found, made = plans
-    text = "\n".join(plan_lines(found, made))
+    actual, made = plans
+    text = "\n".join(plan_lines(actual, made))
     assert "calibrated" not in text and "measured" not in text and text.count("estimated") >= 8
     assert max(map(len, text.splitlines()[6:])) <= 100
-    assert {plan["tpspd"]["origin"] for plan in as_json(found, made)["plans"]} == {"estimated"}
+    assert {plan["tpspd"]["origin"] for plan in as_json(actual, made)["plans"]} == {"estimated"}
 
 
 def test_every_published_device_has_a_source():
@@ -177,7 +177,7 @@ def test_the_command_plans_from_a_run_and_says_what_is_calibrated(tmp_path, caps
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, message",
     [
         (["--from", "nowhere"], "no run directory"),
         (["--devices", "many"], "--devices 'many'"),
@@ -194,11 +194,11 @@ def test_the_command_plans_from_a_run_and_says_what_is_calibrated(tmp_path, caps
         (["--devices", "2", "--hardware", "a3", "--model", "Qwen2.5-32B"], "do not fit"),
     ],
 )
-def test_bad_input_is_one_line(arguments, said, capsys):
+def test_bad_input_is_one_line(arguments, message, capsys):
     config = [] if arguments[0] == "--from" else ["--config", "configs/grpo_qwen2.5_7b.yaml"]
     assert main([*config, *arguments]) != 0
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1, error
+    assert message in error and error.count("\n") == 1, error
 
 
 def test_device_counts():
@@ -207,11 +207,11 @@ def test_device_counts():
 
 
 def test_an_interval_is_wider_where_costs_are_carried_to_another_model(plans):
-    found, _ = plans
+    actual, _ = plans
     run = replace(
-        found,
-        costs=replace(found.costs, origin="calibrated", engine_error=0.05, trainer_error=0.04),
+        actual,
+        costs=replace(actual.costs, origin="calibrated", engine_error=0.05, trainer_error=0.04),
     )
-    other = replace(run, spec=replace(run.spec, num_layers=64))
-    assert run.relative_error == pytest.approx(0.05) and other.relative_error > 0.2
-    assert (run.origin, found.origin) == ("calibrated", "estimated")
+    another = replace(run, spec=replace(run.spec, num_layers=64))
+    assert run.relative_error == pytest.approx(0.05) and another.relative_error > 0.2
+    assert (run.origin, actual.origin) == ("calibrated", "estimated")

@@ -96,13 +96,13 @@ def test_a_side_that_idles_is_a_warning_with_what_would_not_idle(split: Compared
 
 def test_the_change_of_a_key_that_gains_most_is_named_and_gains_it() -> None:
     """Full recomputation, where everything fits without, costs a third more of all training."""
-    given = ["run.device=npu", "trainer.recompute=full", "optimizer.offload=false"]
-    config, spec = load_config([DENSE], given), known_spec("Qwen3-8B")
+    inputs = ["run.device=npu", "trainer.recompute=full", "optimizer.offload=false"]
+    config, spec = load_config([DENSE], inputs), known_spec("Qwen3-8B")
     assert spec is not None
     compared = compare(config, spec)
     assert compared is not None and compared.change == {"trainer.recompute": "none"}
     basis = assumed_basis(config, spec, typical_speed("npu"))
-    faster = load_config([DENSE], [*given, "trainer.recompute=none"])
+    faster = load_config([DENSE], [*inputs, "trainer.recompute=none"])
     gained = 1.0 - basis.predict(faster).iteration_s / basis.predict(config).iteration_s
     assert compared.gain == pytest.approx(gained, abs=0.03) and compared.gain > 0.05
     assert (
@@ -115,7 +115,7 @@ THIS = PlannedWay("this", "8 engines x 1 on 8 ranks of TP 4", 100.0, 0.02, 0.02)
 
 
 @pytest.mark.parametrize(
-    ("turns_s", "said"),
+    ("turns_s", "message"),
     [
         (
             103.0,
@@ -127,11 +127,11 @@ THIS = PlannedWay("this", "8 engines x 1 on 8 ranks of TP 4", 100.0, 0.02, 0.02)
     ],
 )
 def test_a_gain_over_turns_below_five_percent_is_said_to_decide_nothing(
-    turns_s: float, said: str
+    turns_s: float, message: str
 ) -> None:
     ways = (replace(THIS, name="in turns", seconds=turns_s),)
     lines = comparison_lines(Compared(THIS, ways, None, 0.0, 100, together=True))
-    assert said in lines
+    assert message in lines
     assert "the whole run         2 h 47 min for 100 iterations" in lines
 
 
@@ -172,9 +172,9 @@ def test_a_split_is_also_compared_with_its_own_sizes_without_overlap(split: Comp
 def test_a_plan_says_what_it_assumes_and_that_a_plan_for_cores_is_none_for_devices(
     device: str, is_said: bool
 ) -> None:
-    given = [f"run.device={device}", "placement.colocate=false", "trainer.devices=4"]
-    given += ["rollout.engines=4"]
-    config, spec = load_config([DENSE], given), known_spec("Qwen3-0.6B")
+    arguments = [f"run.device={device}", "placement.colocate=false", "trainer.devices=4"]
+    arguments += ["rollout.engines=4"]
+    config, spec = load_config([DENSE], arguments), known_spec("Qwen3-0.6B")
     assert spec is not None
     compared = compare(config, spec)
     assert compared is not None
@@ -199,10 +199,15 @@ def test_several_keys_are_named_where_no_single_one_gains_as_much() -> None:
 
 
 def test_a_run_one_version_behind_is_as_long_as_its_longer_side() -> None:
-    given = ["run.device=npu", "placement.colocate=false", "rollout.engines=4", "trainer.devices=4"]
+    inputs = [
+        "run.device=npu",
+        "placement.colocate=false",
+        "rollout.engines=4",
+        "trainer.devices=4",
+    ]
     spec = known_spec("Qwen3-8B")
     assert spec is not None
-    config = load_config([DENSE], [*given, "schedule.max_staleness=1"])
+    config = load_config([DENSE], [*inputs, "schedule.max_staleness=1"])
     basis = assumed_basis(config, spec, typical_speed("npu"))
     sides = basis.predict(config, streams=False)
     this = comparison._this(basis, config)

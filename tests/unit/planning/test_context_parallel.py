@@ -105,7 +105,7 @@ def test_the_plan_says_it_and_proposes_it_where_a_response_does_not_fit() -> Non
 
 
 def test_auto_takes_the_smallest_size_that_fits() -> None:
-    given = [
+    inputs = [
         "run.device=npu",
         "model.path=models/Qwen3-8B",
         "rollout.max_response_tokens=32768",
@@ -121,7 +121,7 @@ def test_auto_takes_the_smallest_size_that_fits() -> None:
     chosen = automatic.load(
         [str(ROOT / "configs" / "grpo_qwen3_8b.yaml")],
         [
-            *given,
+            *inputs,
             *(f"{key}=auto" for key in keys),
             "trainer.context_parallel=auto",
             "trainer.recompute=none",

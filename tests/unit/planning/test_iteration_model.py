@@ -250,7 +250,7 @@ def test_backwards_is_optimal_for_equal_lengths_on_one_engine():
     groups = groups_of([[20]] * 4, train_s=12.0)
     best = optimum_s(one_engine(speed), groups, same_windows(["a"], 4))
     grid = [5.0 * i for i in range(16)]
-    found = min(
+    actual = min(
         simulate(
             one_engine(speed),
             groups,
@@ -261,8 +261,8 @@ def test_backwards_is_optimal_for_equal_lengths_on_one_engine():
         for z in grid
         if x <= y <= z
     )
-    assert best <= found + 1e-9, f"running backwards {best}, the best of the grid {found}"
-    assert best >= 0.93 * found, "and it is no promise that nothing keeps"
+    assert best <= actual + 1e-9, f"running backwards {best}, the best of the grid {actual}"
+    assert best >= 0.93 * actual, "and it is no promise that nothing keeps"
 
 
 @pytest.mark.parametrize("train", [0.3, 0.77, 1.0, 2.0])
@@ -325,8 +325,8 @@ def test_the_flow_of_an_iteration_ends_with_the_iteration_that_is_simulated_engi
         schedule = case.constant(outlooks, places)
         for streams in (True, False):
             exact = simulate(case.cluster, groups, schedule, streams=streams)
-            found = predict_schedule(case.cluster, groups, schedule, streams=streams)
-            ratios += [found.end_s / exact.end_s, found.generated_s / exact.generated_s]
+            actual = predict_schedule(case.cluster, groups, schedule, streams=streams)
+            ratios += [actual.end_s / exact.end_s, actual.generated_s / exact.generated_s]
     assert (
         np.mean(ratios) == pytest.approx(1.0, abs=0.02)
         and max(abs(r - 1.0) for r in ratios) <= 0.05
@@ -358,13 +358,13 @@ def test_the_flow_counts_replicas_steps_deliveries_and_groups_that_are_replaced(
         replace(group, informative=group.index % 3 != 2)
         for group in groups_of([[10]] * 6, train_s=25.0)
     ]
-    found = predict_flow(cluster, groups, 1)
-    assert (found.starts_s, found.ends_s) == ((0, 10, 20, 30, 40, 50), (10, 20, 30, 40, 50, 60))
+    actual = predict_flow(cluster, groups, 1)
+    assert (actual.starts_s, actual.ends_s) == ((0, 10, 20, 30, 40, 50), (10, 20, 30, 40, 50, 60))
     # groups 0 and 1, ready at 10.5 and 20.5, a step at 45.5; groups 3 and 4, ready at 40.5 and 50.5
     assert (
-        found.end_s == pytest.approx(50.5 + 25.0 + 3.0)
-        and found.busy_s == 60.0
-        and found.dispatched_s == 50.0
+        actual.end_s == pytest.approx(50.5 + 25.0 + 3.0)
+        and actual.busy_s == 60.0
+        and actual.dispatched_s == 50.0
     )
 
 
@@ -390,10 +390,10 @@ def test_speeds_are_found_again_from_two_levels_of_sequences_in_flight(case):
     fit = EngineFit(case.max_num_seqs)
     for number, places in enumerate((case.most_places, max(1, case.most_places // 3))):
         fit.observe(timings_of(case, places, number))
-    truth, found = case.engines[0], fit.speed(case.names[0])
+    truth, actual = case.engines[0], fit.speed(case.names[0])
     for sequences in (8, 64, 128):
         wanted = truth.step_s + truth.sequence_s * sequences
-        assert found.step_s + found.sequence_s * sequences == pytest.approx(wanted, rel=0.06), (
+        assert actual.step_s + actual.sequence_s * sequences == pytest.approx(wanted, rel=0.06), (
             sequences
         )
 
@@ -408,17 +408,17 @@ def test_speeds_are_found_under_noise_and_one_stalled_group_does_not_move_them()
         stalled.observe(worst)
     truth = 0.018 + 0.000045 * 128
     for fit in (quiet, stalled):
-        found = fit.speed("engine 0")
-        assert found.step_s + 128 * found.sequence_s == pytest.approx(truth, rel=0.06)
+        actual = fit.speed("engine 0")
+        assert actual.step_s + 128 * actual.sequence_s == pytest.approx(truth, rel=0.06)
 
 
 def test_with_one_level_alone_fewer_sequences_look_no_faster():
     fit = EngineFit(128)
     timings = [GroupTiming(i, "a", 0.0, 10.0, 100, (100,) * 8) for i in range(16)]
     fit.observe(timings)
-    found = fit.speed("a")
-    assert found.step_s + 128 * found.sequence_s == pytest.approx(0.1, rel=0.05)
-    assert found.step_s > 0.09, "no evidence that a smaller window is faster"
+    actual = fit.speed("a")
+    assert actual.step_s + 128 * actual.sequence_s == pytest.approx(0.1, rel=0.05)
+    assert actual.step_s > 0.09, "no evidence that a smaller window is faster"
 
 
 def test_a_decode_step_is_never_learned_to_cost_nothing_and_small_windows_are_not_chosen_for_it():
@@ -429,9 +429,9 @@ def test_a_decode_step_is_never_learned_to_cost_nothing_and_small_windows_are_no
     fit = EngineFit(free.max_num_seqs)
     for number, places in enumerate((3, 12)):
         fit.observe(timings_of(free, places, number))
-    found = fit.speed(free.names[0])
-    assert found.step_s >= 4.0 * found.sequence_s > 0.0
-    full, one = (found.step_s + found.sequence_s * places * free.responses for places in (12, 1))
+    actual = fit.speed(free.names[0])
+    assert actual.step_s >= 4.0 * actual.sequence_s > 0.0
+    full, one = (actual.step_s + actual.sequence_s * places * free.responses for places in (12, 1))
     assert 12 * one > 1.2 * full, "12 groups one by one take longer than together"
 
 
@@ -455,8 +455,8 @@ def test_an_engine_that_becomes_faster_is_followed():
     faster = replace(case, engines=tuple(speed.scaled(0.5) for speed in case.engines))
     for number in range(4):
         fit.observe(timings_of(faster, 16, number))
-    found = fit.speed("engine 0")
-    assert found.step_s + 128 * found.sequence_s == pytest.approx(
+    actual = fit.speed("engine 0")
+    assert actual.step_s + 128 * actual.sequence_s == pytest.approx(
         0.5 * (0.018 + 128 * 0.000045), rel=0.2
     )
 

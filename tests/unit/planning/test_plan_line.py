@@ -36,8 +36,8 @@ def predicted(*overrides: str) -> tuple[Config, Predicted, Predicted]:
     return config, basis.predict(config, streams=False), basis.predict(config)
 
 
-def of_bound(synchronous: Predicted, found: Predicted) -> float:
-    return max(synchronous.generate_s, synchronous.train_s) / (found.iteration_s - found.border_s)
+def of_bound(synchronous: Predicted, actual: Predicted) -> float:
+    return max(synchronous.generate_s, synchronous.train_s) / (actual.iteration_s - actual.border_s)
 
 
 def test_one_wave_of_equal_lengths_overlaps_little_and_sixteen_waves_nearly_all():
@@ -79,12 +79,12 @@ def test_a_7b_model_decodes_and_trains_as_fast_as_is_assumed_of_such_devices():
     """18 ms and 0.045 ms per sequence on an NPU; a GSM8K iteration of 128 x 8 on 4 + 4 devices
     takes tens of seconds.
     """
-    config, _, found = predicted("schedule.prompts_per_iteration=128")
+    config, _, actual = predicted("schedule.prompts_per_iteration=128")
     speed = typical_engine(config, spec_of(config), SPEED).speed(context=256)
     assert speed.step_s == pytest.approx(0.018, rel=0.1) and speed.sequence_s == pytest.approx(
         4.5e-5, rel=0.5
     )
-    assert 10 < found.iteration_s < 100
+    assert 10 < actual.iteration_s < 100
 
 
 def test_the_line_says_how_much_of_the_bound_is_reached_and_more_groups_reach_more():
@@ -101,8 +101,8 @@ def test_the_line_says_how_much_of_the_bound_is_reached_and_more_groups_reach_mo
 
 
 def test_an_iteration_of_any_size_is_predicted():
-    config, _, found = predicted("schedule.prompts_per_iteration=100000")
-    assert found.waves > 20 and f"waves {found.waves:.1f}" in predicted_line(
+    config, _, actual = predicted("schedule.prompts_per_iteration=100000")
+    assert actual.waves > 20 and f"waves {actual.waves:.1f}" in predicted_line(
         config, spec_of(config)
     )
 
@@ -114,8 +114,8 @@ def test_every_recipe_idles_little_though_lengths_are_not_known_before(name: str
     """Devices for both sides, by themselves; a split reaches eight tenths of its bound."""
     config = load_config([f"configs/grpo_{name}.yaml"], ["run.device=npu"])
     basis = assumed_basis(config, spec_of(config), SPEED)
-    found = basis.predict(config)
+    actual = basis.predict(config)
     if config.trainer.devices == config.devices.num_devices:
-        assert found.engines_idle < 0.2
+        assert actual.engines_idle < 0.2
     else:
-        assert of_bound(basis.predict(config, streams=False), found) >= 0.8
+        assert of_bound(basis.predict(config, streams=False), actual) >= 0.8

@@ -38,16 +38,16 @@ def recorded(tmp_path_factory) -> tuple[SeenRun, ModelSpec, Calibration, Workloa
 
 
 def test_costs_of_a_run_are_found_again_from_its_timeline(recorded):
-    _, _, found, _ = recorded
-    assert found.engine.step_s == pytest.approx(ENGINE.step_s, rel=0.1)
+    _, _, actual, _ = recorded
+    assert actual.engine.step_s == pytest.approx(ENGINE.step_s, rel=0.1)
     # what a sequence adds with the context that these have, and a prompt's token
-    assert found.engine.speed(200).sequence_s == pytest.approx(
+    assert actual.engine.speed(200).sequence_s == pytest.approx(
         ENGINE.speed(200).sequence_s, rel=0.1
     )
-    assert found.engine.prompt_token_s == pytest.approx(ENGINE.prompt_token_s, rel=0.25)
-    assert found.trainer.microbatch_s == pytest.approx(TRAINER.microbatch_s, rel=0.06)
-    assert found.trainer.operation_s == pytest.approx(TRAINER.operation_s, rel=0.06)
-    assert (found.trainer.step_s, found.trainer.border_s) == pytest.approx(
+    assert actual.engine.prompt_token_s == pytest.approx(ENGINE.prompt_token_s, rel=0.25)
+    assert actual.trainer.microbatch_s == pytest.approx(TRAINER.microbatch_s, rel=0.06)
+    assert actual.trainer.operation_s == pytest.approx(TRAINER.operation_s, rel=0.06)
+    assert (actual.trainer.step_s, actual.trainer.border_s) == pytest.approx(
         (TRAINER.step_s, TRAINER.border_s)
     )
 
@@ -116,11 +116,11 @@ def test_sessions_are_planned_by_the_tokens_that_trainers_compute(recorded, tmp_
 def test_without_a_timeline_what_the_controller_learned_is_used(tmp_path):
     run = read_run(write_run(tmp_path / "run", timeline=False))
     spec = ModelSpec.read(run.config.model.path)
-    found = calibrate(run, spec, CORE)
-    assert found.engine.step_s == pytest.approx(0.004) and found.engine_error > 0.1
+    actual = calibrate(run, spec, CORE)
+    assert actual.engine.step_s == pytest.approx(0.004) and actual.engine_error > 0.1
     assert seen_workload(run).origin == "calibrated"
     measured = statistics.median(seen.iteration_s for seen in run.iterations)
-    assert Basis(run.config, spec, found, seen_workload(run), CORE, None).predict(
+    assert Basis(run.config, spec, actual, seen_workload(run), CORE, None).predict(
         run.config
     ).iteration_s == pytest.approx(measured, rel=0.15)
 
@@ -274,5 +274,5 @@ def test_tokens_that_go_to_other_ranks_experts_take_time_by_the_bytes_that_leave
     dense = Config.model_validate({"model": {"path": "Qwen3-8B"}, "data": {"train": "unused"}})
     shape = known_spec("Qwen3-8B")
     costs = [typical_trainer(dense, shape, speed) for speed in (CORE, slow)]
-    found = [GroupSeconds(dense, shape, costs[0], speed)(50, lengths) for speed in (CORE, slow)]
-    assert found[0] == found[1], "a dense model on one device sends nothing"
+    actual = [GroupSeconds(dense, shape, costs[0], speed)(50, lengths) for speed in (CORE, slow)]
+    assert actual[0] == actual[1], "a dense model on one device sends nothing"

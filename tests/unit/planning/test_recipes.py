@@ -143,12 +143,12 @@ def test_what_auto_finds_is_never_worse_than_the_recipe_and_on_npu_the_recipe_is
 ) -> None:
     config, (nodes, devices) = shipped(files, kind), SIZED[files]
     assert config.devices.num_devices == nodes * devices
-    found = planned(files, kind)
-    assert found.devices.num_devices <= nodes * devices
-    assert predicted_s(found) <= 1.001 * predicted_s(config)
+    actual = planned(files, kind)
+    assert actual.devices.num_devices <= nodes * devices
+    assert predicted_s(actual) <= 1.001 * predicted_s(config)
     if kind == "npu":
-        assert predicted_s(config) <= 1.02 * predicted_s(found), (
-            f"{found.rollout}: run python -m tests.helpers.recipes"
+        assert predicted_s(config) <= 1.02 * predicted_s(actual), (
+            f"{actual.rollout}: run python -m tests.helpers.recipes"
         )
 
 
@@ -166,8 +166,8 @@ def test_more_devices_are_never_planned_slower_than_the_recipes_own(
     files = (recipe.name,)
     if nodes * 8 < math.prod(SIZED[files]):
         pytest.skip("fewer devices than the recipe is for")
-    found = planned(files, kind, (nodes, 8))
-    assert predicted_s(found) <= 1.001 * predicted_s(shipped(files, kind))
+    actual = planned(files, kind, (nodes, 8))
+    assert predicted_s(actual) <= 1.001 * predicted_s(shipped(files, kind))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -332,9 +332,9 @@ def test_a_proposal_passes_the_estimate_and_every_rule(tree: dict[str, Any], gib
     config = Config.model_validate(tree)
     spec = known_spec(config.model.path)
     assert spec is not None
-    found = shortages(config, spec, gib * GIB, own_memory=True)
-    assume(found)
-    for shortage in found:
+    actual = shortages(config, spec, gib * GIB, own_memory=True)
+    assume(actual)
+    for shortage in actual:
         assert "\n" not in shortage.line()
         if shortage.proposal is None:
             continue
@@ -346,7 +346,7 @@ def test_a_proposal_passes_the_estimate_and_every_rule(tree: dict[str, Any], gib
             cache = dict(engine_memory(changed, spec, gib * GIB).parts)["KV cache"]
             assert cache // kv_bytes_per_token(changed, spec) >= wanted_tokens(changed)
         assert shortage.role not in {
-            other.role for other in shortages(changed, spec, gib * GIB, own_memory=True)
+            another.role for another in shortages(changed, spec, gib * GIB, own_memory=True)
         }
 
 

@@ -229,8 +229,8 @@ def test_a_fixed_window_is_kept_predicted_and_dispatched_in_the_better_order():
         ] and not r.schedule.turns
     assert ran[-1].prediction.predicted_s == pytest.approx(ran[-1].end_s + case.border_s, rel=0.12)
     assert ran[-1].schedule.name == "window 24, shortest-first"
-    told = run_controller(case, 4, rules_of(case, window=24, dispatch="longest-first"))
-    assert told[-1].schedule.name == "window 24, longest-first"
+    reported = run_controller(case, 4, rules_of(case, window=24, dispatch="longest-first"))
+    assert reported[-1].schedule.name == "window 24, longest-first"
 
 
 def test_a_told_order_is_kept_by_every_candidate():

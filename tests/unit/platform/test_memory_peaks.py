@@ -74,12 +74,12 @@ def rises(peak: ResidentPeak, child: Child) -> list[float]:
     one that keeps 32.
     """
     first = peak.pop_peak()
-    found = []
+    actual = []
     for needs in ((64, 0), (0,), (32,)):
         for mib in needs:
             child.hold(mib)
-        found.append((peak.pop_peak() - first) / MIB)
-    return found
+        actual.append((peak.pop_peak() - first) / MIB)
+    return actual
 
 
 def test_what_one_iteration_needed_is_not_the_next_ones() -> None:
@@ -88,10 +88,10 @@ def test_what_one_iteration_needed_is_not_the_next_ones() -> None:
 
 
 def test_several_processes_add_up_and_one_that_has_ended_counts_nothing() -> None:
-    with Child() as one, Child() as other:
-        peak = ResidentPeak(lambda: [one.pid, other.pid, 2**22 + 1])
+    with Child() as one, Child() as second:
+        peak = ResidentPeak(lambda: [one.pid, second.pid, 2**22 + 1])
         first = peak.pop_peak()
-        one.hold(32), other.hold(16), one.hold(0)
+        one.hold(32), second.hold(16), one.hold(0)
         assert (peak.pop_peak() - first) / MIB == pytest.approx(48, abs=5)
     assert peak.pop_peak() == 0
 
@@ -124,12 +124,12 @@ def test_the_processes_of_a_command_are_those_that_its_keeper_started(
         "from tests.unit.platform.test_memory_peaks import print_peak; print_peak()",
     ]
     lifeline, writer = os.pipe()
-    found = subprocess.run(
+    actual = subprocess.run(
         [sys.executable, "-I", "-S", keeper.__file__, str(lifeline), "5", "", "--", *command],
         pass_fds=[lifeline], start_new_session=True, capture_output=True, text=True, check=True, timeout=120,
     )  # fmt: skip
     os.close(lifeline), os.close(writer)
-    assert found.stdout.strip() == "True", "the command, and what it started"
+    assert actual.stdout.strip() == "True", "the command, and what it started"
 
 
 def print_peak() -> None:

@@ -153,19 +153,21 @@ def test_a_merged_row_has_the_same_bits_however_the_weight_is_cut(
     assert unlike or rank == 1, "a product of the rows alone would be seen"
 
 
-@pytest.mark.parametrize("what", ["a bit", "a file that is not there", "a file that is too short"])
+@pytest.mark.parametrize(
+    "description", ["a bit", "a file that is not there", "a file that is too short"]
+)
 def test_an_engine_with_other_weights_is_refused_before_it_joins(
-    what: str, model: Path, adapter: Path, tmp_path: Path
+    description: str, model: Path, adapter: Path, tmp_path: Path
 ) -> None:
     source = backend(model, "adapter", model={"adapter": str(adapter)}).published_weights(2**12)
     changed = shutil.copytree(model, tmp_path / "other")
     file = changed / "model.safetensors"
-    if what == "a bit":
+    if description == "a bit":
         stored = load_file(file)
         weight = stored["model.layers.1.self_attn.q_proj.weight"]
         weight[60, 30] = weight[60, 30].view(torch.int32).bitwise_xor(1).view(torch.float32)
         save_file(stored, file, metadata={"format": "pt"})
-    elif what == "a file that is not there":
+    elif description == "a file that is not there":
         file.unlink()
     else:
         file.write_bytes(file.read_bytes()[:-4])
@@ -181,11 +183,11 @@ def test_an_engine_with_other_weights_is_refused_before_it_joins(
 def test_a_directory_that_stores_a_weight_otherwise_than_it_is_sent_is_refused(
     model: Path, tmp_path: Path
 ) -> None:
-    other = shutil.copytree(model, tmp_path / "other")
-    stored = load_file(other / "model.safetensors")
-    held = backend(other, "adapter", lora={"rank": 2, "targets": ["q_proj"]})
+    another = shutil.copytree(model, tmp_path / "other")
+    stored = load_file(another / "model.safetensors")
+    held = backend(another, "adapter", lora={"rank": 2, "targets": ["q_proj"]})
     stored["another.name"] = stored.pop("model.norm.weight")
-    save_file(stored, other / "model.safetensors", metadata={"format": "pt"})
+    save_file(stored, another / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
         DataError,
         match=r"other does not have model.norm.weight as it would be sent.*publish.lora=merged",

@@ -124,9 +124,9 @@ def test_where_it_is_left_out_trainers_wait_as_long_as_a_request_and_its_rewards
     """
 
     def waits(responses: int, *functions: str, **reward: Any) -> float:
-        given = {"functions": [{"name": name} for name in functions]}
-        given |= {"judge": JUDGED["judge"]} if "judge" in functions else {}
-        tree = {"rollout": {"responses_per_prompt": responses}, "reward": given | reward}
+        inputs = {"functions": [{"name": name} for name in functions]}
+        inputs |= {"judge": JUDGED["judge"]} if "judge" in functions else {}
+        tree = {"rollout": {"responses_per_prompt": responses}, "reward": inputs | reward}
         return Config.model_validate(TREE | tree).deadlines.wait_timeout_s
 
     request_s = 600 + 0.25 * 256
@@ -150,8 +150,8 @@ def test_every_reward_function_bounds_how_long_a_group_is_waited_for() -> None:
     """
 
     def limit_s(responses: int, *functions: Any, **reward: Any) -> float:
-        given = {"functions": [{"name": name} for name in functions]} | reward
-        tree = {"rollout": {"responses_per_prompt": responses}, "reward": given}
+        inputs = {"functions": [{"name": name} for name in functions]} | reward
+        tree = {"rollout": {"responses_per_prompt": responses}, "reward": inputs}
         return Config.model_validate(TREE | tree).deadlines.reward_limit_s
 
     assert limit_s(8, "math") == 8 * (5 + 4 * 2)

@@ -211,10 +211,10 @@ async def test_a_publish_goes_on_without_who_dies_in_it_and_with_who_is_back(
             with caplog.at_level(logging.WARNING):
                 await job.version(1, dies=engines[0])
             await all_alike(1, 2)
-            said = [record.getMessage() for record in caplog.records]
-            failed = [text for text in said if "publish of weight version 1 failed" in text]
-            assert len(failed) == 1 and "\n" not in failed[0], said
-            assert [text.split()[1] for text in said if " is lost: " in text] == [urls[0]]
+            output = [record.getMessage() for record in caplog.records]
+            failed = [text for text in output if "publish of weight version 1 failed" in text]
+            assert len(failed) == 1 and "\n" not in failed[0], output
+            assert [text.split()[1] for text in output if " is lost: " in text] == [urls[0]]
 
             engines.append(ForkedEngine(model, tmp_path / "engine-0-again"))
             urls[0] = engines[-1].url()

@@ -153,9 +153,9 @@ def test_the_second_buffer_is_in_the_plan_and_beside_the_engines_share() -> None
     def lines(fraction: float) -> list[str]:
         config = config_of(rollout={"memory_fraction": fraction})
         return [
-            found.line()
-            for found in shortages(config, spec, 64 * GIB, True)
-            if "second buffer" in found.problem
+            actual.line()
+            for actual in shortages(config, spec, 64 * GIB, True)
+            if "second buffer" in actual.problem
         ]
 
     (line,) = lines(0.85)

@@ -100,17 +100,17 @@ def test_an_update_at_a_learning_rate_of_a_millionth_shows(dtype: torch.dtype) -
 
 
 def test_the_first_tensor_that_differs_is_named() -> None:
-    one, two, three = (torch.full((5,), float(value)) for value in range(3))
-    assert first_difference(digests(one, two), digests(one, two)) is None
-    assert first_difference(digests(one, two, three), digests(one, three, three)) == 1
-    assert first_difference(digests(one, two), digests(one)) == 1
-    assert first_difference("", digests(one)) == 0
-    assert digest_of([one, two]) != digest_of([two, one])
+    first, two, three = (torch.full((5,), float(value)) for value in range(3))
+    assert first_difference(digests(first, two), digests(first, two)) is None
+    assert first_difference(digests(first, two, three), digests(first, three, three)) == 1
+    assert first_difference(digests(first, two), digests(first)) == 1
+    assert first_difference("", digests(first)) == 0
+    assert digest_of([first, two]) != digest_of([two, first])
 
 
 def test_a_bucket_that_is_overwritten_after_it_was_added_keeps_its_digest() -> None:
     buffer = torch.ones(1000)
-    found = Digests()
-    found.add(buffer)
+    actual = Digests()
+    actual.add(buffer)
     buffer.zero_()
-    assert found.read() == digests(torch.ones(1000))
+    assert actual.read() == digests(torch.ones(1000))

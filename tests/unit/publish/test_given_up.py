@@ -140,14 +140,14 @@ def test_a_process_that_dropped_a_group_ends_at_once(how: str) -> None:
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen([*command, "1"], stdin=subprocess.PIPE) as other:
+    with subprocess.Popen([*command, "1"], stdin=subprocess.PIPE) as another:
         process = subprocess.Popen([*command, "0"], **both)  # type: ignore[call-overload]
         assert process.stdout.readline() == "leaving\n"
         start = time.monotonic()
         rest = process.stdout.read()
         code = process.wait(60)
         seconds = time.monotonic() - start
-        other.kill()
+        another.kill()
     assert "the last word\n" in rest and code == (1 if how == "raises" else 3)
     assert ("ValueError: an end nobody expected" in rest) == (how == "raises")
     assert seconds < 10 if how in ("returns", "raises") else seconds > 10

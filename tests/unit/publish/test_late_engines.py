@@ -63,10 +63,10 @@ def ask(channel: StoreChannel, number: int, version: int, go: bool, rank: int = 
     return held
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], description: str) -> None:
     deadline = time.monotonic() + WAIT_S
     while not condition():
-        assert time.monotonic() < deadline, what
+        assert time.monotonic() < deadline, description
         time.sleep(0.002)
 
 

@@ -71,13 +71,13 @@ def test_contents_of_a_tensor_of_several_chunks_are_those_of_its_parts() -> None
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_workers_that_divide_or_repeat_tensors_hold_them(workers: int) -> None:
     q, k, v = (drawn(16, 8, seed=seed) for seed in range(3))
-    given = [contents(tensor) for tensor in (q, k, v)]
-    divided = summed(given)
-    repeated = summed(given * workers)
-    few_heads = summed([given[0], *given[1:] * workers])
+    inputs = [contents(tensor) for tensor in (q, k, v)]
+    divided = summed(inputs)
+    repeated = summed(inputs * workers)
+    few_heads = summed([inputs[0], *inputs[1:] * workers])
     for memory in (divided, repeated, few_heads):
-        assert follows(memory, given, workers)
-    assert not follows(summed([contents(q * 1.01), *given[1:]]), given, workers)
+        assert follows(memory, inputs, workers)
+    assert not follows(summed([contents(q * 1.01), *inputs[1:]]), inputs, workers)
 
 
 # --- a stand-in for vLLM's modules: fused, stacked, packed where no parameter shows it, padded,
@@ -143,9 +143,9 @@ class Engine:
             }
             for expert in range(4)
         ]
-        gate_up = torch.stack([torch.cat([one["gate"], one["up"]]).t() for one in experts])
+        gate_up = torch.stack([torch.cat([expert["gate"], expert["up"]]).t() for expert in experts])
         layer.mlp.experts = Stacked(
-            gate_up.contiguous(), torch.stack([one["down"] for one in experts])
+            gate_up.contiguous(), torch.stack([expert["down"] for expert in experts])
         )
         model = torch.nn.Module()
         model.layers = torch.nn.ModuleList([layer])

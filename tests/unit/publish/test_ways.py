@@ -11,7 +11,7 @@ from pa_npu.config.schema import Config
 from pa_npu.engines.member import Member
 from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.plan_text import derived_lines
-from pa_npu.publish.engines import Connection, EngineGroups
+from pa_npu.publish.engines import Connection, EngineProcessGroups
 from pa_npu.publish.messages import StageManifest
 
 GIB = 2**30
@@ -39,13 +39,13 @@ def test_no_publish_group_has_two_ranks_on_a_device_where_the_backend_forbids_it
     members = [
         Member(number, 0, True, engine, shared=number == 0) for number, engine in enumerate(engines)
     ]
-    groups = EngineGroups(config.rollout, connection, config.publish.timeout_s)
+    groups = EngineProcessGroups(config.rollout, connection, config.publish.timeout_s)
     joined = groups.of_members(members, 0)
     receivers = groups.receivers(members, 0)
-    found = {member.name: one for member, one in zip(members, joined, strict=True)}
+    actual = {member.name: one for member, one in zip(members, joined, strict=True)}
     shape = {
         name: (g.backend, g.stages[0]["name"], g.first_rank, g.world_size)
-        for name, g in found.items()
+        for name, g in actual.items()
     }
     if has_host_groups:
         assert shape == {

@@ -20,10 +20,10 @@ from pa_npu.publish.probes import MIN_RESPONSES
 from pa_npu.telemetry.run_summary import saved_publishes_line
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.publication import (
-    BlockingPublication,
-    Publication,
+    BlockingTrainerPublication,
     PublishedVersions,
-    SkippingPublication,
+    SkippingTrainerPublication,
+    TrainerPublication,
     make_publication,
 )
 from tests.helpers.megatron import model_config, single_process
@@ -162,7 +162,7 @@ def test_without_the_key_every_version_is_published_and_nothing_is_measured() ->
     place = config.mesh.place(0)
     learner: Any = SimpleNamespace(backend=SimpleNamespace(place=place), publish=lambda _: None)
 
-    def policy(chosen: Config) -> Publication:
+    def policy(chosen: Config) -> TrainerPublication:
         return make_publication(
             chosen.publish,
             learner=learner,
@@ -174,8 +174,8 @@ def test_without_the_key_every_version_is_published_and_nothing_is_measured() ->
             milestones=milestones(chosen),
         )
 
-    assert type(policy(config)) is BlockingPublication
-    assert type(policy(config_of(2))) is SkippingPublication, "negative control"
+    assert type(policy(config)) is BlockingTrainerPublication
+    assert type(policy(config_of(2))) is SkippingTrainerPublication, "negative control"
     assert iterations_ahead(config.schedule, config.publish) == 2
     assert probe_plan(config).num_responses == MIN_RESPONSES
 

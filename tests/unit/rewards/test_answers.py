@@ -157,9 +157,9 @@ def test_the_published_table_is_what_the_command_prints_and_math_verify_alone_ha
     assert min(Counter(row.truth for row in ANSWERS).values()) >= 500
 
 
-@given(value=st.fractions(max_denominator=10**6), other=st.fractions(max_denominator=10**6))
+@given(value=st.fractions(max_denominator=10**6), another=st.fractions(max_denominator=10**6))
 def test_numbers_are_equal_exactly_however_they_are_written(
-    value: Fraction, other: Fraction
+    value: Fraction, another: Fraction
 ) -> None:
     top, bottom = value.numerator, value.denominator
     sign = "-" if value < 0 else ""
@@ -171,7 +171,9 @@ def test_numbers_are_equal_exactly_however_they_are_written(
         f"{sign}({abs(top)}/{bottom})".replace("-", "\u2212"),
     ):
         assert _value(text) == value, text
-        assert equal_answers(text, f"{other.numerator}/{other.denominator}") is (value == other)
+        assert equal_answers(text, f"{another.numerator}/{another.denominator}") is (
+            value == another
+        )
         assert is_correct(f"The answer is ${text}$.", f"{value}"), text
 
 

@@ -51,8 +51,8 @@ def test_memory_is_limited_for_all_processes_of_a_cell_together(how: str, kind: 
         f"import mmap, os, time\n{TOGETHER[how]}\nx = b'x' * (40 << "
         "20)\ntime.sleep(2)\nprint('held it all')"
     )
-    found = cell(kind, program, memory_bytes=128 << 20)
-    assert found["code"] not in (0, None) and "held it all" not in found["stdout"], found
+    actual = cell(kind, program, memory_bytes=128 << 20)
+    assert actual["code"] not in (0, None) and "held it all" not in actual["stdout"], actual
     assert (
         cell(kind, "x = b'x' * (40 << 20)\nprint('fits')", memory_bytes=128 << 20)["stdout"]
         == "fits\n"
@@ -69,8 +69,8 @@ for _ in range(3):
         os._exit(0)
 print([os.wait()[1] for _ in range(3)])
 """
-    found = cell("a user", program, memory_bytes=128 << 20)
-    assert found["stdout"] == "[0, 0, 0]\n", found
+    actual = cell("a user", program, memory_bytes=128 << 20)
+    assert actual["stdout"] == "[0, 0, 0]\n", actual
 
 
 SOCKETS = """
@@ -95,9 +95,9 @@ print("held it all")
 
 @pytest.mark.parametrize("kind", [*CARRIED, ALONE])
 def test_buffers_of_socket_pairs_are_memory_that_a_cell_holds(kind: str) -> None:
-    found = cell(kind, SOCKETS, memory_bytes=96 << 20)
-    level_here(kind, found)
-    assert found["code"] not in (0, None) and "held it all" not in found["stdout"], found
+    actual = cell(kind, SOCKETS, memory_bytes=96 << 20)
+    level_here(kind, actual)
+    assert actual["code"] not in (0, None) and "held it all" not in actual["stdout"], actual
     few = "import socket\nheld = [socket.socketpair() for _ in range(3)]\nprint('fits')"
     assert cell(kind, few, memory_bytes=96 << 20)["stdout"] == "fits\n"
 
@@ -123,9 +123,9 @@ def test_files_of_a_cell_are_limited_together_in_bytes_and_number(kind: str, how
         "import mmap, os, time\nblock = bytes(8 << "
         f"20)\n{WRITES[how]}\ntime.sleep(3)\nprint('wrote it all')"
     )
-    found = cell(kind, program, files_bytes=16 << 20)
-    level_here(kind, found)
-    assert found["code"] not in (0, None) and "wrote it all" not in found["stdout"], found
+    actual = cell(kind, program, files_bytes=16 << 20)
+    level_here(kind, actual)
+    assert actual["code"] not in (0, None) and "wrote it all" not in actual["stdout"], actual
 
 
 @pytest.mark.parametrize("kind", [*CARRIED, ALONE])

@@ -35,9 +35,9 @@ def group(tests: Any, *programs: str, **row: Any) -> RewardInput:
     )
 
 
-async def rewards(given: RewardInput, **settings: Any) -> list[float | None]:
+async def rewards(arguments: RewardInput, **settings: Any) -> list[float | None]:
     return await CodeReward(CodeConfig(timeout_s=settings.pop("timeout_s", 20.0), **settings), 2)(
-        given
+        arguments
     )
 
 
@@ -131,9 +131,9 @@ async def test_a_program_that_passes_all_tests_of_a_published_layout_has_one_and
     layout: str,
 ) -> None:
     tests, right, wrong, row = LAYOUTS[layout]
-    given = group(tests, right, wrong, "syntax error here", "import sys; sys.exit(0)", **row)
-    given = RewardInput(given.prompt, "", [*given.responses, "no program"], [9] * 5, given.row)
-    assert await rewards(given) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    inputs = group(tests, right, wrong, "syntax error here", "import sys; sys.exit(0)", **row)
+    inputs = RewardInput(inputs.prompt, "", [*inputs.responses, "no program"], [9] * 5, inputs.row)
+    assert await rewards(inputs) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 async def test_a_suite_that_the_program_replaces_or_skips_has_not_passed() -> None:

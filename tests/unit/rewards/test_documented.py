@@ -42,9 +42,9 @@ def test_the_data_of_the_page_are_read_as_a_run_reads_them(
         next(block for block in blocks("json") if "tests" in block)
     )
     (tmp_path / "documented.yaml").write_text(text)
-    given = load_config([str(tmp_path / "documented.yaml")], ["model.path=m"])
+    inputs = load_config([str(tmp_path / "documented.yaml")], ["model.path=m"])
     (prompts,) = load_training(
-        given.data, make_tokenizer(), needs_answers(given.reward, given.environment)
+        inputs.data, make_tokenizer(), needs_answers(inputs.reward, inputs.environment)
     )
     assert [len(prompt.row["tests"]) for prompt in prompts.prompts] == [2, 2]
     compared = load_config(
@@ -65,8 +65,8 @@ async def test_the_judge_of_the_page_reads_a_column_and_scores(
     with fake_judge(
         lambda message, _: Answer("fine. Score: 4" if "Translation: Dog" in message else "Score: 1")
     ) as judge:
-        given = config(tmp_path, text, f"reward.judge.url={judge.url}")
-        async with RewardPool(given.reward) as pool:
+        arguments = config(tmp_path, text, f"reward.judge.url={judge.url}")
+        async with RewardPool(arguments.reward) as pool:
             group = RewardInput(
                 "Translate", "", ["Dog. Answer: Dog", "Cat"], [3, 1], {"german": "Hund"}
             )
@@ -80,7 +80,7 @@ async def test_the_judge_of_the_page_reads_a_column_and_scores(
 
 
 async def test_the_code_of_the_page_is_tested_by_its_rows(tmp_path: Path) -> None:
-    given = config(
+    inputs = config(
         tmp_path,
         next(block for block in blocks("yaml") if "name: code" in block),
         "reward.code.timeout_s=60",
@@ -90,7 +90,7 @@ async def test_the_code_of_the_page_is_tested_by_its_rows(tmp_path: Path) -> Non
         "```python\nprint(2 * int(input()))\n```",
         "```python\ndef f(x):\n    return x + x\n```",
     ]
-    async with RewardPool(given.reward) as pool:
+    async with RewardPool(inputs.reward) as pool:
         for row, program in zip(rows, right, strict=True):
             result = await pool.score(
                 RewardInput(row["prompt"], "", [program, "no program"], [9, 2], row)

@@ -60,8 +60,8 @@ def test_the_first_jail_that_works_carries_the_cells(
 ) -> None:
     for file, status in statuses.items():
         stand_in(jail_path, file, status)
-    found = sandbox._jail()
-    assert (found and found[0]) == chosen
+    actual = sandbox._jail()
+    assert (actual and actual[0]) == chosen
 
 
 @pytest.mark.parametrize("name", JAILS)

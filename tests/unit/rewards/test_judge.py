@@ -64,8 +64,8 @@ async def test_scores_become_rewards_and_the_judge_reads_what_the_template_says(
             "{highest}\nResponse:\n{response}\n",
             scores=(1, 5),
         )
-        found = await rewards(config, group("it is 1", "it is 4", "it is 5", level="easy"))
-    assert found == [[0.0, 0.75, 1.0]]
+        actual = await rewards(config, group("it is 1", "it is 4", "it is 5", level="easy"))
+    assert actual == [[0.0, 0.75, 1.0]]
     # they are asked at once
     message, headers, body = next(asked for asked in judge.asked if "it is 1" in asked[0])
     assert message == "easy|What is 2+2?|4|{unknown} 1 5\nResponse:\nit is 1\n"
@@ -86,10 +86,10 @@ async def test_the_score_is_read_from_json_by_a_pattern_behind_the_thinking() ->
     }
     pattern = r'"score": *"?(\d+(?:\.\d+)?)'
     with fake_judge(lambda message, _: Answer(texts[message])) as judge:
-        found = await rewards(
+        actual = await rewards(
             settings(judge, score_pattern=pattern, template="{response}"), group(*texts)
         )
-    assert found == [[0.3, 0.45, 1.0, 1.0]]
+    assert actual == [[0.3, 0.45, 1.0, 1.0]]
 
 
 async def test_a_reward_models_number_is_the_score_also_beyond_the_scale() -> None:
@@ -103,13 +103,13 @@ async def test_a_reward_models_number_is_the_score_also_beyond_the_scale() -> No
             {"role": "user", "content": "q"},
             {"role": "assistant", "content": "the reference"},
         ]
-        found = await rewards(
+        actual = await rewards(
             config,
             group("good", "poor", "odd", question="2+2?"),
             group("good", messages=[{"role": "user"}]),
             group("poor", messages=solved),
         )
-    assert found == [[1.75, 0.25, None], [1.75], [0.25]]
+    assert actual == [[1.75, 0.25, None], [1.75], [0.25]]
     bodies = [body for _, _, body in judge.asked]
     assert all(body["path"] == "/pooling" and "temperature" not in body for body in bodies)
     talks = [body["messages"] for body in bodies]
@@ -134,8 +134,8 @@ async def test_what_fails_for_a_moment_is_asked_again_and_what_will_fail_again_i
 
     with fake_judge(answer) as judge:
         names = ("busy", "down", "garbled", "vague", "beyond", "too long")
-        found = await rewards(settings(judge, template="{response}"), group(*names))
-    assert found == [[0.6] * 5 + [None]]
+        actual = await rewards(settings(judge, template="{response}"), group(*names))
+    assert actual == [[0.6] * 5 + [None]]
     asked = [message for message, _, _ in judge.asked]
     assert [asked.count(name) for name in names] == [2, 2, 2, 2, 2, 1]
 
@@ -146,10 +146,10 @@ async def test_a_request_over_its_deadline_is_one_attempt_and_all_of_them_end_wi
     hold = threading.Event()
     with fake_judge(lambda *_: Answer(hold=hold)) as judge:
         reward = JudgeReward(settings(judge, timeout_s=0.2), None)
-        found = await reward(group("a"))
+        actual = await reward(group("a"))
         await reward.close()
         hold.set()
-    assert found == [None] and len(judge.asked) == 4
+    assert actual == [None] and len(judge.asked) == 4
     assert (
         reward.problem is not None
         and "no answer within reward.judge.timeout_s = 0.2 s" in reward.problem
@@ -168,8 +168,8 @@ async def test_many_groups_are_judged_at_once_up_to_the_limit_and_equal_ones_are
 
     with fake_judge(answer) as judge:
         config = settings(judge, concurrency=3, template="{response}")
-        found = await rewards(config, *(group(f"{n}", f"{n}!", f"{n}?") for n in range(3)))
-        assert found == [[0.5] * 3] * 3 and judge.most_at_once == 3 and len(judge.asked) == 9
+        actual = await rewards(config, *(group(f"{n}", f"{n}!", f"{n}?") for n in range(3)))
+        assert actual == [[0.5] * 3] * 3 and judge.most_at_once == 3 and len(judge.asked) == 9
         assert await rewards(config, group("same", "same"), group("same")) == [[0.5, 0.5], [0.5]]
         assert len(judge.asked) == 10
 
@@ -205,8 +205,8 @@ async def test_scores_are_kept_on_disk_by_content_and_a_broken_file_costs_only_t
             await rewards(config, group("b", "a"), cache=cache) == [[0.8, 0.8]]
             and len(judge.asked) == 2
         )
-        other = config.model_copy(update={"model": "another"})
-        assert await rewards(other, group("a"), cache=cache) == [[0.8]] and len(judge.asked) == 3
+        another = config.model_copy(update={"model": "another"})
+        assert await rewards(another, group("a"), cache=cache) == [[0.8]] and len(judge.asked) == 3
         cache.write_bytes(b"no database, but long enough to be looked at as one" * 40)
         assert await rewards(config, group("a"), cache=cache) == [[0.8]] and len(judge.asked) == 4
     assert "the judge is asked every time" in caplog.text

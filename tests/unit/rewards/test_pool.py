@@ -71,7 +71,7 @@ async def test_a_group_whose_worker_is_killed_is_scored_again_with_those_behind_
         result = await asyncio.wait_for(hit, 30)
         others = await asyncio.wait_for(asyncio.gather(*behind), 30)
     assert result.total.tolist() == [2, 3] and result.errors == ()
-    assert [(other.total.tolist(), other.errors) for other in others] == [([4, 1], ())] * 6
+    assert [(another.total.tolist(), another.errors) for another in others] == [([4, 1], ())] * 6
     assert caplog.text.count("died (SIGKILL); what it scored is scored again") == 2
 
 
@@ -85,7 +85,7 @@ async def test_one_slow_group_does_not_stall_the_others(tmp_path: Path) -> None:
         assert not slow.done()
         release.touch()
         result = await asyncio.wait_for(slow, 30)
-    assert [other.total.tolist() for other in others] == [[2, 3]] * 40 and result.errors == ()
+    assert [another.total.tolist() for another in others] == [[2, 3]] * 40 and result.errors == ()
 
 
 async def test_results_belong_to_their_groups_whatever_the_workers() -> None:

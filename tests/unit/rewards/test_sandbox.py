@@ -108,34 +108,34 @@ def test_whoever_runs_it_no_program_leaves_its_cell_and_its_level_is_told(
         outcome = cell(kind, program.replace("FOREIGN", repr([str(of_the_run), str(secret)])))
     level = level_here(kind, outcome)
     assert outcome["code"] == 0, outcome["stderr"]
-    found = json.loads(outcome["stdout"])
-    assert found["keys"] == [] and found["capabilities"] == []
+    actual = json.loads(outcome["stdout"])
+    assert actual["keys"] == [] and actual["capabilities"] == []
     if (
         level == "limits"
         # where nothing is granted, files are open, and nothing claims otherwise: the attack is a
         # real
         # one
     ):
-        assert {"read", "write", "look"} <= set(found["got"])
+        assert {"read", "write", "look"} <= set(actual["got"])
         return
-    assert found["got"] == []
+    assert actual["got"] == []
     assert secret.read_text() == of_the_run.read_text() == "as it was"
     if CELLS[kind][0] == 0 and level == "namespaces":
-        assert found["user"] != 0
+        assert actual["user"] != 0
     assert not Path(f"{of_the_run}.made").exists()
 
 
 @pytest.mark.parametrize("kind", ["a user", "a user without anything"])
 def test_a_run_that_wants_more_isolation_than_there_is_is_refused(kind: str) -> None:
     wanted = "namespaces" if kind == "a user without anything" else "files"
-    found = cell(kind, "print(1)", require=wanted)
+    actual = cell(kind, "print(1)", require=wanted)
     if kind == "a user":
-        assert found["stdout"] == "1\n"
+        assert actual["stdout"] == "1\n"
     else:
-        assert found["failed"].startswith(
+        assert actual["failed"].startswith(
             "reward.code.require: namespaces, but this system gives level limits (limits of"
         )
-        assert "Operation not permitted" in found["failed"]
+        assert "Operation not permitted" in actual["failed"]
 
 
 def test_a_cell_without_namespaces_ends_what_its_program_leaves_behind() -> None:

@@ -43,8 +43,8 @@ def answered(
 ) -> Answers:
     answers = Answers(all_trained=all_trained)
     first = group_seed(RUN_SEED, ITERATION, index)
-    for number, one in enumerate(generations):
-        answers.note(number, 0, turn_seed(first, number, 0), one)
+    for number, generation in enumerate(generations):
+        answers.note(number, 0, turn_seed(first, number, 0), generation)
     return answers
 
 
@@ -274,9 +274,9 @@ def test_one_answer_to_two_seeds_ends_the_run_unless_it_may_be_chance() -> None:
 
 
 RESULTS: dict[str, Callable[[RewardResult, RewardResult], RewardResult]] = {
-    "the group's before": lambda result, other: other,
-    "the neighbour's": lambda result, other: replace(result, total=np.roll(result.total, 1)),
-    "one reward changed": lambda result, other: replace(
+    "the group's before": lambda result, another: another,
+    "the neighbour's": lambda result, another: replace(result, total=np.roll(result.total, 1)),
+    "one reward changed": lambda result, another: replace(
         result, total=result.total + np.eye(RESPONSES)[0] * 0.5
     ),
 }
@@ -365,14 +365,14 @@ def test_records_are_made_of_the_group_that_was_dispatched() -> None:
     result.total[:] = 9
     production = Production(ITERATION, num_kept=100)
     production.put(group, scored_group(others, None, result), {(0, 0): None})
-    for kept, given in zip(production._kept, generations, strict=True):
+    for kept, inputs in zip(production._kept, generations, strict=True):
         assert (kept.index, kept.iteration, kept.prompt_id) == (INDEX, ITERATION, PROMPT.prompt_id)
-        assert list(kept.tokens) == given.tokens.tolist()
-        assert np.array_equal(np.float32(kept.logprobs), given.logprobs)
+        assert list(kept.tokens) == inputs.tokens.tolist()
+        assert np.array_equal(np.float32(kept.logprobs), inputs.logprobs)
         assert kept.reward == kept.response / 2 and kept.advantage == kept.response
     (short,) = production._samples or [None]
     if short is not None:
         assert [one["tokens"] for one in short["responses"]] == [
-            len(given.tokens) for given in generations
+            len(generation.tokens) for generation in generations
         ]
         assert [one["reward"] for one in short["responses"]] == [0.0, 0.5, 1.0, 1.5]

@@ -70,7 +70,11 @@ def group_of(samples: list[Sample], index: int = 0) -> Group:
 def shows(placeholders: Any) -> list[tuple[int, int, list[tuple[str, bytes]]]]:
     """Where runs are and what they stand for, in plain values."""
     return [
-        (run.start, run.length, [(one.name, one.digest) for one in run.attachments])
+        (
+            run.start,
+            run.length,
+            [(attachment.name, attachment.digest) for attachment in run.attachments],
+        )
         for run in placeholders
     ]
 
@@ -78,10 +82,13 @@ def shows(placeholders: Any) -> list[tuple[int, int, list[tuple[str, bytes]]]]:
 def assert_same_attachments(left: Group, right: Group) -> None:
     assert shows(left.placeholders) == shows(right.placeholders)
     assert len(left.attachments) == len(right.attachments)
-    for one, other in zip(left.attachments, right.attachments, strict=True):
-        assert (one.name, one.digest) == (other.name, other.digest)
-        assert one.array.dtype == other.array.dtype and one.array.shape == other.array.shape
-        assert one.array.tobytes() == other.array.tobytes()
+    for attachment, another in zip(left.attachments, right.attachments, strict=True):
+        assert (attachment.name, attachment.digest) == (another.name, another.digest)
+        assert (
+            attachment.array.dtype == another.array.dtype
+            and attachment.array.shape == another.array.shape
+        )
+        assert attachment.array.tobytes() == another.array.tobytes()
 
 
 @st.composite
@@ -173,8 +180,12 @@ def expected(pieces: list[Group]) -> list[list[tuple[Any, ...]]]:
             stands_for: list[Any] = [None] * len(sample.tokens)
             for run in sample.placeholders:
                 arrays = {
-                    one.name: (f"torch.{one.array.dtype}", one.array.shape, one.array.tobytes())
-                    for one in run.attachments
+                    attachment.name: (
+                        f"torch.{attachment.array.dtype}",
+                        attachment.array.shape,
+                        attachment.array.tobytes(),
+                    )
+                    for attachment in run.attachments
                 }
                 for place in range(run.length):
                     stands_for[run.start + place] = (run.length, place, arrays)
@@ -201,8 +212,8 @@ def test_each_target_follows_from_its_own_tokens_and_its_own_arrays(
     microbatch = pack(pieces, shared, pad).to("cpu")
     targets = [seen(microbatch, row) for row in microbatch.rows.tolist()]
     assert targets == expected(pieces)
-    contents = [tuple(sorted(one.digests.items())) for one in microbatch.attachments]
-    lengths = [one.length for one in microbatch.attachments]
+    contents = [tuple(sorted(attachment.digests.items())) for attachment in microbatch.attachments]
+    lengths = [attachment.length for attachment in microbatch.attachments]
     assert len(set(zip(contents, lengths, strict=True))) == len(contents), "each once"
     tensors = {
         digest: packed.arrays[name].data_ptr()
@@ -316,7 +327,7 @@ def test_attachments_travel_once_per_group_whatever_number_of_samples_shows_them
             samples = [replace(sample, placeholders=()) for sample in samples]
         return group_of(samples)
 
-    array_bytes = sum(one.array.nbytes for one in of(1, attached=True).attachments)
+    array_bytes = sum(attachment.array.nbytes for attachment in of(1, attached=True).attachments)
     assert array_bytes == 2 * 16 * 6 * 4 + 3 * 8, "two images, and one grid that both have"
     attached, bare = len(to_bytes(of(8, attached=True))), len(to_bytes(of(8, attached=False)))
     bindings = 8 * 4 * 12
@@ -514,8 +525,11 @@ def test_a_buffer_hands_attachments_to_the_microbatches_of_each_piece_once() -> 
     first, second = microbatches
     microbatches.finish()
     assert microbatches.traffic.buffer_bytes == len(to_bytes(group))
-    pixels = [one.digest for one in group.attachments if one.name == "pixels"]
-    carried = [[one.digests["pixels"] for one in batch.attachments] for batch in (first, second)]
+    pixels = [attachment.digest for attachment in group.attachments if attachment.name == "pixels"]
+    carried = [
+        [attachment.digests["pixels"] for attachment in batch.attachments]
+        for batch in (first, second)
+    ]
     assert carried == [[pixels[0], pixels[1]], [pixels[2], pixels[1]]]
     shared, in_each = first.attachments
     assert (len(shared.rows), len(in_each.rows)) == (RUN_LENGTH, 2 * RUN_LENGTH)

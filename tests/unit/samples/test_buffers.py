@@ -187,7 +187,7 @@ def test_a_shard_that_stops_ends_or_never_came_is_one_line_in_time(
 
 
 def test_shards_are_for_several_nodes_unless_told(channel: StoreChannel) -> None:
-    def found(shards: str, **placement: object) -> ShardPayloads | None:
+    def payloads_of(shards: str, **placement: object) -> ShardPayloads | None:
         tree = {
             "model": {"path": "m"},
             "data": {"train": "t"},
@@ -200,7 +200,7 @@ def test_shards_are_for_several_nodes_unless_told(channel: StoreChannel) -> None
         return payloads(config, channel)
 
     two: dict[str, object] = {"cluster": "ray", "nnodes": 2}
-    assert found("auto") is None and found("head", **two) is None
-    assert isinstance(found("auto", **two), ShardPayloads) and isinstance(
-        found("node"), ShardPayloads
+    assert payloads_of("auto") is None and payloads_of("head", **two) is None
+    assert isinstance(payloads_of("auto", **two), ShardPayloads) and isinstance(
+        payloads_of("node"), ShardPayloads
     )

@@ -55,8 +55,8 @@ def generation(
 
 def two_turns(number: int, columns: tuple[Column, ...] = (MADE_UP, EXPERT_CHOICES)) -> Sample:
     """Expert choices are given for the prompt, and none for what the environment shows between."""
-    given = {EXPERT_CHOICES: told(EXPERT_CHOICES, PROMPT)} if EXPERT_CHOICES in columns else None
-    sample = SampleBuilder(PROMPT, given)
+    inputs = {EXPERT_CHOICES: told(EXPERT_CHOICES, PROMPT)} if EXPERT_CHOICES in columns else None
+    sample = SampleBuilder(PROMPT, inputs)
     write(sample, generation(10 + 100 * number, 2 + number, columns))
     sample.show(np.array([5, 6], np.int32))
     write(sample, generation(50 + 100 * number, 1, columns))
@@ -136,12 +136,12 @@ def test_columns_of_any_type_and_shape_survive_the_wire_bit_for_bit_whole_in_par
         samples.append(sample.finish(True, ""))
     group = group_of(samples)
     data_bytes = to_bytes(group, columns)
-    found = from_bytes(data_bytes, columns)
-    assert to_bytes(found, columns) == data_bytes
+    actual = from_bytes(data_bytes, columns)
+    assert to_bytes(actual, columns) == data_bytes
     for column in declared:
-        assert found.columns[column].tobytes() == group.columns[column].tobytes()
+        assert actual.columns[column].tobytes() == group.columns[column].tobytes()
         rest = b"".join(sample.columns[column].tobytes() for sample in samples[1:])
-        assert len(samples) == 1 or found[1:].columns[column].tobytes() == rest
+        assert len(samples) == 1 or actual[1:].columns[column].tobytes() == rest
     if declared:
         with pytest.raises(GroupFormatError, match="is unknown"):
             from_bytes(data_bytes)
@@ -177,11 +177,11 @@ def test_an_unknown_column_is_refused_on_both_sides_of_the_wire() -> None:
         GroupFormatError, match="column made_up differs from its declaration; import that one"
     ):
         to_bytes(group, RunColumns((replace(MADE_UP, elsewhere=7), EXPERT_CHOICES)))
-    other = RunColumns((replace(MADE_UP, dtype="int32"), EXPERT_CHOICES))
+    another = RunColumns((replace(MADE_UP, dtype="int32"), EXPERT_CHOICES))
     with pytest.raises(
         GroupFormatError, match=r"made_up is I16 \[.*, 3, 2\], expected I32 \[n, 3, 2\]"
     ):
-        from_bytes(to_bytes(group, RUN), other)
+        from_bytes(to_bytes(group, RUN), another)
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,8 @@ def test_a_declaration_that_no_run_can_have_is_one_line(column: Column, message:
 def test_a_task_gets_the_columns_that_it_names_and_no_others() -> None:
     data = to_bytes(group_of([two_turns(number) for number in range(2)]), RUN)
     task = RUN.reading(["made_up"])
-    found = from_bytes(data, task)
-    assert set(found.columns) == {MADE_UP} and not found.logprobs.any()
+    actual = from_bytes(data, task)
+    assert set(actual.columns) == {MADE_UP} and not actual.logprobs.any()
     with pytest.raises(
         ConfigError, match=r"a task reads \['teacher'\], which no feature of this run declares"
     ):
@@ -277,11 +277,11 @@ def test_trainers_read_the_columns_of_the_loss_and_not_those_of_the_advantage_al
     )
     channel = StoreChannel(dist.HashStore())
     open_buffer(config, channel).put(group_of([two_turns(0), two_turns(1)]), 0, 0)
-    found = open_buffer(config, channel, trains=True).read(0, 0, 0)
-    assert set(found.columns) == (
+    actual = open_buffer(config, channel, trains=True).read(0, 0, 0)
+    assert set(actual.columns) == (
         {MADE_UP} if where == "coordinator" else {MADE_UP, EXPERT_CHOICES}
     )
-    assert (found.logprobs[found.trained] == -0.5).all() and found.advantages.any()
+    assert (actual.logprobs[actual.trained] == -0.5).all() and actual.advantages.any()
     assert set(open_buffer(config, channel).read(0, 0, 0).columns) == {MADE_UP, EXPERT_CHOICES}, (
         "whoever keeps it has all"
     )
@@ -322,7 +322,7 @@ def test_coordinator_and_trainers_make_columns_and_advantages_of_whole_groups(wh
         pad_multiple=1,
         timeout_s=5.0,
     )
-    found = list(microbatches)
+    actual = list(microbatches)
     lengths = torch.tensor([3.0, 4.0, 5.0, 6.0]).repeat_interleave(torch.tensor([3, 4, 5, 6]))
-    torch.testing.assert_close(torch.cat([one.columns["share"] for one in found]), lengths / 18)
-    assert torch.cat([one.advantages for one in found]).tolist() == lengths.tolist()
+    torch.testing.assert_close(torch.cat([one.columns["share"] for one in actual]), lengths / 18)
+    assert torch.cat([one.advantages for one in actual]).tolist() == lengths.tolist()

@@ -28,7 +28,7 @@ from pa_npu.engines.codec import (
     decode_object,
     decode_response,
 )
-from pa_npu.engines.compact_answer import Response
+from pa_npu.engines.compact_answer import CompactResponse
 from pa_npu.engines.http_server import COMPACT_TYPE
 from pa_npu.engines.protocol import EngineError, Generation, Sampling
 from pa_npu.errors import DataError
@@ -286,7 +286,11 @@ def test_an_engines_answer_is_valid_completions_or_an_engine_error(
 
 
 COMPACT = compact_answer.encode(
-    "x", [Response("a", [7, 2], "stop", [-0.5, -1.0]), Response("é", [8], "length", [-0.25])]
+    "x",
+    [
+        CompactResponse("a", [7, 2], "stop", [-0.5, -1.0]),
+        CompactResponse("é", [8], "length", [-0.25]),
+    ],
 )
 
 

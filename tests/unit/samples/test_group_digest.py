@@ -44,9 +44,9 @@ def group(index: int = 0) -> Group:
 def fields(
     *groups: Group, slot: tuple[int, int] = (0, 0), part: tuple[int, int] | None = None
 ) -> dict[str, Any]:
-    found = group_fields([digest_group(one, {slot: part}) for one in groups])
-    found.pop("responses")  # what the digests are of
-    return found
+    actual = group_fields([digest_group(group, {slot: part}) for group in groups])
+    actual.pop("responses")  # what the digests are of
+    return actual
 
 
 def changed(original: Group, name: str, place: int, value: Any) -> Group:
@@ -117,9 +117,9 @@ def test_each_digest_changes_with_what_it_is_of_and_with_nothing_else() -> None:
         "an attachment": (replace(made, placeholders=[run(1)]), {"context"}),
     }
     before = fields(made)
-    for what, (other, expected) in cases.items():
-        after = fields(other)
-        assert {name for name in before if before[name] != after[name]} == expected, what
+    for aspect, (another, expected) in cases.items():
+        after = fields(another)
+        assert {name for name in before if before[name] != after[name]} == expected, aspect
     assert {name for name in before if before[name] != fields(made, slot=(1, 0))[name]} == {
         "places"
     }
@@ -142,10 +142,10 @@ def test_a_group_from_a_checkpoint_has_the_digest_of_the_one_that_was_dispatched
 
 
 def test_a_response_is_found_by_its_row() -> None:
-    found = group_fields([digest_group(group(index), {(0, index): None}) for index in (4, 2)])
+    actual = group_fields([digest_group(group(index), {(0, index): None}) for index in (4, 2)])
     from pa_npu.telemetry.chain import unpack
 
-    table = unpack(found["responses"], 2, "")
+    table = unpack(actual["responses"], 2, "")
     assert [table.where(row) for row in range(6)] == [
         (2, 0),
         (2, 1),

@@ -101,18 +101,18 @@ def test_of_a_divided_group_each_replica_trains_its_samples_with_all_advantages_
         whole,
         advantages=np.where(whole.trained, np.repeat(values, whole.lengths), 0).astype(np.float32),
     )
-    found = []
+    actual = []
     for part in ((0, 3), (3, 4)):
         microbatches = iterator(
             MemoryBuffer([replace(whole, part=part)]),
             groups=1,
             algorithm=algorithm_of(AlgorithmConfig()),
         )
-        found += [source for one in microbatches for source in one.sources]
+        actual += [source for microbatch in microbatches for source in microbatch.sources]
         microbatches.finish()
         of_samples = [np.unique(tokens).tolist() for tokens in microbatches.advantages[4]]
         assert of_samples == [[value] for value in values.tolist()], "of the whole group"
-    assert found == [(4, 0), (4, 1), (4, 2), (4, 3)]
+    assert actual == [(4, 0), (4, 1), (4, 2), (4, 3)]
     spoilt = replace(whole, part=(3, 4), rewards=rewards[::-1].copy())
     with pytest.raises(InvariantViolation, match="I7 gradient"):
         next(iterator(MemoryBuffer([spoilt]), groups=1, algorithm=algorithm_of(AlgorithmConfig())))
@@ -133,8 +133,8 @@ def test_groups_come_in_slot_order_each_cut_into_its_microbatches(tmp_path: Path
     buffer = MemoryBuffer([group(4), group(0), group(2)], late_s=0.2)
     with Timeline.for_run(tmp_path, "trainer") as timeline:
         microbatches = iterator(buffer, timeline=timeline)
-        found = [(m.group_indices, m.advantages.tolist()) for m in microbatches]
-    assert found == [
+        actual = [(m.group_indices, m.advantages.tolist()) for m in microbatches]
+    assert actual == [
         ((index,), advantages) for index in (4, 0, 2) for advantages in ([0.0, 1.0], [2.0, 3.0])
     ]
     microbatches.finish()
@@ -165,13 +165,13 @@ def test_groups_are_parsed_by_a_thread_beside_training_and_none_is_given_back_be
     monkeypatch.setattr("pa_npu.samples.iterator.from_bytes", parse)
     buffer = MemoryBuffer([group(4), group(0), group(2)])
     microbatches = iterator(buffer)
-    found = []
+    actual = []
     for _ in range(2):
         assert parsed.acquire(timeout=30.0), "the first two are parsed before training asks for any"
     for microbatch in microbatches:
-        found.append((microbatch.group_indices, buffer.finished[:], microbatches.is_last))
+        actual.append((microbatch.group_indices, buffer.finished[:], microbatches.is_last))
     microbatches.finish()
-    assert found == [
+    assert actual == [
         *[((4,), [0], False)] * 2,
         *[((0,), [0, 1], False)] * 2,
         ((2,), [0, 1, 2], False),
@@ -217,21 +217,21 @@ def links(request: pytest.FixtureRequest) -> Iterator[ReplicaLinks | None]:
 def test_a_group_that_was_put_and_is_not_there_is_named_long_before_the_deadline(
     links: ReplicaLinks | None,
 ) -> None:
-    said = Dispatched(
+    output = Dispatched(
         2, tuple(DispatchedGroup(index, index % 2, (1, 1, 1, 1)) for index in range(6))
     )
-    told: list[Dispatched] = []
+    reported: list[Dispatched] = []
     buffer = MemoryBuffer([group(0), group(4)])
     microbatches = iterator(
         buffer,
         num_replicas=2,
         timeout_s=60.0,
         links=links,
-        dispatched=lambda: told[-1] if told else None,
+        dispatched=lambda: reported[-1] if reported else None,
     )
     for _ in range(4):
         next(microbatches)
-    threading.Timer(0.3, told.append, [said]).start()
+    threading.Timer(0.3, reported.append, [output]).start()
     start_s = time.monotonic()
     named = (
         r"I2 .* slot 2 of replica 0 in iteration 2 is empty.* all 6 groups.* lost is one of "

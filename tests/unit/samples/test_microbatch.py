@@ -68,14 +68,14 @@ def trained(microbatch: Microbatch) -> list[Trained]:
 
 def expected(pieces: list[Group]) -> list[Trained]:
     """The same from the groups, response by response, token by token."""
-    found = []
+    actual = []
     number = 0
     for piece in pieces:
         for start, end in itertools.pairwise(piece.offsets().tolist()):
             for row in range(start, end):
                 if piece.trained[row]:
                     before = piece.tokens[start:row].tolist()
-                    found.append(
+                    actual.append(
                         (
                             before,
                             piece.tokens[row],
@@ -85,7 +85,7 @@ def expected(pieces: list[Group]) -> list[Trained]:
                         )
                     )
             number += 1
-    return found
+    return actual
 
 
 @given(
@@ -189,7 +189,7 @@ def test_a_group_of_any_size_is_cut_into_pieces_of_at_most_so_many_samples(
 ) -> None:
     microbatches = build_microbatches(make_group(2, (1, 2, 1, 3, 1, 1, 2)), responses, True, 1)
     assert [microbatch.num_samples for microbatch in microbatches] == sizes
-    assert [place for one in microbatches for place in one.sources] == [
+    assert [place for microbatch in microbatches for place in microbatch.sources] == [
         (7, number) for number in range(7)
     ]
 
@@ -202,4 +202,4 @@ def test_the_cut_does_not_change_what_is_trained() -> None:
         for size, shared in ((6, True), (3, True), (2, False), (1, True))
     ]
     for start in range(0, len(whole), 4):
-        assert all(torch.equal(whole[start], other) for other in whole[start + 1 : start + 4])
+        assert all(torch.equal(whole[start], another) for another in whole[start + 1 : start + 4])

@@ -31,11 +31,11 @@ def test_a_microbatch_takes_the_next_responses_as_long_as_they_fit(
         pad_multiple=pad,
         shared_prompt=shared,
     )
-    found = list(microbatches)
+    actual = list(microbatches)
     microbatches.finish()
-    order = [response for microbatch in found for response in content(microbatch)]
+    order = [response for microbatch in actual for response in content(microbatch)]
     assert order == [(index, length) for index, group in enumerate(groups) for length in group]
-    for microbatch, following in zip(found, [*found[1:], None], strict=True):
+    for microbatch, following in zip(actual, [*actual[1:], None], strict=True):
         assert microbatch.layout.total <= tokens or microbatch.num_samples == 1
         if following is None:
             continue

@@ -163,11 +163,11 @@ def test_fillers_take_the_places_where_the_number_of_microbatches_is_agreed_befo
 def test_each_update_knows_its_own_groups_by_rule() -> None:
     groups = groups_with_equal([0, 2, 3])
     source = iterator(as_put(groups, [0, 2, 3]))
-    found = []
+    actual = []
     for share in source.updates(2):
         computed = {microbatch.group_indices[0] for microbatch in share}
-        found.append((computed, [notice.index for notice in share.by_rule]))
-    assert found == [({1}, [0]), (set(), [2, 3])]
+        actual.append((computed, [notice.index for notice in share.by_rule]))
+    assert actual == [({1}, [0]), (set(), [2, 3])]
 
 
 def test_a_group_with_a_gradient_that_is_put_by_rule_ends_the_run() -> None:

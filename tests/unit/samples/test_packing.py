@@ -159,10 +159,10 @@ def test_order_prompt_packs_by_the_groups_alone(
     }
     calls = iter(arrivals * 100)
     microbatches, feed = iterator(groups, lambda slot: next(calls), **changes)
-    found = list(microbatches)
+    actual = list(microbatches)
     microbatches.finish()
-    assert [content(m) for m in found] == next_fit(groups, responses, shared, pad, budget)
-    assert all(m.layout.total <= budget or m.num_samples == responses for m in found)
+    assert [content(m) for m in actual] == next_fit(groups, responses, shared, pad, budget)
+    assert all(m.layout.total <= budget or m.num_samples == responses for m in actual)
     assert feed.waits == sorted(set(feed.waits)), "no slot is waited for twice"
 
 
@@ -173,11 +173,11 @@ def test_order_completion_trains_every_response_once_within_the_budget(
 ) -> None:
     calls = iter(arrivals * 100)
     microbatches, _ = iterator(groups, lambda slot: next(calls), max_tokens=budget)
-    found = list(microbatches)
+    actual = list(microbatches)
     microbatches.finish()
     everything = [(index, length) for index, lengths in enumerate(groups) for length in lengths]
-    assert [response for m in found for response in content(m)] == everything
-    assert all(m.layout.total <= budget or m.num_samples == len(groups[0]) for m in found)
+    assert [response for m in actual for response in content(m)] == everything
+    assert all(m.layout.total <= budget or m.num_samples == len(groups[0]) for m in actual)
 
 
 def test_order_completion_goes_as_soon_as_the_next_group_has_not_arrived() -> None:
@@ -210,8 +210,10 @@ def test_what_did_not_fit_begins_the_next_microbatch_without_a_wait() -> None:
 
 
 def test_a_piece_larger_than_the_budget_goes_alone() -> None:
-    found = [m.group_indices for m in iterator([[1, 1], [50, 1], [1, 1], [1, 1]], max_tokens=10)[0]]
-    assert found == [(0,), (1,), (2, 3)]
+    actual = [
+        m.group_indices for m in iterator([[1, 1], [50, 1], [1, 1], [1, 1]], max_tokens=10)[0]
+    ]
+    assert actual == [(0,), (1,), (2, 3)]
 
 
 def test_the_budget_counts_padding_and_every_copy_of_a_prompt() -> None:

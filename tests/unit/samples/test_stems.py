@@ -35,7 +35,7 @@ def assert_same(one: Microbatch, other: Microbatch) -> None:
 
 @given(
     prompt=st.integers(2, 30),
-    lengths=st.lists(st.integers(1, 6), min_size=2, max_size=6),
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6),
     responses=st.integers(1, 3),
     multiple=st.sampled_from([1, 4]),
     stem_tokens=st.none() | st.integers(1, 12),

@@ -90,13 +90,13 @@ def test_equal_runs_are_equal_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_one_bit_of_a_reward_is_found_and_named_before_what_follows_from_it(tmp_path: Path) -> None:
-    other = steps()
-    other[2].rewards.view(np.uint32)[3, 1] ^= 1
-    other[2].gradient_norms[0] = 0.26
-    other[2].weights[1] = other[3].weights[0] = "another"
-    found = compared(tmp_path, other)
-    assert found.verdict == "different" and found.iterations == 3
-    cause, *effects = found.last
+    another = steps()
+    another[2].rewards.view(np.uint32)[3, 1] ^= 1
+    another[2].gradient_norms[0] = 0.26
+    another[2].weights[1] = another[3].weights[0] = "another"
+    actual = compared(tmp_path, another)
+    assert actual.verdict == "different" and actual.iterations == 3
+    cause, *effects = actual.last
     assert (cause.iteration, cause.aspect, cause.response) == (2, "rewards", (3, 1))
     assert (
         "reward of response 1 of group 3 is " in cause.text
@@ -129,15 +129,15 @@ def test_each_kind_of_difference_is_named_by_its_cause(tmp_path: Path) -> None:
         weights: ("weights", "w2 and another"),
     }
     for number, (change, (aspect, text)) in enumerate(named.items()):
-        other = steps()
-        change(other[1])
-        comparison = compared(tmp_path / str(number), other)
+        another = steps()
+        change(another[1])
+        comparison = compared(tmp_path / str(number), another)
         assert comparison.verdict == "different" and comparison.last[0].iteration == 1
         assert comparison.last[0].aspect == aspect and text in comparison.last[0].text
 
 
 def test_another_number_of_replicas_may_differ_by_rounding_and_no_more(tmp_path: Path) -> None:
-    def other(gradient: float, logprob: float) -> list[Step]:
+    def rounded(gradient: float, logprob: float) -> list[Step]:
         made = [replace(numbers, replicas=1) for numbers in steps()]
         for numbers in made[1:]:
             numbers.gradient_norms[0] *= 1 + gradient
@@ -146,24 +146,24 @@ def test_another_number_of_replicas_may_differ_by_rounding_and_no_more(tmp_path:
         return made
 
     two = {"trainer": {"devices": 2}}
-    found = compared(tmp_path / "near", other(1e-6, 1e-6), **two)
+    actual = compared(tmp_path / "near", rounded(1e-6, 1e-6), **two)
     assert (
-        found.verdict == "rounding"
-        and found.iterations == 4
-        and "trainer.devices is 1 and 2" in found.causes
+        actual.verdict == "rounding"
+        and actual.iterations == 4
+        and "trainer.devices is 1 and 2" in actual.causes
     )
-    assert compared(tmp_path / "far", other(1e-2, 0.0), **two).last[0].aspect == "gradient"
-    assert compared(tmp_path / "farther", other(0.0, 1e-2), **two).last[0].aspect == "log-probs"
-    without = compared(tmp_path / "without", other(1e-6, 1e-6))
+    assert compared(tmp_path / "far", rounded(1e-2, 0.0), **two).last[0].aspect == "gradient"
+    assert compared(tmp_path / "farther", rounded(0.0, 1e-2), **two).last[0].aspect == "log-probs"
+    without = compared(tmp_path / "without", rounded(1e-6, 1e-6))
     assert without.verdict == "different", "negative control: equal arrangements have equal bits"
 
 
 def test_other_tokens_between_runs_that_may_round_differently_decide_nothing(
     tmp_path: Path,
 ) -> None:
-    other = steps()
-    other[2].tokens[0, 0, 0] += 1
-    comparison = compared(tmp_path, other, software={**SOFTWARE, "engines": "vllm 0.12.0"})
+    another = steps()
+    another[2].tokens[0, 0, 0] += 1
+    comparison = compared(tmp_path, another, software={**SOFTWARE, "engines": "vllm 0.12.0"})
     assert comparison.verdict == "undecided" and comparison.causes == (
         "engines: vllm 0.11.0 and vllm 0.12.0",
     )
@@ -171,9 +171,9 @@ def test_other_tokens_between_runs_that_may_round_differently_decide_nothing(
 
 
 def test_rewards_have_no_rounding_whatever_else_differs(tmp_path: Path) -> None:
-    other = steps()
-    other[1].rewards.view(np.uint32)[0, 0] ^= 1
-    comparison = compared(tmp_path, other, software={**SOFTWARE, "torch": "2.8.0"})
+    another = steps()
+    another[1].rewards.view(np.uint32)[0, 0] ^= 1
+    comparison = compared(tmp_path, another, software={**SOFTWARE, "torch": "2.8.0"})
     assert comparison.verdict == "different" and comparison.last[0].aspect == "rewards"
 
 

@@ -105,22 +105,22 @@ def test_a_curve_is_the_mean_over_seeds_and_its_band_the_range(tmp_path: Path) -
 
 
 def test_differences_are_of_the_last_quarter_and_equal_runs_have_no_gap(tmp_path: Path) -> None:
-    found = {
+    actual = {
         (d.metric.key, d.label): d for d in differences(group_runs(load_runs(make_seeds(tmp_path))))
     }
-    reward = found["reward_mean", "stream=True"]
+    reward = actual["reward_mean", "stream=True"]
     assert reward.mean == pytest.approx(
         statistics.fmean(0.1 * seed + 0.1 * i for seed in (1, 2, 3) for i in (6, 7))
     )
     assert reward.largest_gap == 0.0
-    assert found["tpspd", "stream=True"].mean - found[
+    assert actual["tpspd", "stream=True"].mean - actual[
         "tpspd", "stream=True"
     ].first_mean == pytest.approx(50.0)
-    assert found["tpspd", "stream=True"].largest_gap == pytest.approx(
+    assert actual["tpspd", "stream=True"].largest_gap == pytest.approx(
         50.0
     )  # the control: a gap is seen where there is one
     # the first group has nothing to differ from
-    assert found["reward_mean", "stream=False"].half_width is None
+    assert actual["reward_mean", "stream=False"].half_width is None
 
 
 def test_the_interval_of_a_difference_covers_the_true_one_as_often_as_it_says() -> None:

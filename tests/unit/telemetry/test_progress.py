@@ -40,7 +40,7 @@ def test_devices_that_decode_and_train_have_one_share_of_idle_time() -> None:
 
 
 def test_lines_stay_aligned_whatever_the_values() -> None:
-    other = {
+    another = {
         "iteration": 99,
         "reward_mean": -1.0,
         "accuracy": 1.0,
@@ -56,7 +56,7 @@ def test_lines_stay_aligned_whatever_the_values() -> None:
     }
     lines = [
         progress_line(record, 100, eta)
-        for record, eta in ((RECORD, 3.0), (other, None), ({"iteration": 0}, 1e6))
+        for record, eta in ((RECORD, 3.0), (another, None), ({"iteration": 0}, 1e6))
     ]
     separators = [[match.start() for match in re.finditer(r"\|", line)] for line in lines]
     assert separators[0] == separators[1] == separators[2]

@@ -260,7 +260,7 @@ def test_a_last_line_that_is_torn_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rewards", "said"),
+    ("rewards", "message"),
     [
         ([(0.0, 0.0), (0.0, 0.0)], "Note: every reward of the run is 0"),
         ([(1.0, 0.0), (0.5, 0.0)], "Note: all rewards inside each group were equal"),
@@ -269,11 +269,11 @@ def test_a_last_line_that_is_torn_is_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_a_run_that_could_learn_nothing_says_so_once(
-    rewards: list[tuple[float, float]], said: str | None, tmp_path: Path
+    rewards: list[tuple[float, float]], message: str | None, tmp_path: Path
 ) -> None:
     records = [{"reward_mean": mean, "reward_std": deviation} for mean, deviation in rewards]
     line = nothing_learned_line(records, tmp_path)
-    assert (line is None) if said is None else (line is not None and line.startswith(said))
+    assert (line is None) if message is None else (line is not None and line.startswith(message))
 
 
 def test_the_summary_says_what_was_not_computed_and_what_means_are_over():

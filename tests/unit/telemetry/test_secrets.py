@@ -216,8 +216,8 @@ def test_no_secret_of_a_run_leaves_it_by_page_export_report_or_tracker_and_no_li
 ) -> None:
     run_dir = make_run(tmp_path / "run")
     (run_dir / "config.yaml").write_text(yaml.safe_dump(tree()))
-    said = "".join(f"connected with S3CRET-{number}\n" for number in range(9))
-    (run_dir / "logs" / "coordinator.log").write_text(f"{said}DB_AUTH=S3CRET-9\n")
+    output = "".join(f"connected with S3CRET-{number}\n" for number in range(9))
+    (run_dir / "logs" / "coordinator.log").write_text(f"{output}DB_AUTH=S3CRET-9\n")
     outside = tmp_path / "outside.log"
     outside.write_text("S3CRET of the machine\n")
     (run_dir / "logs" / "link.log").symlink_to(outside)

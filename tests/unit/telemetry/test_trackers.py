@@ -47,10 +47,14 @@ class Fake:
         )
 
     def steps(self, name: str = "train/loss") -> list[int]:
-        return [told["log"]["iteration"] for told in self.told() if name in told.get("log", {})]
+        return [
+            reported["log"]["iteration"]
+            for reported in self.told()
+            if name in reported.get("log", {})
+        ]
 
     def inits(self) -> list[dict[str, Any]]:
-        return [told["init"] for told in self.told() if "init" in told]
+        return [reported["init"] for reported in self.told() if "init" in reported]
 
 
 @pytest.fixture
@@ -148,7 +152,7 @@ def test_a_tracker_gets_every_record_and_the_samples_and_a_resumed_run_goes_on_u
     assert fake.steps() == [0, 1, 2, 3, 4] and fake.steps("eval/test/greedy") == [0]
     assert fake.told()[-1] == {"finish": True}
     columns, rows = next(
-        told["tables"]["completions"] for told in fake.told() if told.get("tables")
+        reported["tables"]["completions"] for reported in fake.told() if reported.get("tables")
     )
     assert columns == [
         "step",
@@ -196,7 +200,7 @@ def test_a_table_has_all_rewards_of_groups_that_agents_and_reward_functions_rewa
     with MetricsWriter(tmp_path) as metrics, Trackers(tmp_path, telemetry(), {}) as trackers:
         trackers.write_iteration(metrics.write(record(0)), [by_agents, response(0, 1)])
     columns, rows = next(
-        told["tables"]["completions"] for told in fake.told() if told.get("tables")
+        reported["tables"]["completions"] for reported in fake.told() if reported.get("tables")
     )
     assert columns[4:6] == ["environment", "math"]
     assert [row[4:6] for row in rows] == [[0.5, None], [None, 1.0]]
@@ -319,12 +323,13 @@ def test_a_tracker_that_is_not_installed_is_refused_in_one_line_and_secrets_stay
         return Config.model_validate({**tree, "telemetry": settings})
 
     check_trackers(config())
-    for found, words in (
+    for actual, words in (
         ({}, "swanlab is not installed in"),
         ({"swanlab": "0.3.1"}, "as 0.3.1, not as swanlab>=0.10"),
     ):
         monkeypatch.setattr(
-            "pa_npu.launcher.checks.engines.distributions", lambda python, names, found=found: found
+            "pa_npu.launcher.checks.engines.distributions",
+            lambda python, names, result=actual: result,
         )
         with pytest.raises(
             ConfigError, match=r"^telemetry\.trackers: swanlab .*pip install 'pa_npu\[swanlab\]'"

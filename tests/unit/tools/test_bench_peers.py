@@ -49,9 +49,9 @@ def test_weights_arrive_over_gloo_as_they_were_sent() -> None:
         announced = ((name, (list(tensor.shape), tensor.dtype)) for name, tensor in sent.items())
         receive(announced, group, 0, arrived.update)
 
-    other = threading.Thread(target=engine, daemon=True)
-    other.start()
+    another = threading.Thread(target=engine, daemon=True)
+    another.start()
     send(sent.items(), trainer_end(info), 0, lambda item: item[1])
-    other.join(60)
+    another.join(60)
     assert list(arrived) == list(sent)
     assert all(torch.equal(arrived[name], tensor) for name, tensor in sent.items())

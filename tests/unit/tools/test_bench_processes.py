@@ -42,12 +42,12 @@ with started([sys.executable, "-c", {child!r}], pathlib.Path({str(tmp_path / "lo
 
 def of_group(group: int) -> list[int]:
     """Process ids of a process group."""
-    found = []
+    actual = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except OSError:
             continue
         if int(fields[2]) == group:
-            found.append(int(stat.parent.name))
-    return found
+            actual.append(int(stat.parent.name))
+    return actual

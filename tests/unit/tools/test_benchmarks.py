@@ -67,12 +67,12 @@ def test_a_small_job_reaches_what_its_engines_and_replicas_allow(
 
 
 def test_every_case_of_staleness_is_a_configuration() -> None:
-    found = [
+    actual = [
         *bench_staleness.cases([0, 1, 4], list(bench_staleness.CORRECTIONS)),
         *bench_staleness.cases([1], ["sampling"], budget=2000, prompts=24)[1:],
     ]
     ratios = {}
-    for case in found:
+    for case in actual:
         config = load_config([str(ROOT / "configs" / "grpo_tiny.yaml")], list(case.settings))
         ratios[case.name] = (
             config.schedule.max_staleness,

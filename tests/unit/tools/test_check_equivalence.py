@@ -15,7 +15,7 @@ BOUND = check_equivalence.COMPLETION_BOUND
 
 
 @pytest.mark.parametrize(
-    ("variant", "change", "code", "said"),
+    ("variant", "change", "code", "message"),
     [
         (PERIODIC, 0.0, 0, "bit-identical"),
         (PERIODIC, 1e-7, 1, "FAILED: must be bit-identical"),
@@ -29,7 +29,7 @@ def test_a_difference_beyond_a_variants_bound_ends_the_tool_with_1(
     variant: Variant,
     change: float,
     code: int,
-    said: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -44,7 +44,7 @@ def test_a_difference_beyond_a_variants_bound_ends_the_tool_with_1(
     (line,) = [
         line for line in capsys.readouterr().out.splitlines() if line.startswith(variant.name)
     ]
-    assert line.endswith(said)
+    assert line.endswith(message)
 
 
 def test_exports_with_other_tensors_are_no_difference_but_an_error() -> None:

@@ -96,14 +96,14 @@ def test_a_backend_takes_as_long_as_asked_and_does_all_else_itself(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACED_TRAINER", "0.001")
-    given: list[Any] = []
+    inputs: list[Any] = []
     backend = SimpleNamespace(
         step=lambda: "stepped",
-        accumulate=lambda microbatches, objective: given.extend([objective, *microbatches]),
+        accumulate=lambda microbatches, objective: inputs.extend([objective, *microbatches]),
     )
     paced = PacedBackend(backend)  # type: ignore[arg-type]
     paced.accumulate(Source(clock, [(100.0, 1000), (100.0, 2000)]), "objective")  # type: ignore[arg-type]
-    assert len(given) == 3 and given[0] == "objective" and clock.now == pytest.approx(103.0)
+    assert len(inputs) == 3 and inputs[0] == "objective" and clock.now == pytest.approx(103.0)
     assert paced.step() == "stepped"
     assert (
         backend_module("tools.paced.trainer:BACKEND").changes()

@@ -98,9 +98,9 @@ def test_an_agents_call_is_few_tokens_which_its_files_keep(tmp_path: Path) -> No
     (call, _), *_ = tiny.call_turns(83, 73, "agent")
     asked = [{"role": "user", "content": "q"}]
     arguments = {"name": "calculator", "arguments": {"x": "83*73"}}
-    said = {"role": "assistant", "content": "", "tool_calls": [{"function": arguments}]}
+    output = {"role": "assistant", "content": "", "tool_calls": [{"function": arguments}]}
     begin, whole = (
-        tokenizer.apply_chat_template(m, tokenize=False) for m in (asked, [*asked, said])
+        tokenizer.apply_chat_template(m, tokenize=False) for m in (asked, [*asked, output])
     )
     assert whole == begin + tiny.ASSISTANT + call, "as the template writes it"
     tokens = tokenizer(call).input_ids

@@ -98,8 +98,8 @@ def test_synchronous_iterations_between_periodic_ones_are_no_reason_for_advice()
 def test_each_rule_speaks_and_names_what_to_change(
     numbers: dict[str, Any], config: dict[str, Any], title: str, key: str
 ) -> None:
-    (found,) = given(config, **numbers)
-    assert title in found.title and key in found.text
+    (actual,) = given(config, **numbers)
+    assert title in actual.title and key in actual.text
 
 
 def test_rules_that_do_not_apply_are_silent() -> None:
@@ -115,11 +115,11 @@ def test_entropy_that_falls_is_a_collapse_only_while_the_task_is_not_solved() ->
         ]
         return advise(records, CONFIG)
 
-    (found,) = falling(0.4)
-    assert found.title == "Entropy has collapsed" and "clip_high" in found.text
+    (actual,) = falling(0.4)
+    assert actual.title == "Entropy has collapsed" and "clip_high" in actual.text
     assert falling(0.95) == []
 
 
 def test_what_costs_most_comes_first() -> None:
-    found = given(trainer_idle=0.6, engine_idle=0.1, equal_reward_ratio=0.9)
-    assert [advice.level for advice in found] == ["act", "look"]
+    actual = given(trainer_idle=0.6, engine_idle=0.1, equal_reward_ratio=0.9)
+    assert [advice.level for advice in actual] == ["act", "look"]

@@ -36,14 +36,16 @@ def test_each_question_has_its_number_before_and_now(run: RunDirectory) -> None:
 def test_a_question_has_the_answers_of_both_versions_and_of_other_runs(
     run: RunDirectory, tmp_path: Path
 ) -> None:
-    other = RunDirectory(make_run(tmp_path / "other"))
-    found = answer([run, other], "question/12/0/0")
-    assert "What is 0?" in found["prompt"] and HOSTILE in found["prompt"] and found["answer"] == "0"
-    assert [(one["kind"], one["final"], one["correct"]) for one in found["answers"]] == [
+    second = RunDirectory(make_run(tmp_path / "other"))
+    actual = answer([run, second], "question/12/0/0")
+    assert (
+        "What is 0?" in actual["prompt"] and HOSTILE in actual["prompt"] and actual["answer"] == "0"
+    )
+    assert [(one["kind"], one["final"], one["correct"]) for one in actual["answers"]] == [
         ("greedy", "-1", False)
     ]
     assert [
-        (peer["run"], peer["version"], peer["answers"][0]["final"]) for peer in found["peers"]
+        (peer["run"], peer["version"], peer["answers"][0]["final"]) for peer in actual["peers"]
     ] == [("other", 12, "-1")]
     for path in ("question/12/1/0", f"question/12/0/{QUESTIONS}", "question/5/0/0"):
         assert answer([run], path) is None
@@ -60,6 +62,6 @@ def test_large_evaluations_are_bounded_and_say_so(
 def test_results_that_cannot_be_read_are_said(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run / "evaluations" / "version_000012.parquet").write_bytes(b"nonsense")
-    found = answer([RunDirectory(run)], "questions/12/0")
-    assert "version_000012.parquet: cannot be read" in found["error"] and found["sets"] == []
+    actual = answer([RunDirectory(run)], "questions/12/0")
+    assert "version_000012.parquet: cannot be read" in actual["error"] and actual["sets"] == []
     assert answer([RunDirectory(run)], "question/12/0/0") is None

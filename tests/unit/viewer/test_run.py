@@ -56,18 +56,18 @@ def ask(
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
     connection.request(method, path, headers={"Host": host} if host else {})
     response = connection.getresponse()
-    found = response.status, response.read(), response.headers
+    actual = response.status, response.read(), response.headers
     connection.close()
-    return found
+    return actual
 
 
 def test_numbers_of_the_overview_are_those_of_the_files(run_dir: Path) -> None:
     overview = RunDirectory(run_dir).overview()
-    found = overview["columns"]
-    assert found["iteration"] == list(range(ITERATIONS))
-    assert found["rewards.math"] == [metrics(i)["rewards"]["math"] for i in range(ITERATIONS)]
-    assert found["learned.decode_step_s"] == [0.003] * ITERATIONS and not any(
-        "engines" in name for name in found
+    actual = overview["columns"]
+    assert actual["iteration"] == list(range(ITERATIONS))
+    assert actual["rewards.math"] == [metrics(i)["rewards"]["math"] for i in range(ITERATIONS)]
+    assert actual["learned.decode_step_s"] == [0.003] * ITERATIONS and not any(
+        "engines" in name for name in actual
     )
     assert [record["version"] for record in overview["evaluations"]] == [0, 4, 8, 12]
     state = {
@@ -110,11 +110,11 @@ def test_secrets_of_the_engines_environment_are_not_shown(run_dir: Path) -> None
 
 
 def test_waits_of_an_iteration_are_what_its_spans_add_up_to(run_dir: Path) -> None:
-    found = RunDirectory(run_dir).timeline(5)
-    assert found is not None and found["seconds"] == pytest.approx(10.0) and not found["running"]
+    actual = RunDirectory(run_dir).timeline(5)
+    assert actual is not None and actual["seconds"] == pytest.approx(10.0) and not actual["running"]
     names = ["coordinator", "engine-0", "engine-1", "rewards", "trainer-0", "trainer-1"]
-    assert [row["name"] for row in found["rows"]] == names, "engines have the names of their logs"
-    waits = {entry["name"]: entry for entry in found["waits"]}
+    assert [row["name"] for row in actual["rows"]] == names, "engines have the names of their logs"
+    waits = {entry["name"]: entry for entry in actual["waits"]}
     trainer = waits["trainer-0"]
     assert trainer["parts"] | {"publish": 0, "checkpoint": 0} == pytest.approx(
         {
@@ -133,10 +133,10 @@ def test_waits_of_an_iteration_are_what_its_spans_add_up_to(run_dir: Path) -> No
         0.28
     )
     assert waits["engine-1"]["idle"] == pytest.approx(0.25)
-    for row in found["rows"]:
+    for row in actual["rows"]:
         bars = sorted(row["bars"])
-        for one, two in pairwise(bars):
-            assert one[0] != two[0] or one[1] + one[2] <= two[1] + 2e-6, (
+        for first, two in pairwise(bars):
+            assert first[0] != two[0] or first[1] + first[2] <= two[1] + 2e-6, (
                 f"bars of a track overlap in {row['name']}"
             )
     assert RunDirectory(run_dir).timeline(ITERATIONS + 5) is None
@@ -173,9 +173,9 @@ def test_a_device_shows_its_roles_and_is_no_engine(tmp_path: Path) -> None:
         timeline.complete("group 0", 1.5, 6.0, "engine e-0")
         timeline.complete("decodes", 1.0, 6.0, "role of engine 0")
         timeline.complete("trains", 6.0, 10.5, "role of engine 0")
-    found = RunTimeline(tmp_path).iteration(0)
-    assert found is not None and [entry["name"] for entry in found["waits"]] == ["e-0"]
-    (role,) = [row for row in found["rows"] if row["name"].startswith("role")]
+    actual = RunTimeline(tmp_path).iteration(0)
+    assert actual is not None and [entry["name"] for entry in actual["waits"]] == ["e-0"]
+    (role,) = [row for row in actual["rows"] if row["name"].startswith("role")]
     assert [bar[3:] for bar in role["bars"]] == [["generate", "decodes"], ["train", "trains"]]
 
 
@@ -189,9 +189,9 @@ def test_a_device_that_decodes_is_not_idle_while_its_trainer_waits(tmp_path: Pat
         with Timeline.for_run(tmp_path, f"trainer-{rank}") as timeline:
             timeline.complete("wait for group", 1.0, start_s)
             timeline.complete("group 0", start_s, end_s, "microbatches")
-    found = RunTimeline(tmp_path).iteration(0)
-    assert found is not None
-    devices = {entry["name"]: entry for entry in found["waits"] if entry["role"] == "device"}
+    actual = RunTimeline(tmp_path).iteration(0)
+    assert actual is not None
+    devices = {entry["name"]: entry for entry in actual["waits"] if entry["role"] == "device"}
     assert {name: entry["idle"] for name, entry in devices.items()} == pytest.approx(
         {"device of trainer-0": 0.05, "device of trainer-1": 0.0}
     )
@@ -200,11 +200,11 @@ def test_a_device_that_decodes_is_not_idle_while_its_trainer_waits(tmp_path: Pat
 
 def test_groups_have_their_responses_side_by_side(run_dir: Path) -> None:
     run = RunDirectory(run_dir)
-    found = run.samples(1)
-    assert [group["index"] for group in found["groups"]] == list(range(GROUPS)) and found[
+    actual = run.samples(1)
+    assert [group["index"] for group in actual["groups"]] == list(range(GROUPS)) and actual[
         "cut"
     ] is None
-    short = found["groups"][0]
+    short = actual["groups"][0]
     assert len(short["responses"]) == RESPONSES and short["responses"][0]["text"] == HOSTILE
     assert "pieces" not in short["responses"][1] and short["responses"][1]["length"] == 10
     whole = run.group(1, 0)
@@ -224,27 +224,27 @@ def test_the_list_of_an_iteration_is_bounded_and_says_what_it_lacks(
 ) -> None:
     monkeypatch.setattr(viewer_samples, "MAX_TEXT", 300)
     monkeypatch.setattr(viewer_samples, "MAX_RESPONSES", 3 * RESPONSES)
-    found = RunDirectory(run_dir).samples(1)
+    actual = RunDirectory(run_dir).samples(1)
     assert (
-        found["cut"] == 100
-        and found["left_out"] == (GROUPS - 3) * RESPONSES
-        and len(found["groups"]) == 3
+        actual["cut"] == 100
+        and actual["left_out"] == (GROUPS - 3) * RESPONSES
+        and len(actual["groups"]) == 3
     )
-    assert all(len(group["prompt"]) <= 100 for group in found["groups"])
+    assert all(len(group["prompt"]) <= 100 for group in actual["groups"])
 
 
 def test_another_runs_answers_to_the_same_prompt_are_found_in_the_nearest_iteration(
     run_dir: Path, tmp_path: Path
 ) -> None:
-    other = make_run(tmp_path / "other")
-    (other / "samples" / "iteration_000001.parquet").unlink()
-    peers = answer([RunDirectory(run_dir), RunDirectory(other)], "peers/1/4")
+    another = make_run(tmp_path / "other")
+    (another / "samples" / "iteration_000001.parquet").unlink()
+    peers = answer([RunDirectory(run_dir), RunDirectory(another)], "peers/1/4")
     assert [(peer["run"], peer["iteration"], peer["group"]["index"]) for peer in peers] == [
         ("other", 0, 4)
     ]
     assert len(peers[0]["group"]["responses"]) == RESPONSES
-    shutil.rmtree(other / "samples")
-    assert answer([RunDirectory(run_dir), RunDirectory(other)], "peers/1/4") == []
+    shutil.rmtree(another / "samples")
+    assert answer([RunDirectory(run_dir), RunDirectory(another)], "peers/1/4") == []
 
 
 def test_a_session_is_a_tree_whose_turns_have_the_tokens_of_the_branch_that_trains_them(
@@ -311,9 +311,9 @@ def test_a_long_run_is_thinned_out_and_keeps_its_last_iteration(
         {"iteration": i, "loss": float(i), "tokens_prompt": 1, "tokens_response": 2}
         for i in range(95)
     ]
-    found = columns(records)
-    assert found["iteration"] == [*range(0, 95, 10), 94] == found["loss"]
-    assert found["tokens_total"] == [3.0 * (i + 1) for i in found["iteration"]], (
+    actual = columns(records)
+    assert actual["iteration"] == [*range(0, 95, 10), 94] == actual["loss"]
+    assert actual["tokens_total"] == [3.0 * (i + 1) for i in actual["iteration"]], (
         "of all iterations, drawn or not"
     )
     part = columns(records, 50, 58)

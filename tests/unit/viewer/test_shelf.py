@@ -48,9 +48,9 @@ def ask(server: ViewServer, path: str) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
     connection.request("GET", path)
     response = connection.getresponse()
-    found = response.status, response.read()
+    actual = response.status, response.read()
     connection.close()
-    return found
+    return actual
 
 
 def test_the_table_has_a_row_per_run_with_its_state_and_numbers(folder: Path) -> None:
@@ -176,8 +176,8 @@ def test_the_command_exports_the_table_and_refuses_a_folder_without_runs(
 ) -> None:
     page = tmp_path / "table.html"
     assert main(["view", str(folder), "--export", str(page)]) == 0
-    found = re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)
-    assert found is not None and len(json.loads(found[1])["runs"]["runs"]) == 2
+    actual = re.search(r'id="data">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert actual is not None and len(json.loads(actual[1])["runs"]["runs"]) == 2
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no run directory"):
         Shelf(tmp_path / "empty")

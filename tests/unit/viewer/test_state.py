@@ -25,9 +25,9 @@ def test_a_run_that_a_signal_ended_is_stopped_at_once(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", iterations=3)
     assert state(run)["word"] == "running" and state(run)["left"] == pytest.approx(9 * 10, rel=0.05)
     end_run(run, "stopped", "SIGTERM")
-    found = state(run)
-    assert (found["word"], found["cause"], found["left"]) == ("stopped", "SIGTERM", None)
-    assert found["started"] == BEGAN_S - 6 and found["ended"] == BEGAN_S + 50
+    actual = state(run)
+    assert (actual["word"], actual["cause"], actual["left"]) == ("stopped", "SIGTERM", None)
+    assert actual["started"] == BEGAN_S - 6 and actual["ended"] == BEGAN_S + 50
 
 
 def test_a_run_that_failed_says_by_what_without_secrets(tmp_path: Path) -> None:
@@ -39,11 +39,11 @@ def test_a_run_that_failed_says_by_what_without_secrets(tmp_path: Path) -> None:
         "trainer-1",
         ("line", f"HF_TOKEN={SECRET}"),
     )
-    found = state(run)
-    assert (found["word"], found["process"]) == ("failed", "trainer-1") and "SIGKILL" in found[
+    actual = state(run)
+    assert (actual["word"], actual["process"]) == ("failed", "trainer-1") and "SIGKILL" in actual[
         "cause"
     ]
-    assert found["lines"][0] == "line" and SECRET not in json.dumps(found)
+    assert actual["lines"][0] == "line" and SECRET not in json.dumps(actual)
 
 
 def test_a_run_that_was_started_again_is_at_work(tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_curves_are_marked_where_a_run_was_resumed_restarted_and_wrote_checkpoin
     run = make_run(tmp_path / "run")
     resume_run(run, 8, down_s=100.0)
     resume_run(run, 9, down_s=200.0, by_launcher=True)
-    found = [(mark["kind"], mark["iteration"]) for mark in RunDirectory(run).overview()["marks"]]
-    assert found == [
+    actual = [(mark["kind"], mark["iteration"]) for mark in RunDirectory(run).overview()["marks"]]
+    assert actual == [
         ("resume", 8),
         ("restart", 9),
         ("checkpoint", 4),

@@ -34,7 +34,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_landmarks_and_the_last_event_are_kept(path: Path) -> None:
     file = TimelineFile(path)
-    assert [one.get("name") for one in file.landmarks()] == [None, *["publish"] * 50]
+    assert [landmark.get("name") for landmark in file.landmarks()] == [None, *["publish"] * 50]
     assert file.last() == ("publish", 5000.0)
     with path.open("a") as more:
         more.write(event("group x", 5000.0, 5001.0) + '{"name": "half')
@@ -54,8 +54,8 @@ def test_a_stretch_has_what_overlaps_it_and_costs_no_more_than_it_is_long(
         return parse(line)
 
     monkeypatch.setattr(timeline_file, "parse_object", counted)
-    found = [one["name"] for one in file.between(2500.0, 2510.0, margin_s=5.0)]
-    assert found == [f"group {second}" for second in range(2500, 2510)]
+    actual = [one["name"] for one in file.between(2500.0, 2510.0, margin_s=5.0)]
+    assert actual == [f"group {second}" for second in range(2500, 2510)]
     assert len(parsed) < 150, "of 5,000"
 
 
@@ -77,12 +77,12 @@ def test_a_shorter_file_is_read_again_and_lines_that_are_no_events_are_left_out(
         + "x" * 3000
         + "\n"
     )
-    assert [one["name"] for one in file.landmarks()] == ["publish"] and file.last() == (
+    assert [landmark["name"] for landmark in file.landmarks()] == ["publish"] and file.last() == (
         "publish",
         2.0,
     )
     path.unlink()
-    assert [one["name"] for one in file.landmarks()] == ["publish"], (
+    assert [landmark["name"] for landmark in file.landmarks()] == ["publish"], (
         "as long as it is not there, what was read stays"
     )
 

@@ -88,8 +88,8 @@ class HfTensor:
         )
 
     def local_range(self, tp_rank: int, tp_size: int) -> tuple[int, int]:
-        """The rank's [start, stop) along `shard_dim` of the HF tensor, padding left out; empty when
-        all is padding.
+        """Returns the rank's [start, stop) along `shard_dim` of the HF tensor, padding left out;
+        empty when all is padding.
         """
         assert self.shard_dim is not None
         size, end = self.local_size(tp_size), self.shape[self.shard_dim]
@@ -125,8 +125,8 @@ _OUTER_ROLES: dict[str, tuple[str, int | None]] = {
 
 
 def sources(parameter: str, spec: ModelSpec, layer_offset: int) -> tuple[HfTensor, ...]:
-    """The HF tensors that make up a Megatron parameter of a stage whose layer 0 is the model's
-    layer `layer_offset`.
+    """Returns the HF tensors that make up a Megatron parameter of a stage whose layer 0 is the
+    model's layer `layer_offset`.
     """
     family = spec.definition
     if parameter in _OUTER_ROLES:
@@ -170,8 +170,8 @@ def _place(role: str, spec: ModelSpec) -> tuple[str, int | None, Part]:
 def stage_tensors(
     parameters: Iterable[str], spec: ModelSpec, layer_offset: int
 ) -> tuple[HfTensor, ...]:
-    """The HF tensors a stage owns, in the order of its parameters; the tied copy on the last stage
-    is left out.
+    """Returns the HF tensors a stage owns, in the order of its parameters; the tied copy on the
+    last stage is left out.
     """
     names = list(parameters)
     if spec.tied:
@@ -180,8 +180,8 @@ def stage_tensors(
 
 
 def part_view(parameter: torch.Tensor, tensor: HfTensor, spec: ModelSpec) -> torch.Tensor:
-    """A rank's shard of an HF tensor as a view into its Megatron parameter: rows in order, maybe in
-    several dimensions.
+    """Returns a rank's shard of an HF tensor as a view into its Megatron parameter: rows in order,
+    maybe in several dimensions.
 
     `part_view(...).reshape(tensor.local_shape(tp_size))` is the shard; assigning to the view writes
     the parameter. An expert's is asked for on the rank that holds it.
@@ -202,7 +202,9 @@ def part_view(parameter: torch.Tensor, tensor: HfTensor, spec: ModelSpec) -> tor
 
 
 def standard_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """A stage's parameters by Megatron's standard name, whatever wraps the GPT inside `module`."""
+    """Returns a stage's parameters by Megatron's standard name, whatever wraps the GPT inside
+    `module`.
+    """
     parameters: dict[str, torch.nn.Parameter] = {}
     for full_name, parameter in module.named_parameters():
         match = _STANDARD_NAME.search(full_name)
@@ -217,8 +219,8 @@ def standard_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter
 
 
 def first_layer(module: torch.nn.Module) -> int:
-    """The model's index of the stage's first layer (0 if it has none), from Megatron's 1-based
-    layer_number.
+    """Returns the model's index of the stage's first layer (0 if it has none), from Megatron's
+    1-based layer_number.
     """
     for name, child in module.named_modules():
         if name.endswith("decoder.layers.0"):
@@ -256,8 +258,8 @@ def load_hf(module: torch.nn.Module, spec: ModelSpec, place: Place | None = None
 
 
 def holder(tensor: HfTensor, spec: ModelSpec, place: Place) -> int | None:
-    """The number in its expert-parallel group of the rank that alone has an expert's tensor; None
-    for others'.
+    """Returns the number in its expert-parallel group of the rank that alone has an expert's
+    tensor; None for others'.
     """
     if tensor.expert is None or spec.experts is None:
         return None
