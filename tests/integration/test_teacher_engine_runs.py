@@ -36,11 +36,12 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_tiny(tmp_path_factory.mktemp("teacher"), *options) / "model"
 
 
-def arguments(tiny: Path, teacher: Path, run_dir: Path, **others: object) -> list[str]:
+def arguments(tiny: Path, model: Path, run_dir: Path, **others: object) -> list[str]:
+    """Keys of a run with one teacher on an engine. model: the teacher's."""
     keys: dict[str, object] = {
         "data__test": "null",
         "algorithm__name": "distill",
-        "teacher": f"{{large: {{model: {teacher}, engines: 1}}}}",
+        "teacher": f"{{large: {{model: {model}, engines: 1}}}}",
         "trainer__backend": "fsdp",
         "rollout__temperature": 0.8,
         "rollout__max_response_tokens": 16,
