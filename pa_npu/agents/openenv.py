@@ -66,6 +66,7 @@ class OpenEnvEnvironment(SessionEnvironment):
     """Plays each session as an episode of an OpenEnv server."""
 
     trains_all_turns = True
+    trains_in_context = True
 
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("remote with protocol=openenv", _OPTIONS)

@@ -48,6 +48,7 @@ class ToolClassEnvironment(SessionEnvironment):
     """Plays each session as an episode of the class that environment.options.factory names."""
 
     trains_all_turns = True
+    trains_in_context = True
     _loss_reason = "its process ended each time; look at what the class's methods do"
 
     def __init__(self, context: EnvironmentContext) -> None:
