@@ -30,6 +30,10 @@ if [ "$what" = nightly ] && [ ! -d .venv-ascend-engine/vllm_ascend ]; then
   echo "installing vllm-ascend for tests/npu_sim/engine"
   install_beside .venv-ascend-engine -r requirements/ascend-engine.txt || echo "it cannot be installed here; its tests will be skipped"
 fi
+if [ "$what" = nightly ] && [ ! -d .venv-gym/reasoning_gym ]; then
+  echo "installing reasoning-gym for tests/unit/data/test_made_rows.py"
+  install_beside .venv-gym -r requirements/gym.txt || echo "it cannot be installed here; its tests will be skipped"
+fi
 if [ "$what" = nightly ] && [ ! -f .venv-trackers/.complete ]; then
   # an environment of its own: trackers hold back packages that engines need newer
   echo "installing trackers for tests/integration/test_trackers_offline.py"
