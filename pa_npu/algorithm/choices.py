@@ -70,6 +70,8 @@ def by_target(
             merged = of_model
             continue
         rows = _targets_of(model, columns)
+        if not len(rows):  # no loss reads these targets
+            continue
         merged = torch.where(rows.reshape(-1, *[1] * (of_model.dim() - 1)), of_model, merged)
     return merged
 

@@ -13,6 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pa_npu.algorithm.algorithm import NeededModel
+from pa_npu.algorithm.choices import CHOICES_COLUMN, by_target, chosen_tokens
+from pa_npu.algorithm.distillation import TEACHER_COLUMN
 from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.config.schema import Config
 from pa_npu.samples.group import Group
@@ -191,3 +194,28 @@ def test_a_name_that_no_line_can_hold_is_refused(name: str) -> None:
     assert checked(tree | {"teacher": {"openai/gsm8k": {"model": "m"}}}).teacher
     with pytest.raises(ValueError, match="is no name of a teacher"):
         checked(tree | {"teacher": {name: {"model": "m"}}})
+
+
+def test_a_probe_has_choices_whichever_of_several_engines_teachers_come() -> None:
+    """Nothing says there whose targets these are; with the column each target has its teacher's."""
+    names = ("teacher.a", "teacher.b")
+    teachers = [
+        NeededModel(
+            name,
+            "a scoring engine",
+            computed_by="engines",
+            num_choices=3,
+            targets=(TEACHER_COLUMN, number),
+        )
+        for number, name in enumerate(names, start=1)
+    ]
+    targets = torch.zeros(4, dtype=torch.int64)
+    probe = chosen_tokens(teachers, {}, {}, targets)
+    assert probe is not None and torch.equal(probe, torch.arange(3).expand(4, -1))
+    sent = torch.tensor([[7, 8, 9]] * 2 + [[4, 5, 6]] * 2)
+    columns = {TEACHER_COLUMN: torch.tensor([1, 1, 2, 2]), CHOICES_COLUMN: sent}
+    found = chosen_tokens(teachers, columns, {}, targets)
+    assert found is not None and torch.equal(found, sent)
+    values = {name: torch.full((4,), float(number)) for number, name in enumerate(names)}
+    merged = by_target(teachers, columns, values)
+    assert merged is not None and merged.tolist() == [0, 0, 1, 1]
