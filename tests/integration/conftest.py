@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from pa_npu.viewer.run import RunDirectory
+from pa_npu.viewer.shelf import Shelf
+from tests.helpers.browser import Browser, find_browser
+from tests.helpers.chained_run import step, write_chain
 from tests.helpers.coordinator_run import Run, coordinator_run, write_inputs
 from tests.helpers.engine_process import EngineProcess
+from tests.helpers.finished_run import ITERATIONS, make_run
 from tests.helpers.launched import random_tiny
+from tests.helpers.viewer_site import make_states, served
 
 
 @pytest.fixture(scope="session")
@@ -63,3 +69,31 @@ def start(tmp_path: Path, inputs: Path) -> Iterator[Callable[..., Run]]:
         yield lambda **arguments: started.enter_context(
             coordinator_run(tmp_path, inputs, **arguments)
         )
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    program = find_browser()
+    assert program is not None
+    started = Browser(program)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = tmp_path_factory.mktemp("browser")
+    run = make_run(directory / "grpo_math")
+    another = make_run(directory / "grpo_math_lr1e-6", optimizer={"learning_rate": 2e-6})
+    for directory in (run, another):
+        write_chain(directory, [step(number) for number in range(ITERATIONS)])
+    with served(RunDirectory(run), RunDirectory(another)) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def folder_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a folder of runs in each state."""
+    folder = make_states(tmp_path_factory.mktemp("folder") / "runs")
+    with served(Shelf(folder)) as server:
+        yield server.url
