@@ -57,7 +57,7 @@ _KEYS: dict[Change, dict[str, str]] = {
         "code.require",
         "trainer": "devices shards tensor_parallel pipeline_parallel expert_parallel "
         "context_parallel recompute frozen_pass",
-        "microbatch": "responses max_tokens tokens",
+        "microbatch": "responses max_tokens tokens depth_first",
         "optimizer": "offload",
         "teacher": "NAME.model NAME.engines NAME.tensor_parallel NAME.backend NAME.url "
         "NAME.max_prompt_tokens NAME.concurrent",

@@ -204,7 +204,7 @@ def test_the_first_comparison_with_engines_is_of_what_the_policy_wrote(model: Pa
     source = Source([one for group in groups for one in build_microbatches(group, SIZE, True, 1)])
     source.advantages = {group.index: trained_advantages(group) for group in groups}
     learner.publish(0)
-    learner.accumulate(source, lambda differences: judged.append(differences.n))
+    learner.accumulate(source, lambda differences, place: judged.append(differences.n))
     (first_written,) = (group for group in groups if group.index == GROUPS)
     assert judged == [first_written.num_trained]
     assert learner.step().first.n == first_written.num_trained
