@@ -29,7 +29,8 @@ def long_config(devices: int = 16, **trainer: Any) -> Config:
             "model": {"path": "models/Qwen3-8B", "dtype": "bf16"},
             "data": {"train": "unused", "max_prompt_tokens": 1024},
             "rollout": {"max_response_tokens": 31744, "responses_per_prompt": 8},
-            "microbatch": {"responses": 1},
+            # what a context group does not have, so that both keep the same rows
+            "microbatch": {"responses": 1, "depth_first": False},
             "schedule": {"prompts_per_iteration": 64},
             "trainer": {"devices": devices, "tensor_parallel": 2, **trainer},
         }
