@@ -152,8 +152,8 @@ class Run:
         def measure(share: MicrobatchIterator) -> None:
             self.agreement.measure(number, share.first)
 
-        def judge(first: DifferenceSums) -> None:
-            self.agreement.check_probe(number, first)
+        def judge(first: DifferenceSums, place: str) -> None:
+            self.agreement.check_probe(number, first, where=place)
 
         rides = judge if self.agreement.probes_ride else None
         updates = self.config.schedule.updates_per_iteration

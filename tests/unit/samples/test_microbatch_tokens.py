@@ -66,7 +66,7 @@ def test_samples_of_pieces(
 
 def test_work_counts_the_prompt_once_for_each_piece() -> None:
     whole = make_config()
-    cut = make_config(microbatch={"tokens": 1024})
+    cut = make_config(microbatch={"tokens": 1024, "depth_first": False})
     lengths = [400, 400, 400, 400, 100, 100, 100, 100]
     of_whole = GroupWork(QWEN_7B, whole)
     of_cut = GroupWork(QWEN_7B, cut)
@@ -75,6 +75,8 @@ def test_work_counts_the_prompt_once_for_each_piece() -> None:
         of_whole(512, part) for part in ([400], [400], [400], [400, 100], [100, 100, 100])
     )
     assert of_cut(512, lengths) == prompts > of_whole(512, lengths)
+    depth_first = GroupWork(QWEN_7B, make_config(microbatch={"tokens": 1024}))
+    assert depth_first(512, lengths) == of_whole(512, lengths)
 
 
 def test_a_plan_takes_the_bound_and_refusals_name_the_remedy() -> None:

@@ -30,7 +30,7 @@ PATIENCE_S = 60.0  # for what ought to take a moment, on a machine that is busy
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "_lost", 0)
-    monkeypatch.setattr(records, "_said", set())
+    monkeypatch.setattr(records, "_reported", set())
 
 
 class Fake:

@@ -60,7 +60,7 @@ class Source:
         ready_s, tokens = next(self._batches)
         self.waited_s += max(0.0, ready_s - self._clock.now)
         self._clock.now = max(self._clock.now, ready_s)
-        return SimpleNamespace(layout=PrefixLayout.from_sequences([tokens]))
+        return SimpleNamespace(whole_layout=PrefixLayout.from_sequences([tokens]))
 
 
 def test_work_that_goes_on_has_no_gap_and_work_that_begins_does_not_begin_earlier(
