@@ -155,7 +155,7 @@ def test_what_auto_finds_is_never_worse_than_the_recipe_and_on_npu_the_recipe_is
 @pytest.mark.skipif(
     platforms.missing("npu") is None, reason="plans with the typical device, not this one"
 )
-@pytest.mark.parametrize("kind", ["npu", "cuda"])
+@pytest.mark.parametrize("kind", ["npu", pytest.param("cuda", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "nodes", [*(pytest.param(number, marks=pytest.mark.nightly) for number in (1, 2, 4)), 8]
 )
