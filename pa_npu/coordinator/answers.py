@@ -228,8 +228,12 @@ def _split(
     if first == last:
         return []
     context = row.context(first)
+    # nearly always the whole stretch is one answer
+    whole = (last - first, _digest(row.tokens[first:last], row.logprobs[first:last]), context)
+    if left[whole] > 0:
+        return [whole]
     for length in lengths:
-        if length > last - first or not length:
+        if length >= last - first or not length:
             continue
         end = first + length
         part = (length, _digest(row.tokens[first:end], row.logprobs[first:end]), context)
@@ -241,18 +245,17 @@ def _split(
 
 
 def _context(tokens: npt.NDArray[Any]) -> bytes:
-    return hashlib.blake2b(
-        np.ascontiguousarray(tokens, np.int32).tobytes(), digest_size=16
-    ).digest()
+    return hashlib.blake2b(np.ascontiguousarray(tokens, np.int32), digest_size=16).digest()
 
 
 def _digest(tokens: npt.NDArray[Any], logprobs: npt.NDArray[Any]) -> bytes:
     """Log-probs that were not asked for are 0, as a sample has them."""
-    values = np.zeros(len(tokens), np.float32)
     if len(logprobs):
-        values[:] = logprobs
-    digest = hashlib.blake2b(np.ascontiguousarray(tokens, np.int32).tobytes(), digest_size=16)
-    digest.update(values.tobytes())
+        values = np.ascontiguousarray(logprobs, np.float32)
+    else:
+        values = np.zeros(len(tokens), np.float32)
+    digest = hashlib.blake2b(np.ascontiguousarray(tokens, np.int32), digest_size=16)
+    digest.update(values)
     return digest.digest()
 
 
