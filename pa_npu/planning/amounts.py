@@ -35,7 +35,7 @@ def work(config: Config) -> Work:
     response = config.rollout.max_response_tokens
     sequences = config.schedule.prompts_per_iteration * config.rollout.responses_per_prompt
     rows = config.demonstration_groups * config.rollout.responses_per_prompt
-    microbatches = config.groups_per_replica * config.microbatches_per_group
+    pieces = config.microbatches_per_group  # of a group
 
     responses = config.microbatch_responses
     # rows of data may begin alike, and need not
@@ -50,12 +50,11 @@ def work(config: Config) -> Work:
             max(1, (tokens - prompt) // response) if is_shared else tokens // (prompt + response)
         )
         pieces = -(-config.rollout.responses_per_prompt // min(responses, per_piece))
-        microbatches = config.groups_per_replica * pieces
+    microbatches = config.groups_per_replica * pieces
     padded = -(-tokens // config.trainer.pad_multiple) * config.trainer.pad_multiple
 
     stem = 0
     computed = padded * microbatches
-    pieces = microbatches // config.groups_per_replica
     if is_shared and not config.depth_first_obstacle:
         saved = saved_rows(pieces, prompt - 1)
         if saved >= MIN_SAVED_ROWS:

@@ -42,8 +42,14 @@ def launcher(two: Raylets, tmp_path: Path) -> Iterator[RayLauncher]:
 
 
 def test_roles_run_on_their_nodes_and_a_good_end_leaves_nothing(launcher: RayLauncher) -> None:
+    engine_up = str(launcher.directory / "engine-0.up")
     for name in ("coordinator", "trainer-0", "trainer-1"):
-        launcher.role(name, f"print('done {name}'); up.write_text(f'{{os.getpid()}} {{where}}')")
+        launcher.role(
+            name,
+            f"print('done {name}'); up.write_text(f'{{os.getpid()}} {{where}}')\n"
+            # a run that ends before its engine has begun would leave nothing to look at
+            f"while not pathlib.Path({engine_up!r}).exists(): time.sleep(0.01)",
+        )
     (launcher.directory / "ready").touch()
     launcher.start()
     seen = launcher.wait_up(*ALL)

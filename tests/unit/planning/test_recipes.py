@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from pa_npu import platform as platforms
@@ -323,7 +323,20 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
     return tree
 
 
+MORE_REPLICAS_THAN_PROMPTS = {
+    "run": {"device": "npu"},
+    "model": {"path": "models/Qwen3-30B-A3B"},
+    "data": {"train": "t", "max_prompt_tokens": 256},
+    "rollout": {"responses_per_prompt": 4, "max_response_tokens": 512, "max_num_seqs": 16},
+    "trainer": {"devices": 2, "recompute": "none"},
+    "schedule": {"prompts_per_iteration": 64},
+    "microbatch": {"max_tokens": 32768},
+}
+"""Among the sizes that are tried for it, before the rules refuse them."""
+
+
 @settings(max_examples=max(10, settings().max_examples // 50))
+@example(MORE_REPLICAS_THAN_PROMPTS, 32)
 @given(configurations(), st.sampled_from([32, 64, 80, 140]))
 def test_a_proposal_passes_the_estimate_and_every_rule(tree: dict[str, Any], gib: int) -> None:
     """With the proposed keys the tree validates, the model divides, and nothing of that role is
