@@ -245,7 +245,7 @@ def _split(
 
 
 def _context(tokens: npt.NDArray[Any]) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(tokens, np.int32), digest_size=16).digest()
+    return hashlib.blake2b(np.ascontiguousarray(tokens, np.int32).data, digest_size=16).digest()
 
 
 def _digest(tokens: npt.NDArray[Any], logprobs: npt.NDArray[Any]) -> bytes:
@@ -254,8 +254,8 @@ def _digest(tokens: npt.NDArray[Any], logprobs: npt.NDArray[Any]) -> bytes:
         values = np.ascontiguousarray(logprobs, np.float32)
     else:
         values = np.zeros(len(tokens), np.float32)
-    digest = hashlib.blake2b(np.ascontiguousarray(tokens, np.int32), digest_size=16)
-    digest.update(values)
+    digest = hashlib.blake2b(np.ascontiguousarray(tokens, np.int32).data, digest_size=16)
+    digest.update(values.data)
     return digest.digest()
 
 
