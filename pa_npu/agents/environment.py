@@ -71,6 +71,18 @@ class SessionEnvironment(ABC):
             template_options=config.data.template_options,
         )
 
+    def _new_session(self, number: int, generate: Generate) -> Session:
+        """Returns a session that the environment itself plays, not a program at the gateway."""
+        return Session(
+            id=secrets.token_hex(8),
+            number=number,
+            task={},
+            generate=generate,
+            chat=self._chat,
+            limits=self._limits,
+            rules=self._rules,
+        )
+
     @abstractmethod
     async def _attempt(self, prompt: Prompt, number: int, generate: Generate) -> Session:
         """Returns a session that has ended, or was lost."""

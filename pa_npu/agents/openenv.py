@@ -105,15 +105,7 @@ class OpenEnvEnvironment(SessionEnvironment):
             raise ConfigError(str(failed)) from None
 
     async def _attempt(self, prompt: Prompt, number: int, generate: Generate) -> Session:
-        session = Session(
-            id=secrets.token_hex(8),
-            number=number,
-            task={},
-            generate=generate,
-            chat=self._chat,
-            limits=self._limits,
-            rules=self._rules,
-        )
+        session = self._new_session(number, generate)
         session.reward = 0.0
         try:
             async with self._room, self._connected() as socket:

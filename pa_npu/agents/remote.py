@@ -80,15 +80,7 @@ class RemoteEnvironment(SessionEnvironment):
         await self._close_episode(episode_id)
 
     async def _attempt(self, prompt: Prompt, number: int, generate: Generate) -> Session:
-        session = Session(
-            id=secrets.token_hex(8),
-            number=number,
-            task={},
-            generate=generate,
-            chat=self._chat,
-            limits=self._limits,
-            rules=self._rules,
-        )
+        session = self._new_session(number, generate)
         session.reward = 0.0
         try:
             await self._play(session, prompt)

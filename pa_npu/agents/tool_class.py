@@ -92,15 +92,7 @@ class ToolClassEnvironment(SessionEnvironment):
             raise ConfigError(f"environment.options: factory: {error}; correct the class") from None
 
     async def _attempt(self, prompt: Prompt, number: int, generate: Generate) -> Session:
-        session = Session(
-            id=secrets.token_hex(8),
-            number=number,
-            task={},
-            generate=generate,
-            chat=self._chat,
-            limits=self._limits,
-            rules=self._rules,
-        )
+        session = self._new_session(number, generate)
         place = min(self._places, key=lambda place: place.num_episodes)
         place.num_episodes += 1
         try:
