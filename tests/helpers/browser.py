@@ -14,9 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WAIT_S = 60.0
+CLIPPED = """[...document.querySelectorAll('svg.plot text')].filter((node) => {
+  const box = node.getBBox(), svg = node.ownerSVGElement.viewBox.baseVal;
+  return box.x < -0.5 || box.x + box.width > svg.width + 0.5 || box.y < 0 || box.y + box.height > svg.height;
+}).map((node) => node.textContent)"""
+"""Texts of curves that are cut at an edge, as an expression of the page."""
 
 
 def find_browser() -> str | None:
@@ -215,3 +221,14 @@ class Browser:
                 self.problems.append(message["params"]["entry"]["text"])
             elif message["method"] == "Network.requestWillBeSent":
                 self.requests.append(message["params"]["request"]["url"])
+
+
+IN_A_BROWSER = [
+    pytest.mark.integration,
+    pytest.mark.nightly,
+    pytest.mark.skipif(
+        find_browser() is None,
+        reason="no Chromium here; install chromium, or name it in PA_NPU_BROWSER",
+    ),
+]
+"""Marks of a module whose tests need a browser."""

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from tests.helpers.browser import Browser, find_browser
+from tests.helpers.browser import IN_A_BROWSER, Browser
 from tests.helpers.finished_run import RESPONSES
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.nightly,
-    pytest.mark.skipif(
-        find_browser() is None,
-        reason="no Chromium here; install chromium, or name it in PA_NPU_BROWSER",
-    ),
-]
-
-VIEWS = ("overview", "timeline", "samples", "evaluation", "configuration", "processes")
-SIZES = ((1280, 900), (400, 844))
-CLIPPED = """[...document.querySelectorAll('svg.plot text')].filter((node) => {
-  const box = node.getBBox(), svg = node.ownerSVGElement.viewBox.baseVal;
-  return box.x < -0.5 || box.x + box.width > svg.width + 0.5 || box.y < 0 || box.y + box.height > svg.height;
-}).map((node) => node.textContent)"""
-LOW_CONTRAST = (Path(__file__).parents[1] / "helpers" / "low_contrast.js").read_text()
+pytestmark = IN_A_BROWSER
 
 
 def test_samples_are_filtered_and_their_tokens_coloured_by_difference(

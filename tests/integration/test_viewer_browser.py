@@ -11,7 +11,7 @@ import pytest
 from pa_npu.viewer.run import RunDirectory
 from pa_npu.viewer.server import export
 from pa_npu.viewer.shelf import Shelf
-from tests.helpers.browser import Browser, find_browser
+from tests.helpers.browser import CLIPPED, IN_A_BROWSER, Browser
 from tests.helpers.finished_run import GROUPS, HOSTILE, ITERATIONS, RESPONSES, make_run, metrics
 from tests.helpers.viewer_site import (
     DAMAGED_ITERATION,
@@ -22,21 +22,10 @@ from tests.helpers.viewer_site import (
     served,
 )
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.nightly,
-    pytest.mark.skipif(
-        find_browser() is None,
-        reason="no Chromium here; install chromium, or name it in PA_NPU_BROWSER",
-    ),
-]
+pytestmark = IN_A_BROWSER
 
 VIEWS = ("overview", "timeline", "samples", "evaluation", "configuration", "processes")
 SIZES = ((1280, 900), (400, 844))
-CLIPPED = """[...document.querySelectorAll('svg.plot text')].filter((node) => {
-  const box = node.getBBox(), svg = node.ownerSVGElement.viewBox.baseVal;
-  return box.x < -0.5 || box.x + box.width > svg.width + 0.5 || box.y < 0 || box.y + box.height > svg.height;
-}).map((node) => node.textContent)"""
 LOW_CONTRAST = (Path(__file__).parents[1] / "helpers" / "low_contrast.js").read_text()
 
 
