@@ -362,7 +362,7 @@ function chartOf(spec, columns) {
         color: state.compare.length ? number : dash,
         dash,
         other: isOther,
-        values: spec.scale ? found.map((value) => value && value * spec.scale) : found,
+        values: spec.scale ? column.map((value) => value && value * spec.scale) : column,
       });
     });
     if (spec.evaluations) addEvaluations(series, run, number, data.iteration, xs, x);
