@@ -27,14 +27,72 @@ SCOPES = FUNCTIONS | {
     "switch_body",
 }
 OF_BROWSERS = set(
-    """AbortController Array Blob Boolean CSS Date Element Error EventSource Infinity Intl JSON Map
-    Math MutationObserver NaN Node Number Object Promise RegExp ResizeObserver Set String TextDecoder
-    URL URLSearchParams WeakMap addEventListener arguments cancelAnimationFrame clearInterval
-    clearTimeout console decodeURIComponent devicePixelRatio document encodeURIComponent fetch
-    getComputedStyle globalThis history innerHeight innerWidth isFinite isNaN localStorage location
-    matchMedia navigator parseFloat parseInt performance queueMicrotask removeEventListener
-    requestAnimationFrame scrollTo scrollY sessionStorage setInterval setTimeout structuredClone
-    undefined window""".split()
+    [
+        "AbortController",
+        "Array",
+        "Blob",
+        "Boolean",
+        "CSS",
+        "Date",
+        "Element",
+        "Error",
+        "EventSource",
+        "Infinity",
+        "Intl",
+        "JSON",
+        "Map",
+        "Math",
+        "MutationObserver",
+        "NaN",
+        "Node",
+        "Number",
+        "Object",
+        "Promise",
+        "RegExp",
+        "ResizeObserver",
+        "Set",
+        "String",
+        "TextDecoder",
+        "URL",
+        "URLSearchParams",
+        "WeakMap",
+        "addEventListener",
+        "arguments",
+        "cancelAnimationFrame",
+        "clearInterval",
+        "clearTimeout",
+        "console",
+        "decodeURIComponent",
+        "devicePixelRatio",
+        "document",
+        "encodeURIComponent",
+        "fetch",
+        "getComputedStyle",
+        "globalThis",
+        "history",
+        "innerHeight",
+        "innerWidth",
+        "isFinite",
+        "isNaN",
+        "localStorage",
+        "location",
+        "matchMedia",
+        "navigator",
+        "parseFloat",
+        "parseInt",
+        "performance",
+        "queueMicrotask",
+        "removeEventListener",
+        "requestAnimationFrame",
+        "scrollTo",
+        "scrollY",
+        "sessionStorage",
+        "setInterval",
+        "setTimeout",
+        "structuredClone",
+        "undefined",
+        "window",
+    ]
 )
 
 
@@ -87,9 +145,10 @@ def undeclared(script: str) -> list[str]:
         declared.setdefault(scope.id, set()).update(names_of(pattern))
 
     for node in nodes_in(tree.root_node):
-        if node.type == "variable_declarator":
-            declare(scope_of(node), child_of(node, "name"))
-        elif node.type in ("function_declaration", "class_declaration"):
+        if node.type == "variable_declarator" or node.type in (
+            "function_declaration",
+            "class_declaration",
+        ):
             declare(scope_of(node), child_of(node, "name"))
         elif node.type == "for_in_statement":
             declare(node, child_of(node, "left"))
