@@ -26,74 +26,17 @@ SCOPES = FUNCTIONS | {
     "statement_block",
     "switch_body",
 }
-OF_BROWSERS = set(
-    [
-        "AbortController",
-        "Array",
-        "Blob",
-        "Boolean",
-        "CSS",
-        "Date",
-        "Element",
-        "Error",
-        "EventSource",
-        "Infinity",
-        "Intl",
-        "JSON",
-        "Map",
-        "Math",
-        "MutationObserver",
-        "NaN",
-        "Node",
-        "Number",
-        "Object",
-        "Promise",
-        "RegExp",
-        "ResizeObserver",
-        "Set",
-        "String",
-        "TextDecoder",
-        "URL",
-        "URLSearchParams",
-        "WeakMap",
-        "addEventListener",
-        "arguments",
-        "cancelAnimationFrame",
-        "clearInterval",
-        "clearTimeout",
-        "console",
-        "decodeURIComponent",
-        "devicePixelRatio",
-        "document",
-        "encodeURIComponent",
-        "fetch",
-        "getComputedStyle",
-        "globalThis",
-        "history",
-        "innerHeight",
-        "innerWidth",
-        "isFinite",
-        "isNaN",
-        "localStorage",
-        "location",
-        "matchMedia",
-        "navigator",
-        "parseFloat",
-        "parseInt",
-        "performance",
-        "queueMicrotask",
-        "removeEventListener",
-        "requestAnimationFrame",
-        "scrollTo",
-        "scrollY",
-        "sessionStorage",
-        "setInterval",
-        "setTimeout",
-        "structuredClone",
-        "undefined",
-        "window",
-    ]
-)
+BROWSER_NAMES = """
+    AbortController Array Blob Boolean CSS Date Element Error EventSource Infinity Intl JSON
+    Map Math MutationObserver NaN Node Number Object Promise RegExp ResizeObserver Set String
+    TextDecoder URL URLSearchParams WeakMap addEventListener arguments cancelAnimationFrame
+    clearInterval clearTimeout console decodeURIComponent devicePixelRatio document
+    encodeURIComponent fetch getComputedStyle globalThis history innerHeight innerWidth
+    isFinite isNaN localStorage location matchMedia navigator parseFloat parseInt performance
+    queueMicrotask removeEventListener requestAnimationFrame scrollTo scrollY sessionStorage
+    setInterval setTimeout structuredClone undefined window
+"""
+OF_BROWSERS = set(BROWSER_NAMES.split())
 
 
 def names_of(pattern: Node) -> Iterator[str]:
