@@ -81,7 +81,8 @@ class BackendFaultConformance:
                 (objectives.Objective, attribute)
                 for attribute in ("normaliser", "_denominator", "loss")
             ),
-            *((iterator, "pack"), (torch.autograd, "backward")),
+            (iterator, "pack"),
+            (torch.autograd, "backward"),
         ):
             # put back what the fault changes
             monkeypatch.setattr(place, name, getattr(place, name))
