@@ -57,7 +57,7 @@ ANOTHER_NUMBER: dict[str, tuple[dict[str, object], list[str]]] = {
     "megatron": ({}, ["trainer.devices=2"]),
     "fsdp": ({"trainer.backend": "fsdp"}, ["trainer.devices=2"]),
     "fsdp, fewer": ({"trainer.backend": "fsdp", "trainer.devices": 2}, ["trainer.devices=1"]),
-    "adapters": (VARIANTS["adapters"], ["trainer.devices=1"]),
+    "adapters": (VARIANTS["adapters"], ["trainer.devices=2"]),
     "roles": (VARIANTS["roles"], ["trainer.devices=1", "rollout.engines=1"]),
 }
 
