@@ -26,9 +26,7 @@ MIN_SHARED = 16
 _MAX_TARGETS = 1024
 
 
-def check_datums(
-    data: Sequence[Datum], loss: Loss, *, vocab_size: int, max_tokens: int
-) -> None:
+def check_datums(data: Sequence[Datum], loss: Loss, *, vocab_size: int, max_tokens: int) -> None:
     """Raises Refused for a datum that the loss cannot be computed of: which one, what, the remedy.
 
     max_tokens: of one datum.
@@ -71,7 +69,9 @@ def _check_inputs(datum: Datum, loss: Loss, shape: tuple[int, ...], name: str) -
             continue
         if key not in loss.reads:
             known = ", ".join(("target_tokens", *loss.reads))
-            raise Refused(f"{name}.loss_fn_inputs: {loss.name} reads no {key[:60]!r}; it reads {known}")
+            raise Refused(
+                f"{name}.loss_fn_inputs: {loss.name} reads no {key[:60]!r}; it reads {known}"
+            )
         if array.shape != shape:
             raise Refused(
                 f"{name}.{key}: must have the shape {list(shape)} of target_tokens, found "

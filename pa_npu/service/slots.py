@@ -116,9 +116,7 @@ class Slots:
         losses: list[torch.Tensor] = []
 
         def on_outputs(microbatch: Microbatch, outputs: Outputs) -> None:
-            collected.add(
-                0, microbatch.sources, microbatch.response_lengths, outputs.policy.values
-            )
+            collected.add(0, microbatch.sources, microbatch.response_lengths, outputs.policy.values)
             losses.append(algorithm.loss_sums(_batch(microbatch, outputs)).loss.double())
 
         self._backend.evaluate(list(source), on_outputs)
@@ -246,7 +244,9 @@ class Slots:
         """Fills a slot from a file. Without the optimizer the moments are zero. Raises Refused."""
         parts, described = self._read(file)
         if with_optimizer and MEAN not in parts:
-            raise Refused(f"load_weights: {file.name} has no optimizer state; load its weights alone")
+            raise Refused(
+                f"load_weights: {file.name} has no optimizer state; load its weights alone"
+            )
         slot = self._slot(name)
         for part in (WEIGHTS, MEAN, SQUARE):
             for key, tensor in slot.parts[part].items():
@@ -393,4 +393,3 @@ def _batch(microbatch: Targets, outputs: Outputs) -> Any:
         weights=torch.ones_like(values) if weights is None else weights,
         group_size=1,
     )
-

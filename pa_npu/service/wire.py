@@ -427,7 +427,9 @@ def _tensor(content: int | memoryview | None, name: str) -> npt.NDArray[Any]:
     dense = memoryview(b"")
     kind = 0
     shape: list[int] = []
-    for number, value in _fields(content if isinstance(content, memoryview) else memoryview(b""), name):
+    for number, value in _fields(
+        content if isinstance(content, memoryview) else memoryview(b""), name
+    ):
         if number == 1:
             dense = _content(value, name, number)
         elif number == 2:

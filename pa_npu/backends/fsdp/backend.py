@@ -42,8 +42,8 @@ from pa_npu.backends.protocol import (
     HeldTensor,
     MicrobatchSource,
     Step,
-    SteppedTensor,
     StepOptions,
+    SteppedTensor,
     refuse_attachments,
 )
 from pa_npu.backends.widened import widened

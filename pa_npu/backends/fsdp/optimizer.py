@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient
 from pa_npu.backends.optimizer import learning_rate
-from pa_npu.backends.protocol import SteppedTensor, StepOptions
+from pa_npu.backends.protocol import StepOptions, SteppedTensor
 from pa_npu.config.schema import Config
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
