@@ -59,7 +59,7 @@ serve_options = configuration_options
 
 def serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Serves until a signal comes. Raises UserError before anything starts."""
-    values = {("data", "train"): "unread"}
+    values: dict[tuple[str, ...], str] = {("data", "train"): "unread"}
     defaults = [
         "trainer.backend=fsdp",
         "rollout.backend=transformers",
@@ -207,8 +207,8 @@ class ServedProcesses:
         self.attempt += 1
         command = coordinator_command(self.config, self.platform, store, self.engine_key)
         config_file = str(Path(self.config.run.dir) / CONFIG_FILE)
-        argv = (sys.executable, "-m", "pa_npu.service.main", "--config", config_file)
-        argv += ("--engine", self.engine_url, "--port", str(self.port))
+        argv: tuple[str, ...] = (sys.executable, "-m", "pa_npu.service.main")
+        argv += ("--config", config_file, "--engine", self.engine_url, "--port", str(self.port))
         env = command.env | {SERVICE_KEY_VARIABLE: self.key}
         started = [self.tree.launch(Command("service", argv, env))]
         for rank in self.placement.ranks:

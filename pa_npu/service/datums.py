@@ -155,13 +155,13 @@ def _packed(
             for array, length in zip(arrays, lengths, strict=True)
         ]
         columns[names.get(key, key)] = torch.from_numpy(np.concatenate(filled).astype(np.float32))
-    targets = [data[number].inputs["target_tokens"].reshape(-1) for number in numbers]
+    flat = [data[number].inputs["target_tokens"].reshape(-1) for number in numbers]
     padding = torch.zeros(layout.padding, dtype=torch.int64)
     return Microbatch(
         layout=layout,
         tokens=torch.cat([packed.tokens, padding]),
         rows=torch.cat(rows),
-        targets=torch.from_numpy(np.concatenate(targets).astype(np.int64)),
+        targets=torch.from_numpy(np.concatenate(flat).astype(np.int64)),
         columns=columns,
         packed={},
         ages=torch.zeros(total),

@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.engines.client import EngineClient
 from pa_npu.engines.protocol import (
     EngineError,
     Generation,
     LoadedWeights,
+    RolloutEngine,
     Sampling,
     Scores,
     Scoring,
@@ -46,7 +46,7 @@ class Sampler:
 
     def __init__(
         self,
-        make_client: Callable[[], EngineClient],
+        make_client: Callable[[], RolloutEngine],
         trainers: Trainers,
         ready: Ready,
         store: tuple[str, int],
@@ -61,7 +61,7 @@ class Sampler:
         self._store = store
         self._load_timeout_s = load_timeout_s
         self._start_timeout_s = start_timeout_s
-        self._client: EngineClient | None = None
+        self._client: RolloutEngine | None = None
         self._epoch = 0
         self._loaded: int | None = None
         self._in_flight = 0
@@ -75,7 +75,7 @@ class Sampler:
 
     async def __aexit__(self, *exc_info: object) -> None:
         if self._client is not None:
-            await self._client.__aexit__(*exc_info)
+            await self._client.close()
 
     async def generate(
         self,
@@ -92,7 +92,7 @@ class Sampler:
         Raises EngineError or DeadlineExceeded.
         """
 
-        async def ask(client: EngineClient, left_s: float) -> list[Generation]:
+        async def ask(client: RolloutEngine, left_s: float) -> list[Generation]:
             return await client.generate(prompt, count, seed, sampling, deadline_s=left_s)
 
         return await self._asked(version, file, ask, deadline_s)
@@ -107,7 +107,7 @@ class Sampler:
     ) -> Scores:
         """Returns the log-probs of a sequence's tokens by `version`. Raises as `generate`."""
 
-        async def ask(client: EngineClient, left_s: float) -> Scores:
+        async def ask(client: RolloutEngine, left_s: float) -> Scores:
             return await client.score(tokens, scoring, deadline_s=left_s)
 
         return await self._asked(version, file, ask, deadline_s)
@@ -116,7 +116,7 @@ class Sampler:
         self,
         version: int,
         file: str,
-        ask: Callable[[EngineClient, float], Awaitable[T]],
+        ask: Callable[[RolloutEngine, float], Awaitable[T]],
         deadline_s: float,
     ) -> T:
         end_s = time.monotonic() + deadline_s
@@ -136,7 +136,7 @@ class Sampler:
         raise DeadlineExceeded(f"the engine did not answer within {deadline_s:g} s")
 
     @asynccontextmanager
-    async def _holding(self, version: int, file: str) -> AsyncIterator[EngineClient]:
+    async def _holding(self, version: int, file: str) -> AsyncIterator[RolloutEngine]:
         """Has the engine hold `version` inside."""
         async with self._change:
             ticket = self._last_ticket = self._last_ticket + 1
@@ -207,7 +207,7 @@ class Sampler:
             self._change.notify_all()
 
     async def _join_and_load(
-        self, client: EngineClient, joins: WeightGroups | None, version: int
+        self, client: RolloutEngine, joins: WeightGroups | None, version: int
     ) -> LoadedWeights:
         limit_s = self._load_timeout_s
         if joins is not None:
@@ -219,7 +219,7 @@ class Sampler:
         client, self._client = self._client, None
         self._loaded = None
         if client is not None:
-            await client.__aexit__(None, None, None)
+            await client.close()
 
     @property
     def versions(self) -> dict[str, Any]:

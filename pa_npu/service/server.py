@@ -132,6 +132,9 @@ class Service:
             return _refusal(error.reason, error.status)
         except asyncio.TimeoutError:
             return _refusal(f"the request did not arrive within {_BODY_S:g} s", 408)
+        except Exception:
+            logger.exception("%s failed", request.path)
+            return _refusal("the server failed; its log has the reason (logs/service.log)", 500)
 
     # Sessions and models
 

@@ -174,7 +174,7 @@ class Prompt(msgspec.Struct, forbid_unknown_fields=True):
 class SamplingParameters(msgspec.Struct, forbid_unknown_fields=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**24)] | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, lt=2**61)] | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | list[str | int] | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
     top_k: Literal[-1] = -1
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
@@ -186,7 +186,7 @@ class Sample(Request):
     """
 
     sampling_session_id: Name
-    seq_id: Annotated[int, msgspec.Meta(ge=0, lt=2**63)]
+    seq_id: Number
     prompt: Prompt
     sampling_params: SamplingParameters
     num_samples: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1

@@ -141,3 +141,153 @@ def call_bytes(call: ForwardBackward, extra: bytes = b"") -> bytes:
         number = varint(1 << 3 | 1) + struct.pack("<d", value)
         content += field_of(7, field_of(1, name.encode()) + field_of(2, number))
     return content + field_of(6, int(call.forward_only)) + extra
+
+
+class InProcess:
+    """Trainers and sampler of a service in this process. asked: the commands so far."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self.asked: list[Any] = []
+
+    async def ask(self, command: Any) -> bytes:
+        from pa_npu.service.trainer import carry_out
+
+        self.asked.append(command)
+        return carry_out(command, self._slots, None)  # type: ignore[arg-type]
+
+    def forget(self) -> None:
+        """Loses every slot, as a process that ends does."""
+        for name in list(self._slots._slots):
+            self._slots.drop(name)
+
+
+class ServiceOfTest:
+    """A service as its process makes it, on a free port, with trainers in this process and no engine.
+
+    Use it with `async with`; a second one on the same directory is a restart.
+    """
+
+    KEY = "tml-key-of-this-test"
+
+    def __init__(self, config: Config, trainers: InProcess, directory: Path, vocab: int) -> None:
+        from pa_npu.service.acceptance import Acceptance, Subject
+        from pa_npu.service.log import Log
+        from pa_npu.service.main import LoggedRegistry, remove_unneeded
+        from pa_npu.service.server import Service
+        from pa_npu.service.turns import Turns
+
+        self.log = Log(directory / "log")
+        logged = LoggedRegistry(self.log, config.service.snapshots)
+        self.registry = logged.registry
+        keep_every = config.service.checkpoint_every
+        self.turns = Turns(
+            self.registry,
+            trainers,  # type: ignore[arg-type]
+            logged.write,
+            directory,
+            keep_every=keep_every,
+        )
+        subject = Subject(vocab, config.engine_tokens)
+        self.acceptance = Acceptance(config, self.registry, subject, logged.write, directory)
+        self.sampler = NoEngine()
+
+        async def drop(model: str) -> None:
+            from pa_npu.service.commands import Drop
+
+            await trainers.ask(Drop(slot=model))
+
+        self.service = Service(
+            config=config,
+            key=self.KEY,
+            registry=self.registry,
+            acceptance=self.acceptance,
+            turns=self.turns,
+            sampler=self.sampler,  # type: ignore[arg-type]
+            write=logged.write,
+            drop=drop,
+            tidy=lambda: remove_unneeded(self.registry, directory),
+            base_file="base",
+        )
+
+    async def __aenter__(self) -> ServiceOfTest:
+        import asyncio
+
+        from aiohttp.test_utils import TestClient, TestServer
+
+        await self.turns.recover()
+        self.client = TestClient(TestServer(self.service.app()))
+        await self.client.start_server()
+        work = (self.turns.run(), self.service.tidy_forever())
+        self._tasks = [asyncio.create_task(part) for part in work]
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self.service.close()
+        await self.client.close()
+        self.log.close()
+
+    async def post(self, route: str, body: Any, **headers: str) -> tuple[int, Any]:
+        """Returns status and answer of a request, whose body is an object or bytes."""
+        import json
+
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        sent = {"X-API-Key": self.KEY, **headers}
+        async with self.client.post(f"/api/v1/{route}", data=data, headers=sent) as answer:
+            content = await answer.read()
+            if answer.content_type == "application/json":
+                return answer.status, json.loads(content)
+            return answer.status, content
+
+    async def call(self, route: str, body: Any) -> Any:
+        """Returns the answer to a request that is a promise, once it is there."""
+        status, promise = await self.post(route, body)
+        assert status == 200, promise
+        status, answer = await self.post("retrieve_future", {"request_id": promise["request_id"]})
+        assert status == 200, answer
+        return answer
+
+    async def session(self) -> str:
+        body = {"sdk_version": "0.38.0", "tags": [], "user_metadata": None}
+        status, answer = await self.post("create_session", body)
+        assert status == 200, answer
+        return str(answer["session_id"])
+
+    async def model(self, session: str, base: str, rank: int, *, seed: int = 3) -> str:
+        body = {
+            "session_id": session,
+            "model_seq_id": 0,
+            "base_model": base,
+            "lora_config": {"rank": rank, "seed": seed, "train_unembed": False},
+        }
+        return str((await self.call("create_model", body))["model_id"])
+
+
+class NoEngine:
+    """A sampler that answers with tokens that follow from version and seed."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+
+    async def generate(
+        self,
+        version: int,
+        file: str,
+        prompt: Any,
+        count: int,
+        seed: int,
+        sampling: Any,
+        deadline_s: float,
+    ) -> list[Any]:
+        from pa_npu.engines.protocol import Generation
+
+        self.versions.append(version)
+        made = []
+        for number in range(count):
+            random = np.random.default_rng([version, seed + number])
+            tokens = random.integers(0, 9, sampling.max_tokens).astype(np.int32)
+            logprobs = -random.random(len(tokens)).astype(np.float32)
+            made.append(Generation(tokens, logprobs, "", "length"))
+        return made
