@@ -2,6 +2,7 @@
 
     datum      model_input  t0 t1 t2      target_tokens  u0 u1 u2
     packed     the input's rows, those of a common beginning once; row i predicts target i
+    scored     every pair of a row and a target once, whichever datums have it
 
 Datums are ordered by their tokens, so that those with a common beginning are neighbours, and cut
 where a microbatch is full. Nothing but the call itself decides about that: a client gets the same
@@ -11,6 +12,7 @@ bits alone and beside others.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +20,7 @@ import torch
 
 from pa_npu.attention.trie import pack
 from pa_npu.samples.microbatch import Microbatch
-from pa_npu.service.losses import MASK, Loss
+from pa_npu.service.losses import MASK, OF_CALL, OWNER, PLACE, Loss
 from pa_npu.service.wire import Datum, Refused
 
 MIN_SHARED = 16
@@ -138,35 +140,39 @@ def _packed(
     for number, leaf in zip(numbers, packed.leaves, strict=True):
         targets = data[number].inputs["target_tokens"]
         width = 1 if targets.ndim == 1 else targets.shape[1]
-        rows.append(torch.as_tensor(packed.layout.path_rows(leaf)).repeat_interleave(width))
+        rows.append(packed.layout.path_rows(leaf).repeat_interleave(width).numpy())
         lengths.append(targets.size)
-    total = sum(lengths)
+    flat = [data[number].inputs["target_tokens"].reshape(-1) for number in numbers]
+    scored = _scored_once(np.concatenate(rows), np.concatenate(flat))
+    owners = np.repeat(np.arange(len(numbers)), lengths)
+    # those that are scored for a datum first, in the order of datums
+    own_lengths = np.bincount(owners[scored.first], minlength=len(numbers)).tolist()
+    total = len(scored.first)
     columns = {
         "logprobs": torch.zeros(total),
         "advantages": torch.zeros(total),
+        PLACE: torch.from_numpy(scored.place),
+        OWNER: torch.from_numpy(owners),
     }
-    names = {"weights": "weight"}
     for key in loss.reads:
         arrays = [data[number].inputs.get(key) for number in numbers]
-        if all(array is None for array in arrays):
-            continue
         filled = [
             np.ones(length, np.float32) if array is None else array.reshape(-1)
             for array, length in zip(arrays, lengths, strict=True)
         ]
-        columns[names.get(key, key)] = torch.from_numpy(np.concatenate(filled).astype(np.float32))
-    flat = [data[number].inputs["target_tokens"].reshape(-1) for number in numbers]
+        values = np.concatenate(filled).astype(np.float32)
+        columns[f"{OF_CALL}{key}"] = torch.from_numpy(values)
     padding = torch.zeros(layout.padding, dtype=torch.int64)
     return Microbatch(
         layout=layout,
         tokens=torch.cat([packed.tokens, padding]),
-        rows=torch.cat(rows),
-        targets=torch.from_numpy(np.concatenate(flat).astype(np.int64)),
+        rows=torch.from_numpy(np.concatenate(rows)[scored.first]),
+        targets=torch.from_numpy(np.concatenate(flat)[scored.first].astype(np.int64)),
         columns=columns,
         packed={},
         ages=torch.zeros(total),
-        response_index=torch.from_numpy(np.repeat(np.arange(len(numbers)), lengths)),
-        response_lengths=tuple(lengths),
+        response_index=torch.from_numpy(owners[scored.first]),
+        response_lengths=tuple(own_lengths),
         iteration=0,
         versions=(),
         group_indices=(0,),
@@ -174,3 +180,23 @@ def _packed(
         num_computed_tokens=layout.total - layout.padding,
         repeats=1.0,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Scored:
+    """first: where each different pair occurs first, ascending. place: of every pair, its number
+    among the different ones.
+    """
+
+    first: npt.NDArray[np.int64]
+    place: npt.NDArray[np.int64]
+
+
+def _scored_once(rows: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> _Scored:
+    """Finds the pairs of a row and a target that are the same: those of a common beginning."""
+    keys = rows * (int(targets.max()) + 1) + targets
+    _, first, place = np.unique(keys, return_index=True, return_inverse=True)
+    order = np.argsort(first)
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order))
+    return _Scored(first[order], number[place.reshape(-1)])

@@ -16,22 +16,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
 
 from pa_npu.algorithm.algorithm import Algorithm, Component, ScoredSamples, TokenValues
 from pa_npu.algorithm.loss_sums import LossSums
+from pa_npu.algorithm.policy_losses import TokenBatch
 from pa_npu.config.schema import Config
-from pa_npu.config.words import choose_among
 from pa_npu.service.wire import Refused
 
-if TYPE_CHECKING:
-    from pa_npu.algorithm.policy_losses import TokenBatch
-
 MASK = "sequence_ratio_mask"
+# Columns of a call's microbatch: of every target of its datums, where its log-prob is among those
+# that were computed, which datum it is of, and the arrays that its loss reads, by their names.
+PLACE, OWNER, OF_CALL = "place", "owner", "call."
 _SAMPLED = ("logprobs", "advantages")
 _CLIP = {"clip_low_threshold": None, "clip_high_threshold": None}
 
@@ -114,7 +114,7 @@ def loss_named(name: str, config: Mapping[str, float | str]) -> tuple[Loss, dict
     loss = LOSSES.get(name)
     if loss is None:
         raise Refused(
-            f"loss_fn: {name[:60]!r} is no loss of this server; {choose_among(name, LOSSES)}"
+            f"loss_fn: {name[:60]!r} is no loss of this server, which has {', '.join(LOSSES)}"
         )
     for key, value in config.items():
         if key not in loss.parameters:
@@ -131,6 +131,24 @@ def loss_named(name: str, config: Mapping[str, float | str]) -> tuple[Loss, dict
     if values.get("clip_low_threshold", 0) > values.get("clip_high_threshold", 0):
         raise Refused("loss_fn_config: clip_low_threshold must not be above clip_high_threshold")
     return loss, values
+
+
+def _of_all_targets(batch: TokenBatch) -> TokenBatch:
+    """Returns the batch of every target of a call's datums, in the place of those that were scored."""
+    columns = batch.columns
+    owners = columns[OWNER]
+    logprobs = batch.logprobs.index_select(0, columns[PLACE])
+    nothing = torch.zeros_like(logprobs.detach())
+    ones = torch.ones_like(nothing)
+    return replace(
+        batch,
+        logprobs=logprobs,
+        engine_logprobs=columns.get(f"{OF_CALL}logprobs", nothing),
+        advantages=columns.get(f"{OF_CALL}advantages", nothing),
+        weights=columns.get(f"{OF_CALL}weights", ones),
+        response_index=owners,
+        columns={MASK: columns.get(f"{OF_CALL}{MASK}", ones)},
+    )
 
 
 _TRAINED = Component(1, "trained", "those of the datums", needs_provenance=False)
@@ -168,6 +186,7 @@ class ServedLoss(Algorithm):
         return torch.ones(sum(lengths), device=device)
 
     def loss_sums(self, batch: TokenBatch) -> LossSums:
+        batch = _of_all_targets(batch)
         total = (self.loss.tokens(batch, self.values) * batch.weights).sum()
         return LossSums(total, {"loss": total.detach(), "policy_loss": total.detach()})
 

@@ -25,6 +25,7 @@ from safetensors.torch import save
 
 from pa_npu.algorithm.model_outputs import Outputs, Targets, token_batch
 from pa_npu.algorithm.objective import Objective
+from pa_npu.algorithm.policy_losses import TokenBatch
 from pa_npu.backends.protocol import Step, StepOptions, TrainBackend
 from pa_npu.config.plain_file import reason
 from pa_npu.config.schema import Config
@@ -33,7 +34,7 @@ from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import Traffic
 from pa_npu.service.datums import microbatches
 from pa_npu.service.files import write_whole
-from pa_npu.service.losses import ServedLoss, loss_named
+from pa_npu.service.losses import OWNER, PLACE, ServedLoss, loss_named
 from pa_npu.service.wire import AdamParameters, ForwardBackward, Refused
 from pa_npu.weight_transfer.digest import digest_of
 
@@ -112,7 +113,7 @@ class Slots:
         """Returns what a call's loss is, and changes nothing. Raises Refused."""
         algorithm, source = self._prepared(call)
         self._activate(name)
-        collected = _Logprobs(call)
+        collected = _Logprobs(call, source)
         losses: list[torch.Tensor] = []
 
         def on_outputs(microbatch: Microbatch, outputs: Outputs) -> None:
@@ -129,7 +130,7 @@ class Slots:
         algorithm, source = self._prepared(call)
         slot = self._slot(name)
         self._activate(name)
-        collected = _Logprobs(call)
+        collected = _Logprobs(call, source)
         objective = Objective(
             config=self._config,
             device=self._backend.device,
@@ -336,11 +337,12 @@ class Slots:
 
 
 class _Logprobs:
-    """The log-probs of a call's targets, as the backend gives them, datum by datum."""
+    """The log-probs of a call's targets, as the backend gives them, microbatch by microbatch."""
 
-    def __init__(self, call: ForwardBackward) -> None:
+    def __init__(self, call: ForwardBackward, source: Sequence[Microbatch]) -> None:
         self._call = call
-        self._parts: dict[int, torch.Tensor] = {}
+        self._source = {microbatch.sources: microbatch for microbatch in source}
+        self._parts: dict[int, npt.NDArray[np.float32]] = {}
 
     def add(
         self,
@@ -349,16 +351,17 @@ class _Logprobs:
         lengths: Sequence[int],
         logprobs: torch.Tensor,
     ) -> None:
-        for (_, number), values in zip(
-            sources, logprobs.detach().split(list(lengths)), strict=True
-        ):
-            self._parts[number] = values
+        columns = self._source[tuple(sources)].columns
+        values = logprobs.detach().float().cpu().numpy()[columns[PLACE].cpu().numpy()]
+        owners = columns[OWNER].cpu().numpy()
+        starts = np.searchsorted(owners, np.arange(1, len(sources)))
+        for (_, number), part in zip(sources, np.split(values, starts), strict=True):
+            self._parts[number] = part
 
     def outputs(self, loss: float) -> CallOutputs:
         arrays = []
         for number, datum in enumerate(self._call.data):
-            values = self._parts[number].float().cpu().numpy()
-            arrays.append(values.reshape(datum.inputs["target_tokens"].shape))
+            arrays.append(self._parts[number].reshape(datum.inputs["target_tokens"].shape))
         return CallOutputs(arrays, loss)
 
 
@@ -383,13 +386,12 @@ class _Ready(Iterator[Microbatch]):
         return microbatch if self._device is None else microbatch.to(self._device)
 
 
-def _batch(microbatch: Targets, outputs: Outputs) -> Any:
+def _batch(microbatch: Targets, outputs: Outputs) -> TokenBatch:
     values = outputs.policy.values
-    weights = microbatch.columns.get("weight")
     return token_batch(
         microbatch,
         outputs,
         old_logprobs=values.detach(),
-        weights=torch.ones_like(values) if weights is None else weights,
+        weights=torch.ones_like(values),
         group_size=1,
     )

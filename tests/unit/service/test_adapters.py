@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from pa_npu.service.datums import microbatches
-from pa_npu.service.losses import LOSSES
+from pa_npu.service.losses import LOSSES, OWNER, PLACE
 from pa_npu.service.slots import WEIGHTS, Slots
 from pa_npu.service.wire import AdamParameters
 from tests.helpers.models import make_model
@@ -97,7 +97,10 @@ def test_datums_that_begin_alike_are_packed_once() -> None:
     (separate,) = microbatches(data, LOSSES["cross_entropy"], max_tokens=4096, shared=False)
     assert separate.num_computed_tokens == 8 * 80
     assert shared.num_computed_tokens == 64 + 8 * 16
-    assert len(shared.targets) == len(separate.targets) == 8 * 80
+    assert len(separate.targets) == 8 * 80
+    # of the beginning 63 targets are the same for all, those of its last row begin the datums' parts
+    begun = {int(datum.inputs["target_tokens"][63]) for datum in data}
+    assert len(shared.targets) == 63 + len(begun) + 8 * 16
 
 
 def test_microbatches_hold_what_fits_and_every_datum_once() -> None:
@@ -108,10 +111,13 @@ def test_microbatches_hold_what_fits_and_every_datum_once() -> None:
     numbers = sorted(number for part in cut for _, number in part.sources)
     assert numbers == list(range(40))
     for part in cut:
-        starts = np.cumsum([0, *part.response_lengths])
-        for (_, number), start, end in zip(part.sources, starts, starts[1:], strict=False):
-            targets = part.targets[start:end].numpy()
-            np.testing.assert_array_equal(targets, data[number].inputs["target_tokens"])
+        owners, place = part.columns[OWNER].numpy(), part.columns[PLACE]
+        for at, (_, number) in enumerate(part.sources):
+            scored = place[owners == at]
             np.testing.assert_array_equal(
-                part.tokens[part.rows[start:end]].numpy(), data[number].tokens
+                part.targets[scored].numpy(), data[number].inputs["target_tokens"]
             )
+            np.testing.assert_array_equal(
+                part.tokens[part.rows[scored]].numpy(), data[number].tokens
+            )
+        assert sum(part.response_lengths) == len(part.targets) == int(place.max()) + 1
