@@ -46,7 +46,7 @@ _MODULES = {
     "diff": "diff",
     "join": "join_command",
     "selftest": "selftest.command",
-    "serve": "serve",
+    "serve": "serve_command",
     "verify": "verify",
     "view": "view",
 }

@@ -1,16 +1,7 @@
-"""`pa-npu serve`: a model's training as calls. It starts service, trainer ranks and an engine, and starts them again until Ctrl-C.
-
-pa-npu serve model.path=MODEL lora.rank=32                    adapters, one set for each client's model
-pa-npu serve model.path=MODEL service.port=8421               all weights
-TINKER_BASE_URL=http://127.0.0.1:8421 TINKER_API_KEY=$(cat RUN/service/key) python loop.py
-
-service and trainers end    both are started again: the log is replayed, clients go on
-engine ends                 it is started again, and gets the weights that are asked for
-"""
+"""The processes of `pa-npu serve`: service, trainer ranks and an engine, started again when they end."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import secrets
 import socket
@@ -21,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pa_npu.algorithm.rules import load_config
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
@@ -45,7 +35,6 @@ from pa_npu.launcher.process.console import Console
 from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree, TreeProcess
 from pa_npu.launcher.process.supervisor import StopSignals, stop_signals
 from pa_npu.launcher.run_directory import CONFIG_FILE
-from pa_npu.launcher.subcommands import configuration_options, configured_overrides
 from pa_npu.platform.base import Platform
 
 SERVICE_KEY_VARIABLE = "PA_NPU_SERVICE_KEY"
@@ -54,19 +43,9 @@ _PROBE_S = 1.0
 _RESTARTS_WITHIN_S = 3600.0
 _FINAL = (BAD_INPUT, MUST_NOT_CONTINUE)
 
-serve_options = configuration_options
 
-
-def serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
+def serve(config: Config) -> int:
     """Serves until a signal comes. Raises UserError before anything starts."""
-    values: dict[tuple[str, ...], str] = {("data", "train"): "unread"}
-    defaults = [
-        "trainer.backend=fsdp",
-        "rollout.backend=transformers",
-        "checkpoint.export_hf=false",
-    ]
-    given = configured_overrides(options, rest)
-    config = load_config(options.config, [*defaults, *given], values)
     config, platform = resolve_device(config)
     check(config)
     placement = check_engines(config, platform)
@@ -81,7 +60,7 @@ def serve(options: argparse.Namespace, rest: Sequence[str]) -> int:
         port = config.service.port or free_port(config.service.host)
         server = host_store(config.placement.address, 0)  # lives as long as this name
         store = Store(config.placement.address, server.port)
-        (directory / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
+        write_configuration(directory / CONFIG_FILE, config)
         processes = ServedProcesses(config, platform, placement, store, key, port, tree)
         return Watch(config, processes, tree, console, signals, port).run()
 
@@ -122,6 +101,13 @@ def fitted(config: Config) -> Config:
     for line in lines:
         print(line, file=sys.stderr)
     return config
+
+
+def write_configuration(file: Path, config: Config) -> None:
+    """Writes what the processes read; it may hold secrets of the engine's environment."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(dump_config(config))
 
 
 def free_port(host: str) -> int:

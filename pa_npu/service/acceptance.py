@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pa_npu.config.schema import Config
+from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.service import wire
 from pa_npu.service.datums import check_datums
 from pa_npu.service.log import Accepted, Ended
@@ -28,10 +29,13 @@ _SECONDS_IN_10_YEARS = 10 * 366 * 86400
 
 @dataclass(frozen=True)
 class Subject:
-    """What the server trains. max_tokens: of a datum, and of a prompt with its response."""
+    """What the server trains. max_tokens: of a datum, and of a prompt with its response. adapters: of
+    rank 0 where all weights are trained.
+    """
 
     vocab_size: int
     max_tokens: int
+    adapters: AdapterShape
 
 
 class Acceptance:
@@ -123,11 +127,16 @@ class Acceptance:
     def base_name(self) -> str:
         return self._keys.model_name or Path(self._config.model.path).name
 
+    @property
+    def rank(self) -> int:
+        """Returns the rank of the adapters; 0 where all weights are trained."""
+        return self._subject.adapters.rank
+
     def _checked_rank(self, adapters: wire.Adapters | None) -> int:
         rank = 0 if adapters is None else adapters.rank
-        lora = self._config.lora
-        if rank != lora.rank:
-            what = f"adapters of rank {lora.rank}" if lora.rank else "all weights: rank=0"
+        shape = self._subject.adapters
+        if rank != shape.rank:
+            what = f"adapters of rank {shape.rank}" if shape.rank else "all weights: rank=0"
             raise Refused(f"lora_config.rank: {rank}; this server trains {what}")
         if not rank:
             return rank
@@ -137,15 +146,14 @@ class Acceptance:
                 "lora_config.train_unembed: true; this server has no adapters of the LM head: pass "
                 "train_unembed=False, or serve with service.unembed=leave_out"
             )
-        targets = set(_ATTENTION | _MLP) if lora.targets == "all-linear" else set(lora.targets)
         for key, wanted, layers in (
             ("train_attn", adapters.train_attn, _ATTENTION),
             ("train_mlp", adapters.train_mlp, _MLP),
         ):
-            if wanted != bool(targets & layers):
+            if wanted != any(shape.chooses(layer) for layer in layers):
                 raise Refused(
                     f"lora_config.{key}: {str(wanted).lower()}; lora.targets of this server is "
-                    f"{lora.targets}"
+                    f"{shape.targets}"
                 )
         return rank
 
@@ -304,7 +312,7 @@ class Acceptance:
         decided = {
             **self._loaded(asked),
             "base": self.base_name,
-            "rank": self._config.lora.rank,
+            "rank": self._subject.adapters.rank,
             "seed": 0,
         }
         return self._accept("create_loaded", f"{id}/0", asked.session_id, body, id, 0, decided)

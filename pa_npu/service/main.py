@@ -23,6 +23,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.engines.registry import engine_kind
 from pa_npu.errors import ConfigError, PaNpuError, exit_code
+from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.service import commands
 from pa_npu.service.acceptance import Acceptance, Subject
 from pa_npu.service.commands import Trainers
@@ -113,7 +114,7 @@ async def serve(config: Config, engine: str, port: int) -> None:
             load_timeout_s=config.publish.timeout_s,
             start_timeout_s=limit_s,
         )
-        subject = Subject(ready.vocab_size, config.engine_tokens)
+        subject = Subject(ready.vocab_size, config.engine_tokens, AdapterShape.from_config(config))
         acceptance = Acceptance(config, registry, subject, logged.write, directory)
 
         async def drop(model: str) -> None:

@@ -125,15 +125,25 @@ class Sampler:
             if left_s <= 0:
                 break
             try:
-                async with asyncio.timeout(left_s), self._holding(version, file) as client:
-                    return await ask(client, left_s)
-            except TimeoutError:
+                return await asyncio.wait_for(self._ask(version, file, ask, left_s), left_s)
+            except asyncio.TimeoutError:
+                await self._lose()  # a load may have been cut off
                 break
             except (EngineError, DeadlineExceeded) as error:
                 logger.warning("the engine did not answer (attempt %d): %s", attempt + 1, error)
                 await self._lose()
                 await asyncio.sleep(_PAUSE_S)
         raise DeadlineExceeded(f"the engine did not answer within {deadline_s:g} s")
+
+    async def _ask(
+        self,
+        version: int,
+        file: str,
+        ask: Callable[[RolloutEngine, float], Awaitable[T]],
+        left_s: float,
+    ) -> T:
+        async with self._holding(version, file) as client:
+            return await ask(client, left_s)
 
     @asynccontextmanager
     async def _holding(self, version: int, file: str) -> AsyncIterator[RolloutEngine]:

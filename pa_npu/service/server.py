@@ -206,7 +206,7 @@ class Service:
     def _weights_info(self, body: bytes) -> dict[str, Any]:
         asked = wire.read_json(body, wire.WeightsInfo)
         self._registry.saved(asked.tinker_path, time.time())
-        rank = self._config.lora.rank
+        rank = self._acceptance.rank
         return {
             "base_model": self._acceptance.base_name,
             "is_lora": rank > 0,

@@ -30,6 +30,7 @@ from pa_npu.backends.protocol import Step, StepOptions, TrainBackend
 from pa_npu.config.plain_file import reason
 from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
+from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import Traffic
 from pa_npu.service.datums import microbatches
@@ -78,6 +79,7 @@ class Slots:
         self._config = config
         self._backend = backend
         self._base = base
+        self._rank = AdapterShape.from_config(config).rank
         self._slots: dict[str, Slot] = {}
         self._active: str | None = None
         self._initial: Tensors = {
@@ -93,7 +95,7 @@ class Slots:
         for tensor_name, initial in self._initial.items():
             weights[tensor_name] = initial.clone()
             if _A in tensor_name:
-                bound = 1.0 / math.sqrt(initial.numel() / self._config.lora.rank)
+                bound = 1.0 / math.sqrt(initial.numel() / self._rank)
                 values = torch.empty(initial.numel()).uniform_(-bound, bound, generator=generator)
                 weights[tensor_name].copy_(values)
         self._slots[name] = Slot(
@@ -236,7 +238,7 @@ class Slots:
             "digest": digest,
             "updates": slot.updates,
             "calls": slot.calls,
-            "rank": self._config.lora.rank,
+            "rank": self._rank,
         }
         write_whole(file, save(tensors, metadata={"pa_npu": json.dumps(described)}))
         return digest

@@ -23,6 +23,7 @@ from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.errors import InvariantViolation, PaNpuError, exit_code
+from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher
@@ -96,9 +97,7 @@ def run_rank(config: Config, rank: int) -> None:
 def base_digest(config: Config, spec: ModelSpec, publisher: Publisher) -> str:
     """Digest of the model that all slots begin with, and of the shape of what is trained."""
     parts = [json.dumps(publisher.contents(), sort_keys=True)]
-    parts.append(
-        f"{config.model.dtype} {config.lora.rank} {config.lora.alpha} {config.lora.targets}"
-    )
+    parts.append(f"{config.model.dtype} {AdapterShape.from_config(config)}")
     return hashlib.blake2b(" ".join(parts).encode(), digest_size=8).hexdigest()
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from pa_npu import platform as platforms
 from pa_npu.backends.registry import backend_module
 from pa_npu.config.schema import Config
+from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.families.spec import ModelSpec
 from pa_npu.service.slots import Slots
 from pa_npu.service.wire import Datum, ForwardBackward
@@ -188,7 +189,7 @@ class ServiceOfTest:
             directory,
             keep_every=keep_every,
         )
-        subject = Subject(vocab, config.engine_tokens)
+        subject = Subject(vocab, config.engine_tokens, AdapterShape.from_config(config))
         self.acceptance = Acceptance(config, self.registry, subject, logged.write, directory)
         self.sampler = NoEngine()
 

@@ -89,7 +89,7 @@ def exact(service: Any, given: dict[str, str]) -> list[Any]:
             ).result()
             seen.append([[s.tokens, s.logprobs, s.stop_reason] for s in sampled.sequences])
             seen.append(sampled.prompt_logprobs)
-    state = client.save_state(f"state-{given.get('name', 'a')}").result()
+    state = client.save_state(f"state-{given.get('label', 'a')}").result()
     loaded = service.create_training_client_from_state_with_optimizer(state.path).result()
     for trained in (client, loaded):
         answer = trained.forward_backward_custom(data, squares)

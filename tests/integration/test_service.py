@@ -126,8 +126,8 @@ def alone(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_two_clients_at_once_get_the_bits_of_each_alone(
     server: Server, alone: Any, tmp_path: Path
 ) -> None:
-    beside = Loop(server, "exact", tmp_path, seed=11, name="b")
-    same = Loop(server, "exact", tmp_path, name="a")
+    beside = Loop(server, "exact", tmp_path, seed=11, label="b")
+    same = Loop(server, "exact", tmp_path, label="a")
     assert same.result() == alone
     assert beside.result() != alone, "negative control: another seed"
 
@@ -138,7 +138,7 @@ def test_two_clients_at_once_get_the_bits_of_each_alone(
 def test_a_killed_process_changes_nothing_that_the_client_sees(
     server: Server, alone: Any, tmp_path: Path, part: str
 ) -> None:
-    loop = Loop(server, "exact", tmp_path, name=part.rpartition(".")[2])
+    loop = Loop(server, "exact", tmp_path, label=part.rpartition(".")[2])
     loop.wait_for_step(3)
     os.kill(server.pid_of(part), signal.SIGKILL)
     assert loop.result() == alone
