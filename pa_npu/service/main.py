@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
@@ -22,7 +23,7 @@ from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.engines.registry import engine_kind
-from pa_npu.errors import ConfigError, PaNpuError, exit_code
+from pa_npu.errors import ConfigError, InvariantViolation, PaNpuError, exit_code
 from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.service import commands
 from pa_npu.service.acceptance import Acceptance, Subject
@@ -153,9 +154,11 @@ async def run(
                 service.start_sample(future.request)
         await web.TCPSite(runner, config.service.host, port).start()
         logger.info("serving at %s:%d", config.service.host, port)
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        ends: list[asyncio.Future[Any]] = [*tasks, service.broken]
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for end in done:
+            if isinstance(error := end.result(), InvariantViolation):
+                raise error
     finally:
         for task in tasks:
             task.cancel()

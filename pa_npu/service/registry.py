@@ -82,7 +82,7 @@ class SamplingSession:
 
 
 class Registry:
-    """All that the server knows."""
+    """All that the server knows. begun_files: those that are being written, and no record has yet."""
 
     def __init__(self, max_snapshots: int) -> None:
         """max_snapshots: of a model, without a name; a further one takes the oldest one's place."""
@@ -94,6 +94,7 @@ class Registry:
         self.sampling: dict[str, SamplingSession] = {}
         self.futures: dict[str, Future] = {}
         self.last_version = BASE_VERSION
+        self.begun_files: set[str] = set()
 
     def apply(self, record: Record) -> None:
         """Takes a record that the log has."""
@@ -254,7 +255,7 @@ class Registry:
         """Returns the files that are needed: of saved weights, kept states, and requests that a start
         would carry out again.
         """
-        needed = {saved.file for saved in self.weights.values()}
+        needed = {saved.file for saved in self.weights.values()} | self.begun_files
         for model in self.models.values():
             kept_seq = -1
             if model.kept is not None:
@@ -265,10 +266,13 @@ class Registry:
                     needed.add(str(future.request.decided["file"]))
         return needed
 
-    def prune(self, max_answers: int) -> None:
-        """Forgets answers that are older than the last `max_answers` of their model or session, and
-        that no start would need.
+    def prune(self, max_answers: int, now_s: float) -> None:
+        """Forgets weights that have expired, and answers that are older than the last `max_answers`
+        of their model or session and that no start would need.
         """
+        for path, saved in list(self.weights.items()):
+            if saved.expires_s is not None and now_s > saved.expires_s:
+                del self.weights[path]
         samples: dict[str, list[str]] = {}
         for id, future in self.futures.items():
             if future.request.route == "sample" and future.answer is not None:
@@ -305,7 +309,7 @@ class Registry:
                     model is not None and model.kept is not None and (record.seq <= model.kept.seq)
                 )
                 needed.add(record.id)
-                if record.route == "forward_backward" and is_covered:
+                if record.route in ("forward", "forward_backward") and is_covered:
                     yield _without_body(record)
                 else:
                     yield record

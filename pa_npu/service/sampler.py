@@ -33,6 +33,7 @@ from pa_npu.engines.protocol import (
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.publish.messages import StageManifest
 from pa_npu.service.commands import Publish, Ready, Trainers
+from pa_npu.service.wire import Refused
 from pa_npu.weight_transfer.digest import first_difference
 
 logger = logging.getLogger(__name__)
@@ -201,13 +202,12 @@ class Sampler:
             loading = asyncio.create_task(self._join_and_load(client, joins, version))
         else:
             loading = asyncio.create_task(self._join_and_load(client, None, version))
+        publish = Publish(file=file, version=version, epoch=self._epoch, workers=1)
         try:
-            sent = (
-                await self._trainers.ask(
-                    Publish(file=file, version=version, epoch=self._epoch, workers=1)
-                )
-            ).decode()
+            sent = (await self._trainers.ask(publish)).decode()
             loaded = await loading
+        except Refused as refusal:  # the trainers lost the engine
+            raise EngineError(str(refusal)) from None
         finally:
             loading.cancel()
         check_arrival(version, sent, loaded)

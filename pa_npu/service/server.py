@@ -19,7 +19,7 @@ from aiohttp.typedefs import Handler
 
 from pa_npu.config.schema import Config
 from pa_npu.engines.protocol import Generation, Sampling, Scores, Scoring
-from pa_npu.errors import DeadlineExceeded
+from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.service import wire
 from pa_npu.service.acceptance import Acceptance
 from pa_npu.service.log import Accepted, Dropped, Finished
@@ -76,6 +76,8 @@ class Service:
         self._tidy = tidy
         self._base_file = base_file
         self._samples: set[asyncio.Task[None]] = set()
+        self.broken: asyncio.Future[InvariantViolation] = asyncio.get_running_loop().create_future()
+        """Has what must end the service, if anything does."""
 
     def app(self) -> web.Application:
         app = web.Application(
@@ -278,6 +280,15 @@ class Service:
             answer = Finished(request.id, content)
         except (Refused, DeadlineExceeded) as error:
             answer = Finished(request.id, error=f"sample: {error}")
+        except InvariantViolation as error:
+            if not self.broken.done():
+                self.broken.set_result(error)
+            return
+        except Exception as error:
+            logger.exception("%s failed", request.id)
+            answer = Finished(
+                request.id, error=f"sample: the server failed ({type(error).__name__})"
+            )
         if request.id in self._registry.futures:
             self._write(answer)
 
@@ -354,7 +365,7 @@ class Service:
                 logger.info("session %s is idle, its slots are free now", session)
                 await self.end_session(session)
             self._drop_gaps()
-            self._registry.prune(self._keys.answers)
+            self._registry.prune(self._keys.answers, time.time())
             self._tidy()
 
     def _drop_gaps(self) -> None:

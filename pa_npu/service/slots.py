@@ -332,6 +332,10 @@ class Slots:
         self._backend.share_weights()
         self._active = name
 
+    def forget_active(self) -> None:
+        """Says that something failed in the backend, so that it must be given a slot's tensors anew."""
+        self._active = None
+
     def _forget(self, name: str) -> None:
         """The backend has this slot's tensors no longer as they are."""
         if self._active == name:

@@ -22,7 +22,13 @@ from pa_npu.backends.registry import backend_module
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
-from pa_npu.errors import InvariantViolation, PaNpuError, exit_code
+from pa_npu.errors import (
+    DeadlineExceeded,
+    InvariantViolation,
+    PaNpuError,
+    exit_code,
+    printable,
+)
 from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish.messages import PublishMembers
@@ -33,7 +39,7 @@ from pa_npu.service.slots import ServedBackend, Slots
 from pa_npu.service.wire import Refused, read_forward_backward, write_forward_backward
 from pa_npu.telemetry.logs import setup_logging
 from pa_npu.telemetry.timeline import Timeline
-from pa_npu.weight_transfer.transport import run_and_exit
+from pa_npu.weight_transfer.transport import WeightSyncError, run_and_exit
 
 logger = logging.getLogger(__name__)
 BUCKET_BYTES = 2**24
@@ -112,6 +118,11 @@ def serve(own: Commands, slots: Slots, publisher: Publisher) -> None:
         except InvariantViolation as error:
             own.answer(Answer(broken=str(error)))
             raise
+        except RuntimeError as error:  # torch's own, such as too little memory
+            logger.exception("a command failed")
+            slots.forget_active()
+            reason = printable(str(error).partition("\n")[0])[:300]
+            answer = Answer(refused=f"the trainer failed: {reason}")
         own.answer(answer)
 
 
@@ -155,7 +166,11 @@ def _load(command: commands.Load, slots: Slots, publisher: Publisher) -> bytes:
 
 def _publish(command: commands.Publish, slots: Slots, publisher: Publisher) -> bytes:
     slots.show(Path(command.file))
-    sent = publisher.publish(command.version, PublishMembers(command.epoch, command.workers))
+    members = PublishMembers(command.epoch, command.workers)
+    try:
+        sent = publisher.publish(command.version, members)
+    except (WeightSyncError, DeadlineExceeded) as error:  # an engine that ended
+        raise Refused(f"publish: {error}") from None
     return sent.digests.encode()
 
 

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from pa_npu.errors import InvariantViolation
+from pa_npu.errors import DataError, InvariantViolation
 from pa_npu.service import commands
 from pa_npu.service.commands import Trainers
 from pa_npu.service.log import Accepted, Finished, Kept
@@ -73,10 +73,7 @@ class Turns:
         for model in list(self._registry.models.values()):
             start = 0
             if model.kept is not None:
-                await self._trainers.ask(commands.Create(slot=model.id, seed=model.seed))
-                await self._trainers.ask(
-                    commands.Load(slot=model.id, file=model.kept.file, optimizer=True)
-                )
+                await self._load_kept(model, model.kept)
                 start = model.kept.seq + 1
             replayed = 0
             for seq in range(start, model.next):
@@ -91,6 +88,15 @@ class Turns:
                         "the model's files, this software or this machine are not those of the log"
                     )
             logger.info("%s: at request %d, %d carried out again", model.id, model.next, replayed)
+
+    async def _load_kept(self, model: Model, kept: Kept) -> None:
+        try:
+            await self._trainers.ask(commands.Create(slot=model.id, seed=model.seed))
+            await self._trainers.ask(commands.Load(slot=model.id, file=kept.file, optimizer=True))
+        except Refused as refusal:
+            raise DataError(
+                f"service log: the state of {model.id} is not there: {refusal}"
+            ) from None
 
     async def run(self) -> None:
         """Carries out requests until it is cancelled."""
@@ -167,8 +173,13 @@ class Turns:
         before = model.kept
         seq = model.next - 1
         file = self._directory / "kept" / f"{_file_name(model.id)}-{seq}.safetensors"
-        await self._trainers.ask(commands.Save(slot=model.id, file=str(file), parts=STATE))
-        self._write(Kept(model=model.id, seq=seq, file=str(file)))
+        begun = self._registry.begun_files
+        begun.add(str(file))
+        try:
+            await self._trainers.ask(commands.Save(slot=model.id, file=str(file), parts=STATE))
+            self._write(Kept(model=model.id, seq=seq, file=str(file)))
+        finally:
+            begun.discard(str(file))
         if before is not None:
             Path(before.file).unlink(missing_ok=True)
 
