@@ -57,7 +57,9 @@ async def test_only_the_failing_function_loses_its_reward(row: dict[str, Any], o
     assert "users_rewards:by_row" in result.errors[0] or "its worker" in result.errors[0]
 
 
-@pytest.mark.parametrize("row", [{"raise": True}, {"exit": 3}])
+@pytest.mark.parametrize(
+    "row", [{"raise": True}, pytest.param({"exit": 3}, marks=pytest.mark.nightly)]
+)
 async def test_a_function_that_keeps_failing_ends_the_run_and_the_line_says_what_it_raised(
     row: dict[str, Any],
 ) -> None:
