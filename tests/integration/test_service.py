@@ -1,12 +1,11 @@
 """`pa-npu serve` and the unmodified SDK: a client's exact answers, beside another one, through killed processes, and its loops.
 
-The SDK is no dependency of this package: it is looked for in this interpreter, and in the directory
-that PA_NPU_TINKER names (`pip install --target DIR tinker==0.38.0`).
+The SDK is no dependency of this package: tests/run.sh installs it beside the environment, in
+.venv-tinker; PA_NPU_TINKER names another directory.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -22,13 +21,12 @@ import pytest
 
 from tests.helpers.launched import ROOT, Launched
 
-SDK = os.environ.get("PA_NPU_TINKER", "")
+SDK = Path(os.environ.get("PA_NPU_TINKER", ROOT / ".venv-tinker"))
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc"),
     pytest.mark.skipif(
-        not SDK and importlib.util.find_spec("tinker") is None,
-        reason="needs tinker==0.38.0, installed or in the directory PA_NPU_TINKER",
+        not (SDK / "tinker").is_dir(), reason="needs requirements/tinker.txt in .venv-tinker"
     ),
 ]
 READY_S = 300.0
@@ -79,7 +77,7 @@ class Loop:
         self.out = directory / f"{name}-{len(list(directory.glob('*.json')))}.json"
         self.out.write_text("")
         self.steps = directory / f"{self.out.stem}.steps"
-        path = os.pathsep.join(part for part in (SDK, os.environ.get("PYTHONPATH", "")) if part)
+        path = os.pathsep.join(filter(None, (str(SDK), os.environ.get("PYTHONPATH", ""))))
         given = [f"{key}={value}" for key, value in options.items()]
         given += [f"model={server.model}", f"steps_file={self.steps}"]
         script = str(ROOT / "tests" / "helpers" / "tinker_loops.py")
