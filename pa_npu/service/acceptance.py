@@ -275,6 +275,8 @@ class Acceptance:
             "named": int(is_named),
             **self._new_version(),
         }
+        if is_named and self._config.checkpoint.export_hf and route != "save_weights":
+            decided["export"] = str(self._directory / "exports" / suffix)
         if asked.ttl_seconds is not None:
             if not 1 <= asked.ttl_seconds <= _SECONDS_IN_10_YEARS:
                 raise Refused(f"ttl_seconds: {asked.ttl_seconds} must be from 1 to 10 years")

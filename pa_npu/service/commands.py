@@ -71,7 +71,14 @@ class Publish(msgspec.Struct, tag=True):
     workers: int
 
 
-Command = Create | Drop | Compute | Optimize | Save | Load | Publish
+class Export(msgspec.Struct, tag=True):
+    """Writes a file's weights as a directory that other programs load: of peft, or of the whole model."""
+
+    file: str
+    directory: str
+
+
+Command = Create | Drop | Compute | Optimize | Save | Load | Publish | Export
 
 
 class Answer(msgspec.Struct):

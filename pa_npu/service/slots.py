@@ -88,13 +88,13 @@ class Slots:
 
     def create(self, name: str, seed: int) -> None:
         """Makes a slot with the model's own weights, or with fresh adapters by `seed`: A uniform
-        within 1 / sqrt(its inputs), as peft begins, and B zero.
+        within 1 / sqrt(its inputs), as peft begins, and B zero; or with those of model.adapter.
         """
         generator = torch.Generator().manual_seed(seed)
         weights = {}
         for tensor_name, initial in self._initial.items():
             weights[tensor_name] = initial.clone()
-            if _A in tensor_name:
+            if _A in tensor_name and not self._config.model.adapter:
                 bound = 1.0 / math.sqrt(initial.numel() / self._rank)
                 values = torch.empty(initial.numel()).uniform_(-bound, bound, generator=generator)
                 weights[tensor_name].copy_(values)
@@ -277,6 +277,13 @@ class Slots:
         if digest != described["digest"]:
             raise Refused(f"sample: {file.name} has other weights than were saved; save them again")
         return digest
+
+    def export(self, file: Path, directory: Path) -> None:
+        """Writes a file's weights as an HF directory: of peft, or whole with
+        checkpoint.export_hf=merged. Raises Refused or ExportError.
+        """
+        self.show(file)
+        self._backend.export(directory)
 
     def _read(self, file: Path) -> tuple[dict[str, Tensors], dict[str, Any]]:
         parts: dict[str, Tensors] = {}

@@ -24,6 +24,7 @@ from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.errors import (
     DeadlineExceeded,
+    ExportError,
     InvariantViolation,
     PaNpuError,
     exit_code,
@@ -174,6 +175,14 @@ def _publish(command: commands.Publish, slots: Slots, publisher: Publisher) -> b
     return sent.digests.encode()
 
 
+def _export(command: commands.Export, slots: Slots, publisher: Publisher) -> bytes:
+    try:
+        slots.export(Path(command.file), Path(command.directory))
+    except ExportError as error:
+        raise Refused(f"export: {error}") from None
+    return b""
+
+
 _ACTIONS: dict[type[Any], Callable[[Any, Slots, Publisher], bytes]] = {
     commands.Create: _create,
     commands.Drop: _drop,
@@ -182,6 +191,7 @@ _ACTIONS: dict[type[Any], Callable[[Any, Slots, Publisher], bytes]] = {
     commands.Save: _save,
     commands.Load: _load,
     commands.Publish: _publish,
+    commands.Export: _export,
 }
 
 

@@ -163,6 +163,9 @@ class Turns:
             return write_json({"type": "unload_model", "model_id": slot})
         parts = STATE if request.route == "save_weights" else [WEIGHTS]
         await ask(commands.Save(slot=slot, file=str(decided["file"]), parts=parts))
+        if "export" in decided:
+            directory = str(decided["export"])
+            await ask(commands.Export(file=str(decided["file"]), directory=directory))
         answer = {"type": request.route, "path": decided["path"]}
         if "sampling_session" in decided:
             answer = {"type": request.route, "sampling_session_id": decided["sampling_session"]}

@@ -16,6 +16,7 @@ from pa_npu.service.datums import microbatches
 from pa_npu.service.losses import LOSSES, OWNER, PLACE
 from pa_npu.service.slots import WEIGHTS, Slots
 from pa_npu.service.wire import AdamParameters
+from tests.helpers.adapters import peft_model
 from tests.helpers.models import make_model
 from tests.helpers.service import (
     RANK,
@@ -87,6 +88,45 @@ def test_seeds_make_adapters_and_a_slots_beginning_is_the_base(slots: Slots) -> 
     call = call_of([random_datum(np.random.default_rng(1), 20, VOCAB)], "cross_entropy")
     first, other = (slots.forward(name, call) for name in ("a", "c"))
     assert first.loss == other.loss, "B is zero at first"
+
+
+def test_an_export_is_pefts_and_another_service_begins_with_it(
+    slots: Slots, model: Path, tmp_path: Path
+) -> None:
+    random = np.random.default_rng(4)
+    data = [random_datum(random, 20, VOCAB) for _ in range(2)]
+    call = call_of(data, "cross_entropy")
+    slots.create("m", 5)
+    slots.forward_backward("m", call)
+    slots.step("m", AdamParameters(learning_rate=3e-2))
+    trained = slots.forward("m", call)
+    slots.save("m", tmp_path / "m.safetensors", [WEIGHTS])
+    slots.export(tmp_path / "m.safetensors", tmp_path / "peft")
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    untrained = slots_logprobs(plain, data[0])
+    policy = peft_model(model, tmp_path / "peft")
+    with torch.no_grad():
+        values = slots_logprobs(policy, data[0])
+    np.testing.assert_allclose(trained.logprobs[0], values.numpy(), atol=2e-5)
+    assert float((values - untrained).abs().max()) > 1e-2
+    adapter = slots._config.model.model_copy(update={"adapter": str(tmp_path / "peft")})
+    again = slots._config.model_copy(update={"model": adapter})
+    slots._initial, before = (
+        {key: value.clone() for key, value in slots._slots["m"].parts[WEIGHTS].items()},
+        slots._initial,
+    )
+    slots._config, config = again, slots._config
+    slots.create("other", 99)
+    slots._config, slots._initial = config, before
+    assert slots.digest("other") == slots.digest("m"), "no seed changes an adapter that is given"
+    assert slots.forward("m", call).loss == trained.loss, "the slot is as it was"
+
+
+def slots_logprobs(policy: Any, datum: Any) -> torch.Tensor:
+    ids = torch.from_numpy(datum.tokens[None].astype(np.int64))
+    table = policy(ids).logits[0].log_softmax(-1)
+    targets = torch.tensor(np.array(datum.inputs["target_tokens"]))
+    return table.gather(-1, targets[:, None])[:, 0].detach()
 
 
 def test_datums_that_begin_alike_are_packed_once() -> None:
