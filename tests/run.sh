@@ -26,6 +26,10 @@ if [[ $what != unit ]] && [ ! -d .venv-core-0.12/megatron ]; then
   echo "installing megatron-core 0.12.1 for tests/integration/test_older_core.py and tests/npu_sim"
   install_beside .venv-core-0.12 megatron-core==0.12.1 || echo "it cannot be installed here; tests with it will be skipped"
 fi
+if [[ $what != unit ]] && [ ! -d .venv-tinker/tinker ]; then
+  echo "installing tinker's SDK for tests/integration/test_service.py"
+  install_beside .venv-tinker -r requirements/tinker.txt || echo "it cannot be installed here; tests with it will be skipped"
+fi
 if [ "$what" = nightly ] && [ ! -d .venv-ascend-engine/vllm_ascend ]; then
   echo "installing vllm-ascend for tests/npu_sim/engine"
   install_beside .venv-ascend-engine -r requirements/ascend-engine.txt || echo "it cannot be installed here; its tests will be skipped"

@@ -84,6 +84,8 @@ ELSEWHERE = {
     "pa-npu run --config configs/grpo_tiny.yaml 'telemetry.trackers=[tensorboard, wandb]' "
     "telemetry.project=arithmetic run.dir=runs/first": "tests/integration/test_trackers_offline.py",
     "python tools/check_equivalence.py": "tests/integration/test_check_equivalence.py",
+    "pa-npu serve model.path=/models/Qwen2.5-0.5B-Instruct lora.rank=32 "
+    "service.unembed=leave_out": "tests/integration/test_service.py",
     "pa-npu join HOST:PORT [--devices 6,7] [--host ADDRESS] [--python ENGINE_PYTHON]": "tests/integration/"
     "test_elastic_engines.py",
     "bash launch/run_grpo_7b.sh --device npu --dry-run": _LAUNCH_SCRIPT,

@@ -42,6 +42,7 @@ from pa_npu.backends.protocol import (
     HeldTensor,
     MicrobatchSource,
     Step,
+    StepOptions,
     SteppedTensor,
     refuse_attachments,
 )
@@ -220,9 +221,10 @@ class FsdpBackend:
     def share_weights(self) -> None:
         """Nothing to do: every pass gathers the shards."""
 
-    def step(self) -> Step:
+    def step(self, options: StepOptions | None = None) -> Step:
+        """See TrainBackend. options: of this step alone; None takes the configuration's."""
         with self._offloaded.on_device():
-            grad_norm, learning_rate = self._optimizer.step(self._shard_group)
+            grad_norm, learning_rate = self._optimizer.step(self._shard_group, options)
         self._platform.synchronize()
         return Step(grad_norm if math.isfinite(grad_norm) else math.nan, learning_rate)
 
