@@ -6,6 +6,7 @@ import ast
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import verifiers.v1 as vf
 from openai import AsyncOpenAI
@@ -71,15 +72,16 @@ class CalculatorHarness(vf.Harness[vf.HarnessConfig]):
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> vf.ProgramResult:
-        messages: list[dict] = [{"role": "user", "content": data.prompt}]
+        messages: Any = [{"role": "user", "content": data.prompt}]
         parameters = {"type": "object", "properties": {"x": {"type": "string"}}}
         function = {"name": "calculator", "parameters": parameters}
+        tools: Any = [{"type": "function", "function": function}]
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
             for _ in range(3):
                 answer = await client.chat.completions.create(
                     model=ctx.model,
                     messages=messages,
-                    tools=[{"type": "function", "function": function}],
+                    tools=tools,
                 )
                 message = answer.choices[0].message
                 if not message.tool_calls:
