@@ -61,6 +61,7 @@ class CalculatorHarness(vf.Harness[vf.HarnessConfig]):
 
     SUPPORTS_MCP = True
     EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
 
     async def launch(
         self,
