@@ -183,7 +183,7 @@ def test_lm_eval_and_inspect_find_of_a_run_what_transformers_finds(
 
         task = tmp_path / "tiny.py"
         task.write_text(INSPECT_TASK.format(rows=str(_write_rows(questions, tmp_path))))
-        command = ["-m", "inspect_ai", "eval", task, "--model", "openai-api/run/policy"]
+        command = ["-m", "inspect_ai", "eval", task.name, "--model", "openai-api/run/policy"]
         command += ["--temperature", 0, "--max-tokens", MAX_TOKENS, "--display", "none"]
         command += ["--log-format", "json", "--log-dir", tmp_path / "logs"]
         _run(command, tmp_path, RUN_API_KEY=key, RUN_BASE_URL=f"{url}/v1")
