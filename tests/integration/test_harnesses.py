@@ -190,7 +190,7 @@ def test_lm_eval_and_inspect_find_of_a_run_what_transformers_finds(
         (log,) = (tmp_path / "logs").glob("*.json")
         results = json.loads(log.read_text())["results"]
         assert results["completed_samples"] == len(questions.rows)
-        assert results["scores"][0]["metrics"]["accuracy"]["value"] == 1.0
+        assert results["scores"][0]["metrics"]["mean"]["value"] == 1.0
     finally:
         run.close()
 
