@@ -24,11 +24,12 @@ from dataclasses import replace
 from pa_npu.agents.chat import Chat
 from pa_npu.agents.gateway import Gateway
 from pa_npu.agents.openai_format import SamplingRules
-from pa_npu.agents.programs import Programs
+from pa_npu.agents.programs import COMMAND_KEY, Programs
 from pa_npu.agents.session import Session, SessionLimits, Sessions
 from pa_npu.agents.tree import num_unique
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.operation import LOOPBACK
+from pa_npu.config.sections.rollout import AgentConfig
 from pa_npu.control.tasks import cancel, gather
 from pa_npu.data.prompts import Prompt
 from pa_npu.environments.protocol import (
@@ -194,6 +195,7 @@ class AgentEnvironment(SessionEnvironment):
 
     trains_all_turns = True  # all turns of sessions that are not discarded
     trains_in_context = True  # as requests showed it
+    _command_key = COMMAND_KEY  # which decides what programs do, for messages
 
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("agents")
@@ -209,12 +211,17 @@ class AgentEnvironment(SessionEnvironment):
             self.sessions = Sessions(secrets.token_hex(32))
             gateway = Gateway(self.sessions)
             await self._stack.enter_async_context(gateway.serving(LOOPBACK, 0, None))
-        if self._settings.command is not None:
-            self._programs = Programs(self._settings, self.sessions)
+        settings = self._program_settings()
+        if settings.command is not None:
+            self._programs = Programs(settings, self.sessions, self._command_key)
             self._staying = [
                 asyncio.create_task(self._programs.stay(number), name=f"agent program {number}")
-                for number in range(self._settings.programs or 0)
+                for number in range(settings.programs or 0)
             ]
+
+    def _program_settings(self) -> AgentConfig:
+        """Returns the keys by which programs are started. Called once, when the environment opens."""
+        return self._settings
 
     async def close(self) -> None:
         await cancel(self._staying)
@@ -259,7 +266,7 @@ class AgentEnvironment(SessionEnvironment):
                 await self.sessions.offer(session, limit_s + _TASK_REQUEST_S)
             except asyncio.TimeoutError:
                 raise EnvironmentFailed(
-                    "environment.name: agents: no agent has taken a task for "
+                    f"environment.name: {self._config.environment.name}: no agent has taken a task for "
                     f"{limit_s + _TASK_REQUEST_S:g} s (environment.timeout_s and {_TASK_REQUEST_S:g} s) while some "
                     f"waited; look at the agents, which ask for them at {self.sessions.url}/tasks"
                 ) from None

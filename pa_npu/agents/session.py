@@ -144,9 +144,12 @@ class Session:
             self.outcome = "tokens" if outcome == "done" and self._was_refused else outcome
         self._ended.set()
 
-    def finish(self) -> None:
-        """Ends the session because its agent reported that its task is done."""
-        self.end("done")
+    def finish(self, *, failed: bool = False) -> None:
+        """Ends the session because its agent reported that its task is done, or has failed.
+
+        A task that failed because the last request was too long has ended at that limit.
+        """
+        self.end("failed" if failed and not self._was_refused else "done")
         self._finished.set()
 
     async def finished(self, limit_s: float) -> None:

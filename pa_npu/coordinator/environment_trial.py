@@ -50,7 +50,7 @@ def check_environment(config: Config, prompt: Prompt | None) -> None:
     request = {"config": config.model_dump(mode="json"), "prompt": prompt_fields}
     own_s = (
         config.deadlines.group_limit_s
-        if name == "agents"
+        if config.environment.has_gateway
         else _TRIED_CALLS * config.deadlines.environment_timeout_s
     )
     limit_s = _TIME_LIMIT_S + own_s

@@ -43,6 +43,7 @@ from pa_npu.data.messages import (
     without_nulls,
 )
 from pa_npu.data.rows import TableRow, is_text, read_objects
+from pa_npu.data.taskset_rows import are_of_taskset, taskset_rows
 from pa_npu.errors import DataError
 
 ANSWER_MARK = "####"  # GSM8K puts the final answer behind it
@@ -140,6 +141,9 @@ def read_records(
     rows: Iterator[tuple[str, Mapping[str, Any]]]
     if are_made(path):
         rows = made_rows(path, key, split or usual[0], made or MadeRows())
+    elif are_of_taskset(path):
+        made = made or MadeRows()
+        rows = taskset_rows(path, key, made.max_rows, made.options)
     else:
         rows = read_objects(path, key, split, usual)
     for location, row in rows:

@@ -131,10 +131,12 @@ NOT_RUN = {
     "pa-npu evaluate --model models/Qwen2.5-32B-Instruct --data sums=sums.jsonl --rows "
     "rows/sums.jsonl --only-correct evaluate.samples=4": "tests/unit/evaluation/test_written_rows.py writes such rows",
     "pa-npu run --config student.yaml algorithm.name=sft data.train=rows/sums.jsonl": "test_supervised_run has such a run",
-    "export OPENAI_API_KEY=$(cat RUN/api_key)": "tests/integration/test_lm_eval.py",
+    "export OPENAI_API_KEY=$(cat RUN/api_key)": "tests/integration/test_harnesses.py",
     "lm_eval run --model local-completions --tasks arc_easy --model_args "
     "model=policy,base_url=http://HOST:PORT/v1/completions,tokenizer_backend=huggingface,"
-    "tokenizer=RUN/hf,max_length=4096": "tests/integration/test_lm_eval.py, with a task of its own",
+    "tokenizer=RUN/hf,max_length=4096": "tests/integration/test_harnesses.py, with a task of its own",
+    "inspect eval task.py --model openai-api/run/policy --temperature 0": "tests/integration/"
+    "test_harnesses.py, with a task of its own",
     "bash launch/run_sft_grpo_tiny.sh": "minutes; tests/unit/planning/test_recipes.py reads its "
     "configurations, tests/integration/test_supervised_run.py has its first half, smaller",
     "bash launch/run_distill_two_tiny.sh": "minutes; tests/unit/planning/test_recipes.py reads its "

@@ -78,9 +78,9 @@ def check_images(config: Config) -> None:
     """Raises ConfigError where prompts with images meet something that would leave them out:
     agents, whose messages have none, engines that take none, and teachers that see the text alone.
     """
-    if config.environment.name == "agents":
+    if config.environment.has_gateway:
         raise ConfigError(
-            "environment.name: agents, whose messages have text alone, but the prompts have images; "
+            f"environment.name: {config.environment.name}, whose messages have text alone, but the prompts have images; "
             "take another environment, or set data.images_column=null"
         )
     kind = engine_kind(config.rollout.backend)
