@@ -40,12 +40,15 @@ def line_of(call: Callable[[], Any]) -> str:
     return str(refused.value)
 
 
-def test_engines_and_agents_without_images_are_refused(model: Path, squares: Path) -> None:
-    config = vision_config(model, squares, environment={"name": "agents"}, agent={"command": "x"})
-    assert "whose messages have text alone, but the prompts have images" in line_of(
+def test_a_world_that_shows_nothing_of_a_prompt_is_refused(model: Path, squares: Path) -> None:
+    options = {"url": "http://127.0.0.1:1", "protocol": "openenv"}
+    remote = {"name": "remote", "options": options}
+    config = vision_config(model, squares, environment=remote)
+    assert "protocol openenv, whose policy is shown observations alone, but the prompts" in line_of(
         lambda: check_images(config)
     )
-    check_images(vision_config(model, squares))
+    agents = {"environment": {"name": "agents"}, "agent": {"command": "x"}}
+    check_images(vision_config(model, squares, **agents))
 
 
 def test_a_teacher_that_sees_the_text_alone_is_refused(
