@@ -98,6 +98,8 @@ EXTRAS = {
         "ruff>=0.9",
         "mypy>=1.13",
         "types-PyYAML",
+        "tree-sitter>=0.25",  # the test that finds undeclared names of the viewer's script
+        "tree-sitter-javascript>=0.25",
     ],
 }
 

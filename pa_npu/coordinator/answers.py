@@ -17,9 +17,8 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,23 +35,29 @@ _NO_CHANCE = -40.0
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """One answer of an engine. sample, turn: what it was asked for. digest: of its tokens and
-    log-probs. logprob: its sum. version: of its weights; None if the engine does not state it.
-    context: digest of the tokens that the engine was asked with; empty if nobody compares them.
+    """One answer of an engine. sample, turn: what it was asked for. length: its tokens. content:
+    their bytes and those of their log-probs, copied, so that nothing later changes both sides.
+    version: of its weights; None if the engine does not state it. context: digest of the tokens
+    that the engine was asked with; empty if nobody compares them.
     """
 
     sample: int
     turn: int
     seed: int
     length: int
-    digest: bytes
-    logprob: float
+    content: bytes
     version: int | None
     context: bytes
 
+    @property
+    def logprob(self) -> float:
+        """The sum of its log-probs."""
+        values = np.frombuffer(self.content, np.float32, offset=4 * self.length)
+        return float(np.sum(values, dtype=np.float64))
+
 
 _Part = tuple[int, bytes, bytes]
-"""Length, digest and context of an answer."""
+"""Length, content and context of an answer."""
 
 
 class Answers:
@@ -92,8 +97,7 @@ class Answers:
                 turn=turn,
                 seed=seed,
                 length=len(generation.tokens),
-                digest=_digest(generation.tokens, generation.logprobs),
-                logprob=float(np.sum(generation.logprobs, dtype=np.float64)),
+                content=_content(generation.tokens, generation.logprobs),
                 version=generation.version,
                 context=context,
             )
@@ -118,7 +122,7 @@ class Answers:
                 )
         first: dict[bytes, EngineAnswer] = {}
         for answer in self._answers:
-            earlier = first.setdefault(answer.digest, answer)
+            earlier = first.setdefault(answer.content, answer)
             if earlier.seed != answer.seed and answer.logprob < _NO_CHANCE:
                 raise InvariantViolation(
                     f"{fault}: samples {earlier.sample} and {answer.sample} have the same "
@@ -131,37 +135,35 @@ class Answers:
         if not self._whole:
             return
         fault = f"I2 exactly once: {group}"
-        left = Counter((answer.length, answer.digest, answer.context) for answer in self._answers)
-        known = {(answer.length, answer.digest): answer for answer in self._answers}
+        left = Counter((answer.length, answer.content, answer.context) for answer in self._answers)
+        known = {(answer.length, answer.content): answer for answer in self._answers}
         lengths = sorted({length for length, _, _ in left}, reverse=True)
-        bounds = group.offsets().tolist()
-        for number, (start, end) in enumerate(pairwise(bounds)):
-            trained = np.flatnonzero(
-                np.diff(
-                    np.concatenate([[False], group.written[start:end], [False]]).astype(np.int8)
+        bounds = group.offsets()
+        for number, begin, end in _trained_stretches(group.written, bounds):
+            start = int(bounds[number])
+            row_end = int(bounds[number + 1])
+            row = _Row(group.tokens[start:row_end], group.logprobs[start:row_end], self._in_context)
+            first = begin - start
+            last = end - start
+            parts = _split(row, first, last, left, lengths)
+            if parts is None:
+                why = self._why(row, first, last, known)
+                raise InvariantViolation(
+                    f"{fault}: {last - first} trained tokens of sample {number}, from its token "
+                    f"{first} on, are no answers of an engine: {why}; an environment that "
+                    "trains parts of answers sets trains_whole_answers = False on its class"
                 )
-            )
-            row = _Row(group.tokens[start:end], group.logprobs[start:end], self._in_context)
-            for first, last in trained.reshape(-1, 2).tolist():
-                parts = _split(row, first, last, left, lengths)
-                if parts is None:
-                    why = self._why(row, first, last, known)
+            left.subtract(parts)
+            for length, content, _ in parts:
+                version = known[length, content].version
+                versions = group.versions[start + first : start + first + length]
+                if version is not None and (versions != version).any():
                     raise InvariantViolation(
-                        f"{fault}: {last - first} trained tokens of sample {number}, from its token "
-                        f"{first} on, are no answers of an engine: {why}; an environment that "
-                        "trains parts of answers sets trains_whole_answers = False on its class"
+                        f"I1 version: {group}: {length} tokens of sample {number}, from its "
+                        f"token {first} on, are said to be of versions {versions.min()} to "
+                        f"{versions.max()}, where the engine wrote them with version {version}"
                     )
-                left.subtract(parts)
-                for length, digest, _ in parts:
-                    version = known[length, digest].version
-                    versions = group.versions[start + first : start + first + length]
-                    if version is not None and (versions != version).any():
-                        raise InvariantViolation(
-                            f"I1 version: {group}: {length} tokens of sample {number}, from its "
-                            f"token {first} on, are said to be of versions {versions.min()} to "
-                            f"{versions.max()}, where the engine wrote them with version {version}"
-                        )
-                    first += length
+                first += length
         num_trained = int(np.count_nonzero(group.written))
         if self._num_trained is not None and num_trained != self._num_trained:
             raise InvariantViolation(
@@ -178,7 +180,7 @@ class Answers:
     ) -> str:
         """Returns why a stretch of trained tokens is no answers."""
         length = last - first
-        answer = known.get((length, _digest(row.tokens[first:last], row.logprobs[first:last])))
+        answer = known.get((length, row.content(first, last)))
         if answer is not None and answer.context != row.context(first):
             return (
                 f"the engine wrote them for sample {answer.sample}, turn {answer.turn}, behind "
@@ -218,6 +220,10 @@ class _Row:
         """Returns the digest of the tokens before `first`, as Answers.context_of."""
         return _context(self.tokens[:first]) if self.in_context else b""
 
+    def content(self, first: int, last: int) -> bytes:
+        """Returns the content of the tokens from `first` to `last`, as EngineAnswer.content."""
+        return _content(self.tokens[first:last], self.logprobs[first:last])
+
 
 def _split(
     row: _Row, first: int, last: int, left: Counter[_Part], lengths: Sequence[int]
@@ -229,14 +235,14 @@ def _split(
         return []
     context = row.context(first)
     # nearly always the whole stretch is one answer
-    whole = (last - first, _digest(row.tokens[first:last], row.logprobs[first:last]), context)
+    whole = (last - first, row.content(first, last), context)
     if left[whole] > 0:
         return [whole]
     for length in lengths:
         if length >= last - first or not length:
             continue
         end = first + length
-        part = (length, _digest(row.tokens[first:end], row.logprobs[first:end]), context)
+        part = (length, row.content(first, end), context)
         if left[part] > 0:
             rest = _split(row, end, last, left - Counter([part]), lengths)
             if rest is not None:
@@ -248,15 +254,36 @@ def _context(tokens: npt.NDArray[Any]) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(tokens, np.int32).data, digest_size=16).digest()
 
 
-def _digest(tokens: npt.NDArray[Any], logprobs: npt.NDArray[Any]) -> bytes:
-    """Log-probs that were not asked for are 0, as a sample has them."""
+def _content(tokens: npt.NDArray[Any], logprobs: npt.NDArray[Any]) -> bytes:
+    """Returns the bytes of tokens, int32, and log-probs, float32. Log-probs that were not asked for
+    are 0, as a sample has them.
+    """
     if len(logprobs):
         values = np.ascontiguousarray(logprobs, np.float32)
     else:
         values = np.zeros(len(tokens), np.float32)
-    digest = hashlib.blake2b(np.ascontiguousarray(tokens, np.int32).data, digest_size=16)
-    digest.update(values.data)
-    return digest.digest()
+    return b"".join((np.ascontiguousarray(tokens, np.int32).data, values.data))
+
+
+def _trained_stretches(
+    written: npt.NDArray[np.bool_], bounds: npt.NDArray[Any]
+) -> Iterator[tuple[int, int, int]]:
+    """Yields number of the sample, begin and end of each stretch of tokens that the policy wrote.
+
+    written: of all tokens of a group. bounds: where its samples begin and end, [samples + 1].
+    """
+    starts = written.copy()
+    starts[1:] &= ~written[:-1]
+    # a stretch ends with its sample, though the next one may begin with a written token
+    inner = bounds[1:-1]
+    inner = inner[inner < len(written)]
+    starts[inner] = written[inner]
+    begins = np.flatnonzero(starts)
+    breaks = np.flatnonzero(starts | ~written)
+    after = np.searchsorted(breaks, begins, side="right")
+    ends = np.append(breaks, len(written))[after]
+    numbers = np.searchsorted(bounds, begins, side="right") - 1
+    yield from zip(numbers.tolist(), begins.tolist(), ends.tolist(), strict=True)
 
 
 def _seed_of(run_seed: int, iteration: int, index: int, sample: int, turn: int) -> int:
