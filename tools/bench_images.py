@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def measure(directory: Path) -> dict[str, Any]:
 
     for prompt in prompts.prompts:
         (image,) = prompt.images
-        pixels = timed("pixels", lambda image=image: image.pixels)
+        pixels = timed("pixels", partial(images.reader.pixels, image.file))
         timed("png", image.png)
         short, places = short_tokens(prompt.tokens, prompt.images)
         for name in ("first request", "later request"):
@@ -199,7 +200,7 @@ def measure(directory: Path) -> dict[str, Any]:
             note(f"group of {number}", len(to_bytes(group_of(prompt, number))))
         on_device = torch.from_numpy(np.array(pixels))
         processor = images.reader.processor
-        patches = timed("patches", lambda p=processor, x=on_device: p.patches(x))
+        patches = timed("patches", partial(processor.patches, on_device))
         note("patches", patches.numel() * patches.element_size())
         note("tokens of an image", image.length)
     measured["largest"] = largest

@@ -87,9 +87,9 @@ def _shown(config: Config, images: Sequence[Mapping[str, Any]]) -> tuple[ShownIm
     shown = []
     for image in images:
         file = reader.reader.read_bytes(base64.b64decode(image["content"]))
-        shown.append(
-            ShownImage(*image["place"], grid=tuple(image["grid"]), file=file, reader=reader.reader)
-        )
+        start, length = image["place"]
+        grid = tuple(image["grid"])
+        shown.append(ShownImage(start, length, grid=grid, file=file, reader=reader.reader))
     return tuple(shown)
 
 
