@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -64,6 +65,7 @@ class GatheredWeights(ABC):
     group: the ranks that together hold the weights, of which the first one leads; None if this rank
     holds all.
     base: what adapters are merged into.
+    sent_once: see Manifest.
     on_host: makes buckets in host memory, where the group's collectives are, for a thread that
     sends while training runs.
     """
@@ -78,23 +80,26 @@ class GatheredWeights(ABC):
         device: torch.device,
         *,
         base: Base | None = None,
+        sent_once: str = "",
         on_host: bool = False,
     ) -> None:
         self._place = place
         self._group = group
         self._memory = _HOST if on_host else device
-        by_type: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
+        whole = Manifest(stage=place.stage, model={}, shapes={}, buckets=(), sent_once=sent_once)
+        by_type: dict[tuple[bool, torch.dtype], dict[str, tuple[int, ...]]] = {}
         for name, tensor in tensors.items():
-            by_type.setdefault(tensor.dtype, {})[name] = tensor.shape
+            kind = whole.is_sent_once(name), tensor.dtype
+            by_type.setdefault(kind, {})[name] = tensor.shape
         buckets: list[Bucket] = []
-        for dtype, shapes in by_type.items():
+        for (_, dtype), shapes in by_type.items():
             type_name = str(dtype).removeprefix("torch.")
             max_elements = max(1, bucket_bytes // dtype.itemsize)
             buckets += [
                 Bucket(type_name, segments) for segments in plan_segments(shapes, max_elements)
             ]
-        self.manifest = Manifest(
-            stage=place.stage,
+        self.manifest = msgspec.structs.replace(
+            whole,
             model=spec.wire_sizes(),
             shapes={name: tensor.shape for name, tensor in tensors.items()},
             buckets=tuple(buckets),
@@ -132,10 +137,12 @@ class GatheredWeights(ABC):
                 contents.add(name, piece, types[name])
         return contents.read()
 
-    def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
+    def buckets(
+        self, deadline: transport.Deadline, *, whole: bool = True
+    ) -> Iterator[torch.Tensor | None]:
         """See WeightSource. Collective over the group."""
         parts = self.parts(self._leads)
-        buckets = self.manifest.buckets
+        buckets = self.manifest.sent(whole=whole)
         upcoming = self._start(buckets[0], parts)
         for number, bucket in enumerate(buckets, start=1):
             words, work = upcoming

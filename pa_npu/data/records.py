@@ -50,6 +50,7 @@ ANSWER_MARK = "####"  # GSM8K puts the final answer behind it
 CONVERSATIONS = ("conversations", "conversation")
 _OF_MESSAGES = ("messages", *CONVERSATIONS)
 _QUESTIONS = ("question", "problem", "prompt", *_OF_MESSAGES)
+_VIDEOS = "videos"
 _TOOLS = "tools"
 _SYSTEM = "system"
 # Columns that hold the reference answer in datasets of this kind, for messages.
@@ -160,6 +161,10 @@ def _record(location: str, row: Mapping[str, Any], columns: Columns) -> Record:
     messages = row_messages(location, asked, name, is_table, inline)
     images: tuple[Any, ...] = ()
     if columns.images is not None:
+        if row.get(_VIDEOS):
+            raise DataError(
+                f"{location}: {_VIDEOS}, which are not supported; remove the column, or the row"
+            )
         messages, images = _with_images(location, messages, row.get(columns.images), inline or [])
         if images and any(value is not None for value in inline or ()):
             kept[name] = [dict(message) for message in messages]  # rewards need no pixels

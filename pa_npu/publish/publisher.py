@@ -10,6 +10,9 @@ An engine that dies or joins changes the members, and with them the epoch. After
 raised WeightSyncError, which it does on the leader alone, the weights are untouched: publish again
 to the members that are left.
 
+What never changes (Manifest.sent_once) is sent with the first version of an epoch only; contents()
+and digests go on to speak of it, so that an engine which lost it is found.
+
 The stages publish independently of each other; the engines read them in stage order.
 """
 
@@ -27,7 +30,7 @@ import torch.distributed as dist
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish.messages import PublishMembers, StageManifest
 from pa_npu.weight_transfer import transport
-from pa_npu.weight_transfer.digest import Digests
+from pa_npu.weight_transfer.digest import Digests, KeptDigests
 from pa_npu.weight_transfer.manifest import Manifest
 
 _GATHER_MARGIN_S = 10.0
@@ -42,7 +45,8 @@ class PublishStats:
         seconds: that it took.
         bytes: sent by a leader; 0 on other ranks.
         wire_wait_s: the part of `seconds` for which a leader waited for the engines.
-        digests: of what a leader sent (Digests.read); empty on other ranks.
+        digests: of a leader's buckets (Digests.read), also of those that were sent before; empty on
+            other ranks.
         policy: digest of the weights that this rank trains. TrainerPublish adds it, to see that
             what is sent follows them.
     """
@@ -75,11 +79,13 @@ class WeightSource(Protocol):
         ranks together. Collective over TP.
         """
 
-    def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
+    def buckets(
+        self, deadline: transport.Deadline, *, whole: bool = True
+    ) -> Iterator[torch.Tensor | None]:
         """Yields the manifest's buckets in order: a flat tensor on the leader, None on its TP peers.
 
-        Collective over TP. A yielded bucket is read only, and overwritten when the one after the
-        next is asked for.
+        whole: False leaves out those that are sent once. Collective over TP. A yielded bucket is
+        read only, and overwritten when the one after the next is asked for.
         """
 
 
@@ -106,6 +112,8 @@ class Publisher:
         self._store = (store_host, store_port)
         self._epoch: int | None = None
         self._begun: int | None = None  # the version that was sent last in this group
+        self._whole_epoch: int | None = None  # in which all buckets were sent
+        self._kept_digests = KeptDigests([] if source is None else source.manifest.once)
         self._abandonment: transport.Abandonment | None = None
         self._timeout_s = timeout_s
         self._backend = backend
@@ -126,7 +134,7 @@ class Publisher:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the stage's weights, what one publish sends; 0 on ranks of other replicas."""
+        """Bytes of the stage's weights, what the first publish sends; 0 on ranks of other replicas."""
         return self._source.manifest.num_bytes if self._source is not None else 0
 
     def manifest(self) -> StageManifest:
@@ -174,7 +182,8 @@ class Publisher:
         return _Wire(group, workers, device, name)
 
     def publish(self, version: int, members: PublishMembers) -> PublishStats:
-        """Sends all weights as `version` to these members.
+        """Sends all weights as `version` to these members, if it is the first of their epoch;
+        otherwise all but what is sent once.
 
         Collective over the TP ranks of replica 0; other ranks return at once. Raises
         WeightSyncError on a leader that lost an engine or was told to give up, and DeadlineExceeded
@@ -189,13 +198,18 @@ class Publisher:
         deadline = transport.Deadline(2 * self._timeout_s + _GATHER_MARGIN_S)
         wire_wait_s = 0.0
         digests = Digests()
+        whole = members.epoch != self._whole_epoch
         if self.is_leader:
-            wire_wait_s = self._send(version, members, digests, deadline)
+            wire_wait_s = self._send(version, members, digests, deadline, whole)
         else:
-            for _ in self._source.buckets(deadline):
+            for _ in self._source.buckets(deadline, whole=whole):
                 pass
-        sent = self.num_bytes if self.is_leader else 0
-        return PublishStats(time.perf_counter() - start, sent, wire_wait_s, digests.read())
+        self._whole_epoch = members.epoch
+        if not self.is_leader:
+            return PublishStats(time.perf_counter() - start, 0, wire_wait_s, "")
+        sent = sum(bucket.num_bytes for bucket in self._source.manifest.sent(whole=whole))
+        of_all = self._kept_digests.whole(digests.read())
+        return PublishStats(time.perf_counter() - start, sent, wire_wait_s, of_all)
 
     def contents(self) -> dict[str, str]:
         """Returns this rank's part of the contents of what is trained, by tensor; see WeightSource.
@@ -219,19 +233,24 @@ class Publisher:
         self._epoch = None
 
     def _send(
-        self, version: int, members: PublishMembers, digests: Digests, deadline: transport.Deadline
+        self,
+        version: int,
+        members: PublishMembers,
+        digests: Digests,
+        deadline: transport.Deadline,
+        whole: bool,
     ) -> float:
         """Joins if members have changed, then broadcasts header and buckets.
 
         Returns the seconds of waiting for the wire.
         """
         assert self._source is not None
-        buckets = self._source.buckets(deadline)
+        buckets = self._source.buckets(deadline, whole=whole)
         try:
             self.connect(members)
             assert self._abandonment is not None
             wire = transport.Deadline(self._timeout_s, self._abandonment.reason)
-            return self._broadcast(buckets, version, digests, wire)
+            return self._broadcast(buckets, version, digests, wire, whole)
         except (transport.WeightSyncError, DeadlineExceeded, RuntimeError):
             self._drop()
             # the TP peers are somewhere in the gather of these and must come to its end
@@ -245,11 +264,13 @@ class Publisher:
         version: int,
         digests: Digests,
         deadline: transport.Deadline,
+        whole: bool,
     ) -> float:
         assert self._source is not None
-        plan = self._source.manifest.buckets
+        manifest = self._source.manifest
+        plan = manifest.sent(whole=whole)
         header = torch.tensor(
-            [version, self._source.manifest.digest], dtype=torch.int64, device=self._device
+            [version, manifest.digest, len(plan)], dtype=torch.int64, device=self._device
         )
         for wire in self._wires:
             transport.announce_begin(wire.group, version, self._begun)

@@ -60,6 +60,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     shapes: of its HF tensors, by name.
     buckets: in the order of sending.
     base: weights that the sent tensors are adapters of; None if they are the weights.
+    sent_once: name of a module whose weights never change, so that engines get them with the first
+        version in a group and keep them; empty if there is none.
     """
 
     stage: Count
@@ -67,6 +69,23 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     shapes: dict[str, tuple[Count, ...]]
     buckets: tuple[Bucket, ...]
     base: Base | None = None
+    sent_once: str = ""
+
+    def is_sent_once(self, name: str) -> bool:
+        """Returns whether a weight or module of this name, in a file or in an engine, is sent once."""
+        return bool(self.sent_once) and self.sent_once in name.split(".")[:2]
+
+    def sent(self, *, whole: bool) -> tuple[Bucket, ...]:
+        """Returns the buckets of a publish. whole: the first one in a group, which has all."""
+        return tuple(bucket for bucket in self.buckets if whole or not self._is_once(bucket))
+
+    @property
+    def once(self) -> list[bool]:
+        """Returns for each bucket whether it is sent once."""
+        return [self._is_once(bucket) for bucket in self.buckets]
+
+    def _is_once(self, bucket: Bucket) -> bool:
+        return self.is_sent_once(bucket.segments[0].name)
 
     @property
     def loaded(self) -> set[str]:
@@ -115,6 +134,12 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
                     "update torch in the engine"
                 )
             for segment in bucket.segments:
+                if self.is_sent_once(segment.name) != self._is_once(bucket):
+                    raise WeightSyncError(
+                        f"weight manifest of stage {self.stage}: a bucket has {segment.name} beside "
+                        f"{bucket.segments[0].name}, of which one is sent once; trainer and engine "
+                        "must run the same pa_npu"
+                    )
                 segment_range = (segment.start, segment.start + segment.size)
                 covered.setdefault(segment.name, []).append(segment_range)
         for name, ranges in covered.items():

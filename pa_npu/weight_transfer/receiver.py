@@ -1,6 +1,7 @@
 """The engine's end of a publish: joins the stages' groups, receives every bucket, returns HF tensors.
 
 It knows nothing of any engine: code inside an engine calls it and gives the tensors to its loader.
+What never changes (Manifest.sent_once) comes with the first version only.
 A version may also arrive in the background, in memory of its own, as many bytes as the weights
 have, until the engine swaps to it. Imports torch and msgspec only.
 """
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.adapters import BaseDirectory
-from pa_npu.weight_transfer.digest import Digests
+from pa_npu.weight_transfer.digest import Digests, KeptDigests
 from pa_npu.weight_transfer.manifest import Assembler, Bucket, Manifest
 from pa_npu.weight_transfer.transport import Abandonment, Deadline, WeightSyncError
 
@@ -84,6 +85,8 @@ class Receiver:
         self._timeout_s = timeout_s
         self._unfinished = False  # broadcasts may be pending
         self._digests: list[Digests] = []
+        self._has_whole = False  # a version with all buckets has arrived
+        self._kept_digests = [KeptDigests(manifest.once) for manifest in manifests]
         self._prepared: tuple[int, Future[Received]] | None = None
 
     @classmethod
@@ -156,8 +159,18 @@ class Receiver:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Digests of every bucket of the last `receive`, one text per stage (Digests.read)."""
-        return tuple(digests.read() for digests in self._digests)
+        """Digests of every bucket as of the last `receive`, one text per stage (Digests.read).
+
+        Those of buckets that are sent once are of the first one.
+        """
+        return tuple(
+            kept.whole(digests.read())
+            for kept, digests in zip(self._kept_digests, self._digests, strict=True)
+        )
+
+    def is_sent_once(self, name: str) -> bool:
+        """Returns whether a weight of this name comes with the first version only."""
+        return any(manifest.is_sent_once(name) for manifest in self._manifests)
 
     @property
     def is_tied(self) -> bool:
@@ -185,9 +198,9 @@ class Receiver:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (HF name, tensor) of all that is sent (`whole` makes weights of it).
 
-        Each may be kept: buffers are not used again. A bucket's digest covers the data that is
-        given to the engine's loader. Only log-probs show the loader's work (vLLM packs weights for
-        its kernels).
+        The first version has all weights, later ones leave out what is sent once. Each tensor may
+        be kept: buffers are not used again. A bucket's digest covers the data that is given to the
+        engine's loader. Only log-probs show the loader's work (vLLM packs weights for its kernels).
 
         `begins_within_s`: seconds until the trainers send; the deadline of the publish counts from
         there. None: they are about to send.
@@ -205,6 +218,7 @@ class Receiver:
                 self._digests[stage].add(message.buffer)
                 yield from message.assembler.completed(message.bucket, message.buffer)
         self._unfinished = False
+        self._has_whole = True
 
     def prepare(self, version: int) -> None:
         """Receives `version` in a thread, which ends by the publish's deadline or abandonment.
@@ -295,17 +309,17 @@ class Receiver:
         pending: deque[tuple[dist.Work, Message]] = deque()
         for group, manifest in zip(self._groups, self._manifests, strict=True):
             assembler = Assembler(manifest)
-            buckets: list[Bucket | None] = [None, *manifest.buckets]
+            sent = manifest.sent(whole=not self._has_whole)
+            buckets: list[Bucket | None] = [None, *sent]
             for index, bucket in enumerate(buckets):
                 if len(pending) > _AHEAD:
                     yield self._arrived(*pending.popleft(), version, deadline)
                 if bucket is None:
                     name = f"stage {manifest.stage}, header"
-                    buffer = torch.empty(2, dtype=torch.int64, device=self._device)
+                    buffer = torch.empty(3, dtype=torch.int64, device=self._device)
                 else:
                     name = (
-                        f"stage {manifest.stage}, bucket {index} of {len(manifest.buckets)} "
-                        f"({bucket.summary})"
+                        f"stage {manifest.stage}, bucket {index} of {len(sent)} ({bucket.summary})"
                     )
                     buffer = assembler.buffer(bucket, self._device)
                 work = transport.broadcast(group, buffer)
@@ -326,12 +340,19 @@ class Receiver:
         return message
 
     def _check_header(self, header: torch.Tensor, manifest: Manifest, version: int) -> None:
-        sent_version, digest = header.tolist()
+        sent_version, digest, num_buckets = header.tolist()
         if sent_version != version:
             raise WeightSyncError(
                 f"trainer stage {manifest.stage} sent weight version {sent_version} to engine "
                 f"worker {self._rank}, which was asked to load version {version}; publishes and "
                 "pa_receive calls must come in the same order"
+            )
+        num_expected = len(manifest.sent(whole=not self._has_whole))
+        if num_buckets != num_expected:
+            raise WeightSyncError(
+                f"trainer stage {manifest.stage} sends {num_buckets} buckets of weight version "
+                f"{version} to engine worker {self._rank}, which expects {num_expected}: they "
+                "disagree on whether it has what is sent once; connect the engine again"
             )
         if digest != manifest.digest:
             raise WeightSyncError(

@@ -54,6 +54,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.samples.microbatch import Microbatch, filler
 from pa_npu.telemetry.timeline import Timeline, now
+from pa_npu.vision.family import TOWER
 from pa_npu.vision.processor import ImageProcessor
 from pa_npu.weight_transfer.computation import Computation, computation_of
 from pa_npu.weight_transfer.digest import digest_of
@@ -136,7 +137,11 @@ class FsdpBackend:
             return None
         model, dtype = self._models[late_from or "policy"], DTYPES[self._config.model.dtype]
         if not isinstance(model, Adapted) or self._config.publish.lora == "merged":
-            return self._whole(model, bucket_bytes, group, on_host=late_from is not None)
+            # engines that sleep lose all weights
+            is_kept = self._config.model.vision == "frozen" and not self._config.placement.colocate
+            sent_once = TOWER if self._module.reads_images and is_kept else ""
+            on_host = late_from is not None
+            return self._whole(model, bucket_bytes, group, sent_once=sent_once, on_host=on_host)
         base = base_of(model, self._config.model.path, dtype) if self.place.publishes else None
         return ShardedWeights(
             model,
@@ -302,6 +307,8 @@ class FsdpBackend:
         model: ScoredModel | Adapted,
         bucket_bytes: int,
         group: dist.ProcessGroup | None,
+        *,
+        sent_once: str = "",
         on_host: bool = False,
     ) -> ShardedWeights:
         """Returns a model's weights, adapters merged into them."""
@@ -310,7 +317,14 @@ class FsdpBackend:
             DTYPES[self._config.model.dtype],
         )
         return ShardedWeights(
-            source, self._spec, self.place, bucket_bytes, dtype, group, on_host=on_host
+            source,
+            self._spec,
+            self.place,
+            bucket_bytes,
+            dtype,
+            group,
+            sent_once=sent_once,
+            on_host=on_host,
         )
 
     def _logprobs(self, name: str, microbatches: list[Microbatch]) -> list[torch.Tensor]:

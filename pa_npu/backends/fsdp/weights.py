@@ -75,6 +75,7 @@ class ShardedWeights(GatheredWeights):
         group: dist.ProcessGroup | None,
         *,
         base: Base | None = None,
+        sent_once: str = "",
         on_host: bool = False,
     ) -> None:
         self._model = model
@@ -86,7 +87,17 @@ class ShardedWeights(GatheredWeights):
             for name, weight, whole in self._weights
         }
         device = local(self._weights[0][2]).device
-        super().__init__(sent, spec, place, bucket_bytes, group, device, base=base, on_host=on_host)
+        super().__init__(
+            sent,
+            spec,
+            place,
+            bucket_bytes,
+            group,
+            device,
+            base=base,
+            sent_once=sent_once,
+            on_host=on_host,
+        )
 
     def parts(self, leads: bool) -> Mapping[str, Rows]:
         return {

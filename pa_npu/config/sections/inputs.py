@@ -60,8 +60,8 @@ class ModelConfig(Section):
     vision: Literal["frozen", "trained"] = Field(
         "frozen",
         description="Whether the part of the model that reads images is trained too. frozen keeps "
-        "its weights, needs no memory for its gradients, and LoRA leaves it out. Needs "
-        "trainer.backend=fsdp.",
+        "its weights, needs no memory for its gradients, sends it to engines once, and LoRA leaves "
+        "it out. Needs trainer.backend=fsdp.",
     )
     trust_remote_code: bool = Field(
         False,
