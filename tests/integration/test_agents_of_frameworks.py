@@ -7,6 +7,7 @@ import itertools
 import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -198,10 +199,12 @@ async def test_a_model_that_was_taught_the_task_is_rewarded_and_trained_as_vllm_
     model = AutoModelForCausalLM.from_pretrained(taught / "model", dtype=torch.float32).eval()
     rewards = []
     await engine.wait_ready()
-    async with (
-        engine.kind.client(engine.url, len(tokenizer), API_KEY) as client,
-        opened(make_environment(config, tokenizer), 60.0) as environment,
-    ):
+    client = engine.kind.client(engine.url, len(tokenizer), API_KEY)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(client.close)
+        environment = await stack.enter_async_context(
+            opened(make_environment(config, tokenizer), 60.0)
+        )
         for number, row in enumerate(questions[:4]):
             prompt = Prompt(number, np.zeros(3, np.int32), row["answer"][5:], "", row)
             generate = GroupGenerate(EngineSession(client), number, SAMPLING)
