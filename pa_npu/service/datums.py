@@ -86,7 +86,7 @@ def _check_inputs(datum: Datum, loss: Loss, shape: tuple[int, ...], name: str) -
     for key in loss.reads:
         if key not in datum.inputs and key not in loss.optional:
             raise Refused(f"{name}.loss_fn_inputs: {loss.name} needs {key}")
-    if loss.name == "gspo" and not np.any(datum.inputs[MASK]):
+    if MASK in loss.reads and not np.any(datum.inputs[MASK]):
         raise Refused(f"{name}.{MASK}: it marks no token")
 
 

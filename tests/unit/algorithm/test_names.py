@@ -18,6 +18,7 @@ DECLARATIONS = {
     "config/presets.py": "the values that algorithm.name fills in",
     "config/removed.py": "values of earlier releases",
     "config/foreign_names.py": "keys of other systems",
+    "service/losses.py": "the losses of the service's wire, which clients ask for by name",
 }
 
 

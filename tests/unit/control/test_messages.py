@@ -26,8 +26,11 @@ TOPICS = {
     if isinstance(value, Topic)
 }
 
-# The keys of the buffer and of the data module's shards hold bytes of samples, no messages.
-_BYTES = re.compile(r"samples/(rollout_buffer|shards).py|control/(typed|channel).py")
+# The keys of the buffer and of the data module's shards hold bytes of samples, no messages. The
+# commands of the service are a union of types, with keys that stand in their room alone.
+_BYTES = re.compile(
+    r"samples/(rollout_buffer|shards).py|control/(typed|channel).py|service/commands.py"
+)
 
 
 def example(kind: Any) -> Any:
