@@ -133,7 +133,14 @@ def test_an_environment_of_ones_own_is_tried_on_a_prompt(
     (tmp_path / f"{module}.py").write_text(ENVIRONMENTS)
     monkeypatch.chdir(tmp_path)
     config = load_config([], [*base, f"environment.name={module}:{name}", *keys])
-    prompt = {"prompt_id": 0, "tokens": [1, 2], "answer": "2", "text": "1+1", "row": {}}
+    prompt = {
+        "prompt_id": 0,
+        "tokens": [1, 2],
+        "answer": "2",
+        "text": "1+1",
+        "row": {},
+        "images": [],
+    }
     with contextlib.nullcontext() if expected is None else pytest.raises(PaNpuError) as refusal:
         asyncio.run(environment_trial._try(config, prompt))
     if refusal is not None:
