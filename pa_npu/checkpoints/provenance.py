@@ -43,6 +43,10 @@ _KEYS: dict[Change, dict[str, str]] = {
         "telemetry": "samples trackers project metric_names profile_iterations",
         "placement": "cluster nnodes devices_per_node host port devices",
         "agent": "port",
+        # of `pa-npu serve`, which has a log of its own to go on from
+        "service": "host port model_name slots sessions snapshots saved answers pending samples "
+        "datums request_mib gap_timeout_s session_timeout_s call_timeout_s sample_timeout_s "
+        "checkpoint_every unembed strict",
     },
     Change.SAME_RUN: {
         "run": "deterministic",

@@ -205,7 +205,14 @@ def test_a_tool_of_ones_own_is_tried_before_a_run(
         *([f"environment.options.example='{example}'"] if example else []),
     ]
     config = load_config([], [*base, "environment.name=tools", "environment.timeout_s=1", *options])
-    prompt = {"prompt_id": 0, "tokens": [1, 2], "answer": "2", "text": "What is 1+1?", "row": {}}
+    prompt = {
+        "prompt_id": 0,
+        "tokens": [1, 2],
+        "answer": "2",
+        "text": "What is 1+1?",
+        "row": {},
+        "images": [],
+    }
     with contextlib.nullcontext() if expected is None else pytest.raises(ConfigError) as refusal:
         asyncio.run(environment_trial._try(config, prompt))
     if refusal is not None:
