@@ -32,6 +32,11 @@ from pa_npu.weight_transfer.transport import WeightSyncError
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9, 8, 7]]
 
 
+def whole_weights() -> SimpleNamespace:
+    """Stands where a worker's receiver is: weights come whole, untied, each time."""
+    return SimpleNamespace(is_tied=False, merges=False, whole=iter, is_sent_once=lambda name: False)
+
+
 def reload(worker: Any, directory: str, repair: bool, without: str = "nothing") -> str:
     """Loads a directory's weights, and returns what was said where they were refused. without: in
     the names of those left out.
@@ -42,7 +47,7 @@ def reload(worker: Any, directory: str, repair: bool, without: str = "nothing") 
     extension.pack_again = pack_again if repair else lambda model: None
     weights = load_file(Path(directory) / "model.safetensors")
     worker = getattr(worker, "worker", worker)  # vLLM hands over what wraps it
-    worker._pa_receiver = SimpleNamespace(is_tied=False, merges=False, whole=iter)
+    worker._pa_receiver = whole_weights()
     try:
         worker._pa_load(
             0, [(name, weight) for name, weight in weights.items() if without not in name], tuple
@@ -69,7 +74,7 @@ def differing(
 
     weights = load_file(Path(directory) / "model.safetensors")
     worker = getattr(worker, "worker", worker)
-    worker._pa_receiver = SimpleNamespace(is_tied=False, merges=False, whole=iter)
+    worker._pa_receiver = whole_weights()
     load = extension.WorkerExtension._pa_load_weights
 
     def change(self: Any, version: int, received: Any, kept: bool) -> list[str]:

@@ -195,8 +195,9 @@ def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
 @pytest.mark.parametrize(
     ("kills", "number"),
     [
-        # in CI trainers are killed in the test above
-        pytest.param((("engine-1", "publish"),), signal.SIGKILL, id="engine"),
+        pytest.param(
+            (("engine-1", "publish"),), signal.SIGKILL, id="engine", marks=pytest.mark.nightly
+        ),
         pytest.param(
             tuple(each(["engine-1", "engine-0", *WORKERS])),
             signal.SIGKILL,
