@@ -312,18 +312,16 @@ async def open_evaluated(
 async def connect_to_trainers(
     config: Config, channel: StoreChannel, store: tuple[str, int]
 ) -> tuple[Connection, TrainersRunOn]:
-    """Waits until each stage has said how engines reach its groups, and rank 0 what trainers run
+    """Waits until each sender has said how engines reach its groups, and rank 0 what trainers run
     on.
 
     Raises DeadlineExceeded.
     """
     device = platform.get(config.run.device)
     limit_s = config.run.startup_timeout_s
-    numbers = range(config.trainer.pipeline_parallel)
-    stages = [await MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers]
-    late_stages = [
-        await LATE_MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers
-    ]
+    ranks = config.publishers
+    stages = [await MANIFEST.wait_async(channel, limit_s, rank=rank) for rank in ranks]
+    late_stages = [await LATE_MANIFEST.wait_async(channel, limit_s, rank=rank) for rank in ranks]
     trainers = await TRAINERS_RUN_ON.wait_async(channel, limit_s)
     computation = None
     if trainers.computation:

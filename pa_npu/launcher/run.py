@@ -232,7 +232,7 @@ class Plan:
         channel = StoreChannel(connect(store.host, store.port, limit_s), store.prefix)
         if self.early_end is not None:
             self.early_end.attempt_begins(channel)
-        announced = partial(trainers_announced, channel, config.trainer.pipeline_parallel)
+        announced = partial(trainers_announced, channel, config.publishers)
         if not config.rollout.has_engines:
             announced = partial(TRAINERS_RUN_ON.exists, channel)
         coordinator = coordinator_command(config, self.platform, store, self.key)

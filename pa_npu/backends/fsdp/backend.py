@@ -49,6 +49,7 @@ from pa_npu.backends.widened import widened
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
 from pa_npu.config.mesh import Place
 from pa_npu.config.schema import Config
+from pa_npu.config.sections.operation import Senders
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.samples.microbatch import Microbatch, filler
@@ -131,11 +132,14 @@ class FsdpBackend:
                 for ranks in self.place.mesh.shard_groups()
             }
             group = groups[self.place.shard_group]
-        if not self.place.sends:
+        senders = self._config.publish.senders
+        if not self.place.sends and not self.place.is_publisher(senders):
             return None
         model, dtype = self._models[late_from or "policy"], DTYPES[self._config.model.dtype]
         if not isinstance(model, Adapted) or self._config.publish.lora == "merged":
-            return self._whole(model, bucket_bytes, group, on_host=late_from is not None)
+            return self._whole(
+                model, bucket_bytes, group, on_host=late_from is not None, senders=senders
+            )
         base = base_of(model, self._config.model.path, dtype) if self.place.publishes else None
         return ShardedWeights(
             model,
@@ -146,6 +150,7 @@ class FsdpBackend:
             group,
             base=base,
             on_host=late_from is not None,
+            senders=senders,
         )
 
     def name_policy(self, weights: Weights, name: str = "policy") -> None:
@@ -301,6 +306,7 @@ class FsdpBackend:
         bucket_bytes: int,
         group: dist.ProcessGroup | None,
         on_host: bool = False,
+        senders: Senders = "leader",
     ) -> ShardedWeights:
         """Returns a model's weights, adapters merged into them."""
         source, dtype = (
@@ -308,7 +314,14 @@ class FsdpBackend:
             DTYPES[self._config.model.dtype],
         )
         return ShardedWeights(
-            source, self._spec, self.place, bucket_bytes, dtype, group, on_host=on_host
+            source,
+            self._spec,
+            self.place,
+            bucket_bytes,
+            dtype,
+            group,
+            on_host=on_host,
+            senders=senders,
         )
 
     def _logprobs(self, name: str, microbatches: list[Microbatch]) -> list[torch.Tensor]:

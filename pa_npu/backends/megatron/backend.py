@@ -157,11 +157,18 @@ class MegatronBackend:
         # of host memory for a thread beside training; on all ranks, because making a group is
         # collective
         group = self._shard_group if late_from is None else parallel.shard_group(HOST_BACKEND)
-        if not place.sends:
+        senders = self._config.publish.senders
+        if not place.sends and not place.is_publisher(senders):
             return None
         model = self._stage.model(late_from or "policy")
         return StageTensors(
-            model, self._spec, place, bucket_bytes, group, on_host=late_from is not None
+            model,
+            self._spec,
+            place,
+            bucket_bytes,
+            group,
+            on_host=late_from is not None,
+            senders=senders,
         )
 
     def name_policy(self, weights: Weights, name: str = "policy") -> None:
