@@ -72,16 +72,6 @@ class ConfigTree(Section):
         return Mesh.of_trainer(self.trainer)
 
     @property
-    def publishers(self) -> tuple[int, ...]:
-        """Returns the trainer ranks that send weights to engines."""
-        return self.mesh.publishers(self.publish.senders)
-
-    @property
-    def contributors(self) -> tuple[int, ...]:
-        """Returns the trainer ranks whose weights together are what engines get."""
-        return self.mesh.contributors(self.publish.senders)
-
-    @property
     def scored_teachers(self) -> dict[str, TeacherConfig]:
         """The teachers whose log-probs come with the groups, by name."""
         return {name: teacher for name, teacher in self.teacher.items() if teacher.is_scored}

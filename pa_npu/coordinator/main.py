@@ -68,6 +68,7 @@ from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import PaNpuError, exit_code
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.subjects import Rules
+from pa_npu.planning.publish import publishers_of
 from pa_npu.publish.engines import Connection
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.rewards.pool import RewardPool
@@ -319,7 +320,7 @@ async def connect_to_trainers(
     """
     device = platform.get(config.run.device)
     limit_s = config.run.startup_timeout_s
-    ranks = config.publishers
+    ranks = publishers_of(config)
     stages = [await MANIFEST.wait_async(channel, limit_s, rank=rank) for rank in ranks]
     late_stages = [await LATE_MANIFEST.wait_async(channel, limit_s, rank=rank) for rank in ranks]
     trainers = await TRAINERS_RUN_ON.wait_async(channel, limit_s)

@@ -23,7 +23,9 @@ from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import DISPATCHED, TRAINERS_RUN_ON, UPDATE_SIZE, TrainersRunOn
 from pa_npu.control.milestones import Milestones
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.publish import publishers_of
 from pa_npu.platform.base import Platform
+from pa_npu.platform.typical import BYTES_ON_THE_WIRE
 from pa_npu.publish.late_engines import LateEngineSender
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.publish.probes import ProbePlan
@@ -45,8 +47,6 @@ from pa_npu.weight_transfer.transport import HOST_BACKEND
 # for before the optimizer has made its state.
 SHARE_OF_FREE_MEMORY = 1 / 256
 SMALLEST_BUCKET_BYTES = 4 * 2**20
-BYTES_ON_THE_WIRE = 512 * 2**20
-"""Of all buckets that an engine worker receives at the same time."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def make_sender(
     """Makes the sender of this rank's weights; None on a rank that takes no part in a publish.
     Collective: the weights' sources make process groups on all ranks.
     """
-    num_bytes = bucket_bytes(platform, backend, len(config.publishers))
+    num_bytes = bucket_bytes(platform, backend, len(publishers_of(config)))
     weights = backend.published_weights(num_bytes)
     late_weights = backend.published_weights(num_bytes, trainer_models(config).published_source)
     if weights is None or late_weights is None:

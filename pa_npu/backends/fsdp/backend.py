@@ -51,6 +51,7 @@ from pa_npu.config.mesh import Place
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.operation import Senders
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.publish import senders_of
 from pa_npu.platform.base import Platform
 from pa_npu.samples.microbatch import Microbatch, filler
 from pa_npu.telemetry.timeline import Timeline, now
@@ -132,7 +133,7 @@ class FsdpBackend:
                 for ranks in self.place.mesh.shard_groups()
             }
             group = groups[self.place.shard_group]
-        senders = self._config.publish.senders
+        senders = senders_of(self._config)
         if not self.place.sends and not self.place.is_publisher(senders):
             return None
         model, dtype = self._models[late_from or "policy"], DTYPES[self._config.model.dtype]

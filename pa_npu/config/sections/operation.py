@@ -175,12 +175,14 @@ class EvaluateConfig(Section):
 
 class PublishConfig(Section):
     timeout_s: float = Field(300.0, gt=0, description="Deadline of one weight publish.")
-    senders: Senders = Field(
-        "shards",
+    senders: Senders | None = Field(
+        None,
         description="Trainer ranks that send weights to engines. shards: every rank of one copy of "
         "the weights sends the shards that it holds, all at the same time. all: the ranks of all "
         "data-parallel replicas take part, so that each sends less. leader: one rank of each "
-        "pipeline stage gathers the stage's weights and sends them.",
+        "pipeline stage gathers the stage's weights and sends them. null: shards, or "
+        "leader on an NPU with more than 5 senders, since an engine is in a process group with "
+        "each of them, and each group's buffers take 400 MiB of its device.",
     )
     lora: Literal["merged", "adapter"] = Field(
         "merged",

@@ -40,6 +40,8 @@ def make_channel() -> StoreChannel:
 class Publisher:
     """Notes what it is asked; publishing does `work`."""
 
+    is_leader = True
+
     def __init__(self, work: Callable[[], None] = lambda: None) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self._work = work
