@@ -24,13 +24,14 @@ _MAX_SENDERS = {"npu": 5}
 def senders_of(config: Config) -> Senders:
     """Returns publish.senders, with null resolved.
 
-    An engine worker is in a process group with each sender, whose buffers are on its device.
+    An engine worker is in a process group with each sender, whose buffers are on its device; those
+    of engines on the trainers' devices are in host memory (weight_transfer.transport.Way).
     """
     if config.publish.senders is not None:
         return config.publish.senders
     num_senders = len(config.mesh.publishers("shards"))
     fits = num_senders <= _MAX_SENDERS.get(config.run.device, num_senders)
-    return "shards" if fits else "leader"
+    return "shards" if fits or config.placement.colocate else "leader"
 
 
 def publishers_of(config: Config) -> tuple[int, ...]:

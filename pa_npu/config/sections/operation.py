@@ -181,8 +181,9 @@ class PublishConfig(Section):
         "the weights sends the shards that it holds, all at the same time. all: the ranks of all "
         "data-parallel replicas take part, so that each sends less. leader: one rank of each "
         "pipeline stage gathers the stage's weights and sends them. null: shards, or "
-        "leader on an NPU with more than 5 senders, since an engine is in a process group with "
-        "each of them, and each group's buffers take 400 MiB of its device.",
+        "leader where engines have NPUs of their own and there would be more than 5 senders, since "
+        "an engine is in a process group with each of them, and each group's buffers take 400 MiB "
+        "of its device.",
     )
     lora: Literal["merged", "adapter"] = Field(
         "merged",

@@ -10,16 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pa_npu.backends.megatron.weights.buckets import StageTensors
 from pa_npu.config.mesh import Mesh
 from pa_npu.config.sections.operation import Senders
 from pa_npu.errors import DeadlineExceeded
+from pa_npu.planning.publish import published_bytes, senders_of
 from pa_npu.publish.publisher import Publisher, PublishStats
 from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.contents import Contents, added
 from pa_npu.weight_transfer.manifest import Bucket, Manifest, Segment, check_covered
 from pa_npu.weight_transfer.receiver import Receiver
+from tests.helpers.megatron import model_config
 from tests.helpers.publish_world import World, received
-from tests.helpers.weights import make_checkpoint, run_threads
+from tests.helpers.weights import Stage, make_checkpoint, run_threads
 
 # family, TP, PP, EP, copies, who sends: how many senders that are
 LAYOUTS: list[tuple[str, int, int, int, int, Senders, int]] = [
@@ -291,3 +294,59 @@ def test_senders_hold_all_weights(mesh: Mesh, senders: Senders) -> None:
         assert publishers == tuple(range(mesh.size))
     if senders == "leader":
         assert set(mesh.contributors(senders)) == copy
+
+
+@pytest.mark.parametrize(("family", "tp", "pp", "ep", "copies", "senders", "count"), LAYOUTS)
+def test_a_plan_says_the_bytes_that_ranks_send(
+    family: str,
+    tp: int,
+    pp: int,
+    ep: int,
+    copies: int,
+    senders: Senders,
+    count: int,
+    tmp_path: Path,
+) -> None:
+    spec = make_checkpoint(tmp_path, family, tied=False)
+    stages = [Stage(tp, stage, pp, ep, copies) for stage in range(pp)]
+    trainer = {
+        "devices": pp * copies * stages[0].num_ranks,
+        "tensor_parallel": tp,
+        "pipeline_parallel": pp,
+        "expert_parallel": ep,
+    }
+    config = model_config(tmp_path, trainer=trainer, publish={"senders": senders})
+    predicted = published_bytes(config, spec)
+    sent = []
+    for stage in stages:
+        module = stage.build(spec)
+        places = [stage.place(rank) for rank in range(copies * stage.num_ranks)]
+        sent += [
+            StageTensors(module, spec, place, 4096, senders=senders).manifest.num_bytes
+            for place in places
+            if place.is_publisher(senders)
+        ]
+    assert predicted.num_senders == len(sent) == count
+    assert predicted.worker == pytest.approx(sum(sent), rel=0.02)
+    assert predicted.sender == pytest.approx(max(sent), rel=0.15)
+    assert predicted.gathered == 0
+    leader = model_config(tmp_path, trainer=trainer, publish={"senders": "leader"})
+    assert published_bytes(leader, spec).sender == pytest.approx(
+        predicted.sender * len(sent) / pp, rel=0.01
+    )
+
+
+def test_on_npus_of_their_own_engines_are_in_few_groups(tmp_path: Path) -> None:
+    """HCCL's buffers of a group take 400 MiB; through host memory, and with other backends, none."""
+    make_checkpoint(tmp_path, "qwen2", tied=False)
+
+    def chosen(kind: str, ranks: int, **placement: Any) -> Senders:
+        trainer = {"devices": ranks, "tensor_parallel": ranks}
+        config = model_config(tmp_path, trainer=trainer)
+        run = config.run.model_copy(update={"device": kind})
+        where = config.placement.model_copy(update=placement)
+        return senders_of(config.model_copy(update={"run": run, "placement": where}))
+
+    assert [chosen("npu", ranks) for ranks in (1, 4, 8)] == ["shards", "shards", "leader"]
+    assert chosen("npu", 8, colocate=True) == "shards"
+    assert chosen("cuda", 8) == chosen("cpu", 8) == "shards"
