@@ -308,19 +308,40 @@ def print_table(table: list[list[str]]) -> int:
 def expected(model: str, link: PublishLink, iteration_s: float | None) -> list[list[str]]:
     """Returns the seconds of one publish on such links, as a table."""
     size = 2 * MODELS[model].num_parameters  # bf16
-    table = [["model", "GB in bf16", "TP", "bucket MiB", "seconds", "GB/s", "of an iteration"]]
-    for tensor_parallel in (1, 4, 8):
-        for bucket_mib in (4, 16, 64):
-            seconds = publish_seconds(size, bucket_mib * 2**20, tensor_parallel, link)
-            share = f"{seconds / iteration_s:.1%}" if iteration_s else "-"
-            cells = [
-                model,
-                f"{size / 1e9:.1f}",
-                str(tensor_parallel),
-                str(bucket_mib),
-                f"{seconds:.2f}",
-            ]
-            table.append([*cells, f"{size / seconds / 1e9:.1f}", share])
+    table = [
+        [
+            "model",
+            "GB in bf16",
+            "TP",
+            "senders",
+            "bucket MiB",
+            "busiest sends GB",
+            "seconds",
+            "GB/s",
+            "of an iteration",
+        ]
+    ]
+    ways = [(1, 1), (4, 1), (4, 4), (8, 1), (8, 8)]
+    for (tensor_parallel, senders), bucket_mib in itertools.product(ways, (4, 16, 64)):
+        seconds = publish_seconds(
+            size,
+            bucket_mib * 2**20,
+            tensor_parallel,
+            link,
+            senders=senders,
+            gathers=senders == 1,
+        )
+        share = f"{seconds / iteration_s:.1%}" if iteration_s else "-"
+        cells = [
+            model,
+            f"{size / 1e9:.1f}",
+            str(tensor_parallel),
+            str(senders),
+            str(bucket_mib),
+            f"{size / senders / 1e9:.2f}",
+            f"{seconds:.2f}",
+        ]
+        table.append([*cells, f"{size / seconds / 1e9:.1f}", share])
     return table
 
 

@@ -122,7 +122,12 @@ class TrainerPublish:
                 break
             logger.warning("weight version %d is published again: %s", version, verdict.reason)
         sent = self._last.bytes if self._last is not None else 0
-        logger.info("published version %d, %.1f MiB, in %.2f s", version, sent / 2**20, send_s)
+        logger.info(
+            "published version %d, %.1f MiB of it from here, in %.2f s",
+            version,
+            sent / 2**20,
+            send_s,
+        )
         wait_s = time.perf_counter() - start - send_s
         return Published(verdict.probe, send_s, wait_s, members.delayed, self._policy)
 
