@@ -67,20 +67,20 @@ if [[ $what == unit || $what == integration ]]; then
   run_tests "${paths[@]}"
   exit
 fi
-# some tests of trainer ranks alone stand beside the unit tests, so that both halves take as long
-ranks=(tests/integration/test_backends_*.py tests/integration/test_mixture_trainer.py)
+# halves that take as long: whole runs have types and the simulated devices beside them
 others=()
 for folder in tests/*/; do
-  [[ $folder == tests/@(integration|helpers|__pycache__)/ ]] || others+=("$folder")
+  [[ $folder == tests/@(integration|npu_sim|ascendc|cuda|helpers|__pycache__)/ ]] || others+=("$folder")
 done
 beside=$(mktemp)
 set -m # a process group of its own, which can be ended
-{ "$PYTHON" -m mypy && run_tests "${others[@]}" "${ranks[@]}" "${options[@]}" -p no:cacheprovider; } >"$beside" 2>&1 &
+run_tests "${others[@]}" "${options[@]}" -p no:cacheprovider >"$beside" 2>&1 &
 half=$!
 set +m
 trap 'kill -- -"$half" 2>/dev/null || true; rm -f "$beside"' EXIT
 code=0
-run_tests "${paths[@]}" "${ranks[@]/#/--ignore=}" "${options[@]}" || code=$?
+"$PYTHON" -m mypy || code=$?
+run_tests tests/npu_sim tests/ascendc tests/cuda "${paths[@]}" "${options[@]}" || code=$?
 wait "$half" || code=$?
 cat "$beside"
-if [[ $code != 0 ]]; then fail "tests/run.sh: failed; above are types and all other tests, and before them whole runs"; fi
+if [[ $code != 0 ]]; then fail "tests/run.sh: failed; above are all other tests, and before them types and whole runs"; fi

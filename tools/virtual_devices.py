@@ -25,7 +25,9 @@ import numpy as np
 
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.assembly import make_roles
+from pa_npu.coordinator.delivery import Delivery
 from pa_npu.coordinator.engine_groups import producer_on_engines
+from pa_npu.coordinator.features import Feature
 from pa_npu.coordinator.roles import RolesDelivery
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool
@@ -218,31 +220,35 @@ def run(
                 pool.add(engine, engine_index=index, shared=config.placement.colocate)  # type: ignore[arg-type]
                 pool.serve(engine)  # type: ignore[arg-type]
             timeline = Timeline(None, "")
-            parts: dict[str, Any] = {
-                "config": config,
-                "pool": pool,
-                "environment": SingleTurn(EnvironmentContext(None, longest)),
-                "rewards": _Rewards(),
-                "buffer": None,
-                "controller": controller,
-                "sampling": Sampling(longest, 1.0),
-                "timeline": timeline,
-                "work": work,
-                "store_thread": Inline(),
-            }
+            features: list[Feature] = []
+            make_delivery: Callable[..., Delivery] = Delivery
             roles = make_roles(config, pool, timeline, controller)
             if roles is not None:
-                parts["variants"] = [roles]
-                parts["streamed"] = partial(RolesDelivery, roles=roles)
-            producer: Any = producer_on_engines(**parts)
+                features.append(roles)
+                make_delivery = partial(RolesDelivery, roles=roles)
+            producer = producer_on_engines(
+                config=config,
+                pool=pool,
+                environment=SingleTurn(EnvironmentContext(None, longest)),
+                rewards=_Rewards(),  # type: ignore[arg-type]
+                buffer=Shelf(token_s),  # type: ignore[arg-type]
+                controller=controller,
+                sampling=Sampling(longest, 1.0),
+                timeline=timeline,
+                work=work,
+                store_thread=Inline(),
+                features=features,
+                streamed=make_delivery,
+            )
             for iteration in range(iterations):
                 by_seed.clear()
                 for engine in engines:
                     engine.lengths = lengths(iteration)
-                producer.buffer = Shelf(token_s)
+                shelf = Shelf(token_s)
+                producer.buffer = shelf  # type: ignore[assignment]
                 begin_s = loop.time()
                 produced = await producer.produce(iteration, prompts)
-                end_s, train_s = producer.buffer.trained()
+                end_s, train_s = shelf.trained()
                 seconds = max(end_s, loop.time()) - begin_s
                 end = controller.end_iteration(
                     IterationTimes(seconds, 0.0, train_s, 0.0), iteration

@@ -35,7 +35,7 @@ from pa_npu.samples.group_digest import content_digest, digest_group
 from pa_npu.samples.rollout_buffer import RolloutBuffer
 from pa_npu.telemetry.chain import GroupDigest
 from pa_npu.telemetry.image_store import keep_image
-from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse
+from pa_npu.telemetry.sample_store import SAMPLES_IN_SHORT, KeptResponse, Stretch
 from pa_npu.vision.images import PIXELS
 
 Sums = defaultdict[str, float]
@@ -421,6 +421,23 @@ def _sample(group: Group, scored: ScoredGroup) -> dict[str, Any]:
     }
 
 
+def _stretches(group: Group, start: int, end: int) -> list[Stretch]:
+    """Returns the tokens of a row of data by what they are trained with; none where the policy
+    wrote a token.
+    """
+    if group.written[start:end].any():
+        return []
+    weights = group.trained[start:end].astype(np.float32)
+    if group.weight is not None:
+        weights *= group.weight[start:end]
+    changes = (np.flatnonzero(np.diff(weights)) + 1).tolist()
+    tokens = group.tokens[start:end]
+    return [
+        Stretch(tokens=tokens[first:last].tolist(), weight=float(weights[first]))
+        for first, last in pairwise([0, *changes, end - start])
+    ]
+
+
 def _kept(group: Group, scored: ScoredGroup) -> list[KeptResponse]:
     """Returns the dispatched responses token by token. Fields that a group does not hold are its
     prompt's.
@@ -454,6 +471,7 @@ def _kept(group: Group, scored: ScoredGroup) -> list[KeptResponse]:
                 logprobs=group.logprobs[start:end][trained].tolist(),
                 turns=[asdict(turn) for turn in sample.turns],
                 attachments=described(sample.placeholders),
+                stretches=_stretches(group, start, end),
             )
         )
     return kept

@@ -28,6 +28,14 @@ _FILE = re.compile(r"iteration_(\d{6,10})(?:\.\w+)?\.parquet")
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Neighbouring tokens of a row of data with one weight."""
+
+    tokens: Sequence[int]
+    weight: float
+
+
+@dataclass(frozen=True)
 class KeptResponse:
     """One response of a group that was trained. Lists have one entry per token that the policy
     wrote.
@@ -38,6 +46,8 @@ class KeptResponse:
     weights that wrote a token. errors: of reward functions, for the whole group.
     turns: of a branch of a session, as samples.types.SampleTurn has them. attachments: of the
     sample's placeholder tokens, as samples.attachments.described has them, without values.
+    stretches: of a row of data, which no policy wrote: all its tokens, each stretch with the
+    weight that its tokens are trained with; 0: they are not trained.
     """
 
     iteration: int
@@ -59,6 +69,7 @@ class KeptResponse:
     logprobs: Sequence[float]
     turns: Sequence[Mapping[str, Any]] = ()
     attachments: Sequence[Mapping[str, Any]] = ()
+    stretches: Sequence[Stretch] = ()
 
 
 def reward_names(rows: Sequence[KeptResponse]) -> list[str]:
@@ -127,7 +138,15 @@ class SampleStore(_Tables):
             )
 
     def _row(self, row: KeptResponse) -> dict[str, Any]:
-        return {**asdict(row), "pieces": [self._piece(token) for token in row.tokens]}
+        stretches = [
+            {"text": self._text(stretch.tokens), "weight": stretch.weight}
+            for stretch in row.stretches
+        ]
+        pieces = [self._piece(token) for token in row.tokens]
+        return {**asdict(row), "pieces": pieces, "stretches": stretches}
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return "".join(self._piece(token) for token in tokens)
 
 
 class TrainerLogprobs(_Tables):
@@ -267,6 +286,7 @@ def _schema(rewards: Sequence[str]) -> Any:
         "logprobs": pa.list_(pa.float32()),
         "turns": pa.list_(pa.struct(turn)),
         "attachments": pa.list_(pa.struct(attachment)),
+        "stretches": pa.list_(pa.struct([("text", pa.string()), ("weight", pa.float32())])),
     }
     columns = {field.name: plain.get(str(field.type)) for field in fields(KeptResponse)} | others
     if not rewards:

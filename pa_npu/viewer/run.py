@@ -354,6 +354,7 @@ def _set_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
         name: number(summary, name)
         for name in (
             "questions",
+            "rows",
             "responses",
             "length_mean",
             "length_median",
@@ -366,12 +367,17 @@ def _set_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _estimates(metrics: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Returns by metric its estimate, without those that have no value or no interval."""
+    """Returns by metric its estimate, without those that have no value or half an interval.
+
+    A loss over rows of data is no sample of questions, so it has no interval.
+    """
     estimates = {}
     for name in metrics:
         metric = mapping(metrics, name)
         estimate = {part: number(metric, part) for part in ("value", "low", "high", "questions")}
-        if None not in estimate.values():
+        interval = (estimate["low"], estimate["high"], estimate["questions"])
+        is_whole = None not in interval or set(interval) == {None}
+        if estimate["value"] is not None and is_whole:
             estimates[str(name)] = estimate
     return estimates
 

@@ -144,6 +144,8 @@ def _response(row: Mapping[str, Any]) -> dict[str, Any]:
         "version": index(row, "version"),
         "reward": number(row, "reward"),
         "rewards": {str(name): number(rewards, name) for name in rewards},
+        # rows of data, and what a teacher alone judges, have a reward of 0 that nobody gave
+        "rewarded": bool(rewards) or bool(number(row, "reward")),
         "advantage": number(row, "advantage"),
         "correct": row.get("correct") is True,
         "length": index(row, "length") if "length" in row else len(tokens),
@@ -155,6 +157,11 @@ def _response(row: Mapping[str, Any]) -> dict[str, Any]:
         response["logprobs"] = _rounded(logprobs)
         trained = entries(row, "trainer_logprobs")
         response["trainer_logprobs"] = _rounded(trained) if len(trained) == len(pieces) else None
+    response["stretches"] = [
+        {"text": text(stretch, "text"), "weight": number(stretch, "weight") or 0.0}
+        for stretch in entries(row, "stretches")
+        if isinstance(stretch, Mapping)
+    ]
     return response
 
 

@@ -42,6 +42,7 @@ from tests.helpers.backend import Source
 from tests.helpers.backend_fault_conformance import BackendFaultConformance
 from tests.helpers.backend_resume_conformance import BackendResumeConformance
 from tests.helpers.backend_updates import (
+    DTYPES,
     LEARNING_RATE,
     Make,
     by_hand,
@@ -290,7 +291,7 @@ class BackendConformance(BackendFaultConformance, BackendResumeConformance):
         assert exported.keys() == expected.keys()
         assert all(torch.equal(exported[name], expected[name]) for name in expected)
 
-    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    @pytest.mark.parametrize("dtype", DTYPES)
     def test_a_state_that_waits_on_the_host_steps_and_is_saved_to_the_same_bits(
         self, make: Make, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
     ) -> None:

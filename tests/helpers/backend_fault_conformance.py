@@ -17,7 +17,14 @@ from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.errors import InvariantViolation
 from tests.helpers import step_faults
 from tests.helpers.backend import Source
-from tests.helpers.backend_updates import Make, config_of, microbatches, shares, train_share
+from tests.helpers.backend_updates import (
+    DTYPES,
+    Make,
+    config_of,
+    microbatches,
+    shares,
+    train_share,
+)
 from tests.helpers.gradient_faults import FAULTS, faults_of, inject, negated
 from tests.helpers.groups import trained_advantages
 
@@ -59,7 +66,7 @@ class BackendFaultConformance:
     has_no: frozenset[str] = frozenset()
     """Faults that it cannot have."""
 
-    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("fault", [name for name in faults_of(2, 1) if "buffer" not in name])
     def test_a_gradient_that_is_another_sum_is_an_invariant_broken(
         self, fault: str, dtype: str, make: Make, model: Path, monkeypatch: pytest.MonkeyPatch
@@ -74,7 +81,8 @@ class BackendFaultConformance:
                 (objectives.Objective, attribute)
                 for attribute in ("normaliser", "_denominator", "loss")
             ),
-            *((iterator, "pack"), (torch.autograd, "backward")),
+            (iterator, "pack"),
+            (torch.autograd, "backward"),
         ):
             # put back what the fault changes
             monkeypatch.setattr(place, name, getattr(place, name))
@@ -114,7 +122,7 @@ class BackendFaultConformance:
             for share in shares():
                 train_share(learner, share)
 
-    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    @pytest.mark.parametrize("dtype", DTYPES)
     def test_without_a_fault_the_same_updates_pass(
         self, dtype: str, make: Make, model: Path
     ) -> None:
@@ -124,7 +132,7 @@ class BackendFaultConformance:
             for share in shares():
                 assert train_share(learner, share).report.grad_norm > 0
 
-    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    @pytest.mark.parametrize("dtype", DTYPES)
     def test_weights_that_move_along_the_gradient_change_log_probs_as_it_says(
         self, dtype: str, make: Make, model: Path
     ) -> None:
@@ -148,7 +156,7 @@ class BackendFaultConformance:
                     train_share(one, share)
                 assert learner.backend.digest() == untouched.backend.digest()
 
-    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("fault", FINITE_DIFFERENCE_FAULTS)
     def test_a_finite_difference_shows_a_gradient_of_something_else(
         self, fault: str, dtype: str, make: Make, model: Path, monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,7 @@ from pa_npu.errors import DataError, InvariantViolation
 from pa_npu.trainer.learner import Learner
 from tests.helpers import step_faults
 from tests.helpers.backend_fault_conformance import restored_after
-from tests.helpers.backend_updates import Make, config_of, save, shares, train_share
+from tests.helpers.backend_updates import DTYPES, Make, config_of, save, shares, train_share
 
 _STATE = "the optimizer's state of rank 0 is not the one that was saved"
 
@@ -208,7 +208,7 @@ class BackendResumeConformance:
             for share in shares():
                 train_share(resumed, share)
 
-    @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+    @pytest.mark.parametrize("dtype", DTYPES)
     def test_without_a_fault_a_resumed_rank_makes_the_updates_of_the_one_that_went_on(
         self, dtype: str, make: Make, model: Path, tmp_path: Path
     ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -23,6 +24,9 @@ from tests.helpers.trainer_rank import make_groups
 
 Make = Callable[[Config], Learner]
 """Makes a Learner over a fresh backend with the weights of config.model.path."""
+
+DTYPES = [pytest.param("fp32", marks=pytest.mark.nightly), "bf16"]
+"""Types of the model in tests of the suite that take seconds: CI has that of production."""
 
 GROUPS = 4
 RESPONSES = 4

@@ -44,25 +44,19 @@ class Browser:
         self._directory = tempfile.mkdtemp(prefix="browser-")
         self._process = subprocess.Popen(
             [
-                *(
-                    program,
-                    "--headless=new",
-                    "--no-sandbox",
-                    "--disable-gpu",
-                    "--disable-dev-shm-usage",
-                    "--mute-audio",
-                ),
-                *(
-                    "--no-first-run",
-                    "--disable-background-networking",
-                    "--disable-extensions",
-                    "--hide-scrollbars",
-                ),
-                *(
-                    "--force-device-scale-factor=1",
-                    "--remote-debugging-port=0",
-                    f"--user-data-dir={self._directory}",
-                ),
+                program,
+                "--headless=new",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--disable-dev-shm-usage",
+                "--mute-audio",
+                "--no-first-run",
+                "--disable-background-networking",
+                "--disable-extensions",
+                "--hide-scrollbars",
+                "--force-device-scale-factor=1",
+                "--remote-debugging-port=0",
+                f"--user-data-dir={self._directory}",
                 "about:blank",
             ],
             stdout=subprocess.DEVNULL,

@@ -13,7 +13,7 @@ import torch
 from pa_npu.config.load import dump_config
 from pa_npu.config.schema import Config
 from pa_npu.evaluation.results import GREEDY, Judged, results_file, wilson, write_results
-from pa_npu.telemetry.sample_store import KeptResponse, SampleStore, TrainerLogprobs
+from pa_npu.telemetry.sample_store import KeptResponse, SampleStore, Stretch, TrainerLogprobs
 
 ITERATIONS, GROUPS, RESPONSES = 12, 6, 4
 ENGINES = ("http://127.0.0.1:8100", "http://127.0.0.1:8101")
@@ -408,3 +408,87 @@ def write_samples(directory: Path, iterations: int) -> None:
         trainer.write()
     trainer.close()
     store.close()
+
+
+def make_supervised_run(directory: Path, iterations: int = ITERATIONS) -> Path:
+    """The directory of a run on rows of data: no engine, no reward, a loss on held-out rows."""
+    directory.mkdir(parents=True)
+    config = Config.model_validate(
+        {
+            "run": {"dir": str(directory), "device": "cpu"},
+            "model": {"path": "models/tiny"},
+            "data": {"train": "train.jsonl", "test": "test.jsonl"},
+            "algorithm": {"name": "sft"},
+            "schedule": {"iterations": iterations, "prompts_per_iteration": GROUPS},
+        }
+    )
+    (directory / "config.yaml").write_text(dump_config(config))
+    records = []
+    for iteration in range(iterations):
+        record = {
+            "iteration": iteration,
+            "version": iteration,
+            "loss": 0.5 * 0.8**iteration,
+            "entropy": 0.4 * 0.9**iteration,
+            "grad_norm": 0.3,
+            "response_length_mean": 19.5,
+            "truncated_ratio": 0.0,
+            "rows": GROUPS * RESPONSES,
+            "epoch": 0.1 * (iteration + 1),
+            "iteration_s": 1.9,
+            "generate_s": 0.1,
+            "train_s": 1.5,
+            "trainer_idle": 0.05,
+            "tpspd": 2000.0,
+            "learning_rate": 1e-3,
+            "devices": 1,
+            "time": BEGAN_S + 2.0 * (iteration + 1),
+        }
+        records.append(record)
+    lines(directory / "metrics.jsonl", records)
+    evaluations = []
+    for version in range(0, iterations + 1, 4):
+        loss = 0.6 * 0.8**version
+        summary = {
+            "loss": loss,
+            "rows": 200,
+            "tokens": 3870,
+            "metrics": {"loss": {"value": loss}, "perplexity": {"value": math.exp(loss)}},
+        }
+        evaluations.append(
+            {"version": version, "loss": loss, "seconds": 0.7, "sets": {"test": summary}}
+        )
+    lines(directory / "evaluations.jsonl", evaluations)
+    store = SampleStore(directory, 0, piece)
+    store.write(0, [kept_row(index, number) for index in range(2) for number in range(RESPONSES)])
+    store.close()
+    return directory
+
+
+def kept_row(index: int, number: int) -> KeptResponse:
+    """A row of two trained answers, the second of half the weight, with a question between them."""
+    stretches = (
+        Stretch(tokens=[1, 2, 3], weight=1.0),
+        Stretch(tokens=[4, 5], weight=0.0),
+        Stretch(tokens=[6, 7, 9], weight=0.5),
+    )
+    return KeptResponse(
+        iteration=0,
+        index=index,
+        response=number,
+        prompt_id=100 + index,
+        prompt=templated(f"What is 12 x {index}?" + HOSTILE),
+        prompt_tokens=7,
+        answer="",
+        text="12 x is",
+        finish_reason="stop",
+        version=-1,
+        reward=0.0,
+        rewards={},
+        advantage=0.0,
+        correct=False,
+        errors=(),
+        tokens=[1, 2, 3, 6, 7, 9],
+        logprobs=[0.0] * 6,
+        stretches=stretches,
+    )

@@ -101,7 +101,10 @@ def test_gradients_and_logprobs_of_two_ranks_are_those_of_transformers(
         assert of_case["gradients"] < 2e-5, name
 
 
-@pytest.mark.parametrize("rank", [0, 3], ids=["weights", "adapters"])
+@pytest.mark.parametrize(
+    "rank",
+    [pytest.param(0, id="weights"), pytest.param(3, id="adapters", marks=pytest.mark.nightly)],
+)
 def test_two_ranks_of_a_context_group_train_as_one_and_one_goes_on_from_their_checkpoint(
     rank: int, tmp_path: Path
 ) -> None:

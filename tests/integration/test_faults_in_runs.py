@@ -52,7 +52,7 @@ FAULTS = {
     ],
     "advantages negated inside the loss": step_faults.LOSS["advantages negated inside the loss"],
 }
-FEW = [("megatron", "bf16", SENT_OLD), ("adapters, roles", "fp32", "the step skipped")]
+FEW = [("megatron", "bf16", SENT_OLD)]
 CASES = [
     pytest.param(
         run, dtype, fault, marks=[] if (run, dtype, fault) in FEW else [pytest.mark.nightly]

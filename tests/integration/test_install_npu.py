@@ -256,11 +256,9 @@ def test_one_command_makes_the_environment_and_a_second_one_finds_it_made(
         ["bash", "-euc", plain], env=env, capture_output=True, text=True, check=True
     )
     assert shell.stdout.split() == [
-        *(
-            f"{ascend}/ascend-toolkit/latest",
-            f"{ascend}/nnal/atb/latest",
-            f"{tmp_path}/venv/src/Megatron-LM",
-        ),
+        f"{ascend}/ascend-toolkit/latest",
+        f"{ascend}/nnal/atb/latest",
+        f"{tmp_path}/venv/src/Megatron-LM",
         str(python),
     ], "a user's own shell has CANN, NNAL, the checkout and the commands"
     again = call(root / "launch" / "install_npu.sh", **{**env, "PIP_FIND_LINKS": ""})

@@ -42,12 +42,14 @@ def test_the_recipe_script_runs_two_iterations_on_cpu(
     backend: str, tiny: Path, tmp_path: Path
 ) -> None:
     done = run(
-        *("bash", str(SCRIPT), "--device", "cpu", f"run.dir={tmp_path / 'run'}"),
-        *(
-            "schedule.iterations=2",
-            "schedule.prompts_per_iteration=4",
-            "rollout.responses_per_prompt=2",
-        ),
+        "bash",
+        str(SCRIPT),
+        "--device",
+        "cpu",
+        f"run.dir={tmp_path / 'run'}",
+        "schedule.iterations=2",
+        "schedule.prompts_per_iteration=4",
+        "rollout.responses_per_prompt=2",
         f"rollout.backend={backend}",
         timeout_s=300,
         PA_NPU_MODEL=str(tiny / "model"),
@@ -92,7 +94,11 @@ def test_a_mistake_is_one_line(arguments: list[str], message: str) -> None:
 
 def test_environment_variables_name_model_and_data_and_the_command_line_wins() -> None:
     done = run(
-        *("bash", str(SCRIPT), "--dry-run", "--full", "model.path=models/Qwen3-8B"),
+        "bash",
+        str(SCRIPT),
+        "--dry-run",
+        "--full",
+        "model.path=models/Qwen3-8B",
         PA_NPU_MODEL="/elsewhere/model",
         PA_NPU_TRAIN="/elsewhere/train.jsonl",
     )
@@ -115,16 +121,14 @@ def test_slurm_starts_a_ray_cluster_and_the_launcher_on_its_head(tmp_path: Path)
         file.write_text(f"#!/bin/bash\n{body}\n")
         file.chmod(0o755)
     done = run(
-        *(
-            "bash",
-            "launch/slurm.sh",
-            "--device",
-            "npu",
-            "--config",
-            "configs/clusters/7b_4_nodes.yaml",
-            "--dry-run",
-            "--full",
-        ),
+        "bash",
+        "launch/slurm.sh",
+        "--device",
+        "npu",
+        "--config",
+        "configs/clusters/7b_4_nodes.yaml",
+        "--dry-run",
+        "--full",
         PATH=f"{tmp_path}:{os.environ['PATH']}",
         ROOT=str(ROOT),
         SLURM_JOB_NODELIST="node-[a-d]",

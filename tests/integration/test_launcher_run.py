@@ -130,7 +130,12 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
     ("backend", "victim", "started", "number", "code", "message"),
     [
         pytest.param(
-            *("vllm", "launcher", "EngineCore", signal.SIGKILL, -signal.SIGKILL, None),
+            "vllm",
+            "launcher",
+            "EngineCore",
+            signal.SIGKILL,
+            -signal.SIGKILL,
+            None,
             marks=pytest.mark.nightly,
         ),
         (
@@ -142,7 +147,12 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
             "SIGTERM: stopping",
         ),
         pytest.param(
-            *("vllm", "EngineCore", "EngineCore", signal.SIGKILL, 1, "failed: engine-0 ended"),
+            "vllm",
+            "EngineCore",
+            "EngineCore",
+            signal.SIGKILL,
+            1,
+            "failed: engine-0 ended",
             marks=pytest.mark.nightly,
         ),
         (
@@ -154,7 +164,11 @@ def test_engines_serve_two_runs_and_leave_on_ctrl_c(
             "failed: trainer-0 ended: killed by SIGKILL",
         ),
         pytest.param(
-            *("transformers", "coordinator.main", "coordinator.main", signal.SIGKILL, 1),
+            "transformers",
+            "coordinator.main",
+            "coordinator.main",
+            signal.SIGKILL,
+            1,
             "failed: coordinator ended: killed by SIGKILL",
             marks=pytest.mark.nightly,
         ),

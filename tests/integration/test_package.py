@@ -124,14 +124,12 @@ def test_the_command_works_where_the_wheel_is_installed(elsewhere: Path, tmp_pat
     )
     assert all(Path(file).is_relative_to(elsewhere) for file in where.split()), where
     planned = run(
-        *(
-            command,
-            "plan",
-            "--config",
-            ROOT / "configs" / "grpo_qwen2.5_7b.yaml",
-            "--device",
-            "npu",
-        ),
+        command,
+        "plan",
+        "--config",
+        ROOT / "configs" / "grpo_qwen2.5_7b.yaml",
+        "--device",
+        "npu",
         cwd=tmp_path,
     )
     assert "trainer memory" in planned

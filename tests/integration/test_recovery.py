@@ -131,7 +131,8 @@ def test_engines_that_are_killed_whenever_change_nothing(
             id="transformers",
         ),
         pytest.param(
-            *("transformers", tuple(each(["reward worker", *WORKERS]))),
+            "transformers",
+            tuple(each(["reward worker", *WORKERS])),
             id="transformers-all",
             marks=pytest.mark.nightly,
         ),

@@ -160,5 +160,11 @@ def test_a_share_is_all_or_nothing_only_where_it_is(browser: Browser, url: str) 
     browser.open(f"{url}#overview")
     shares = [0, 0.0004, 0.05, 0.5, 0.995, 0.9999, 1]
     assert browser.evaluate(f"{shares}.map((share) => format(share, 'share'))") == [
-        *("0 %", "< 0.1 %", "5.0 %", "50 %", "99.5 %", "99.9 %", "100 %"),
+        "0 %",
+        "< 0.1 %",
+        "5.0 %",
+        "50 %",
+        "99.5 %",
+        "99.9 %",
+        "100 %",
     ]

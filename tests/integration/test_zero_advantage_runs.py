@@ -126,7 +126,6 @@ MODES: dict[str, dict[str, object]] = {
     "two updates": {"schedule.updates_per_iteration": 2},
 }
 REPLAYED = ("periodic", "one version behind")
-QUICK = ("roles",)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -142,10 +141,8 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [pytest.param(mode, marks=[] if mode in QUICK else [pytest.mark.nightly]) for mode in MODES],
-)
+@pytest.mark.nightly  # in CI, backends alone: test_zero_advantage.py
+@pytest.mark.parametrize("mode", MODES)
 def test_a_run_by_the_rule_ends_with_the_weights_of_one_that_computes_all_groups(
     mode: str, run: Callable[..., Ended]
 ) -> None:

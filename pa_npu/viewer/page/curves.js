@@ -388,7 +388,8 @@ function chartOf(spec, columns) {
 }
 
 function addEvaluations(series, run, number, iterations, xs, x) {
-  for (const set of evaluationSets(run).slice(0, 3)) {
+  const shares = evaluationSets(run).filter((set) => evaluationPoints(run, set).some(isShare));
+  for (const set of shares.slice(0, 3)) {
     const at = (version) =>
       x ? xs[iterations.indexOf(Math.max(version - 1, iterations[0]))] : version;
     const points = evaluationPoints(run, set).filter(

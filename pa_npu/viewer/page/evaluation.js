@@ -1,8 +1,9 @@
 /* Evaluations by weight version: every set and number with its interval, and question by
    question what was gained and lost. */
 
-/* A series is a set and one of its numbers; older records have one accuracy, whose interval
-   (Wilson's, 95 %) is made here. */
+/* A series is a set and one of its numbers: shares of questions, with an interval, or a loss over
+   rows, without one. Older records have one accuracy, whose interval (Wilson's, 95 %) is made
+   here. */
 function evaluationSets(run) {
   const names = new Set();
   for (const record of run.evaluations) {
@@ -37,8 +38,18 @@ function interval(share, n) {
 function paired(record, to, set, metric) {
   return record.differences?.[to]?.sets?.[set]?.[metric];
 }
-function signed(value) {
-  return (value >= 0 ? "+" : "−") + format(Math.abs(value), "share");
+function signed(value, kind = "share") {
+  return (value >= 0 ? "+" : "−") + format(Math.abs(value), kind);
+}
+
+/* Whether a number of an evaluation is a share of questions, which has an interval. */
+function isShare(point) {
+  return point.low !== null;
+}
+
+/* How it is written. */
+function kindOf(point) {
+  return isShare(point) ? "share" : "";
 }
 function change(estimate) {
   return estimate
@@ -53,15 +64,15 @@ function evaluationPoints(run, name) {
     const common = { version: record.version, seconds: record.seconds };
     if (record.sets) {
       const summary = record.sets[set],
-        found = summary?.metrics[metric];
-      if (!found) return [];
+        estimate = summary?.metrics[metric];
+      if (!estimate) return [];
       return [
         {
           ...common,
-          value: found.value,
-          low: found.low,
-          high: found.high,
-          questions: found.questions,
+          value: estimate.value,
+          low: estimate.low,
+          high: estimate.high,
+          questions: estimate.questions ?? summary.rows,
           length: summary.length_mean,
           cut: summary.truncated_ratio,
           part: record.planned > record.questions,
@@ -89,46 +100,76 @@ function evaluationPoints(run, name) {
   });
 }
 
+/* A chart for the shares of each set, and one for each of its other numbers, whose units differ. */
 function evaluationCurves(names) {
-  const sets = [...new Set(names.map(setOf))],
-    runs = [state.run, ...state.compare];
-  return sets.map((set) => {
-    const series = runs
-      .flatMap((run, number) =>
-        names
-          .filter((name) => setOf(name) === set)
-          .map((name, color) => {
-            const points = evaluationPoints(run, name);
-            return {
-              name: (metricOf(name) || "greedy") + (number ? ` (${run.name})` : ""),
-              run: run.name,
-              x: points.map((p) => p.version),
-              values: points.map((p) => p.value),
-              low: points.map((p) => p.low),
-              high: points.map((p) => p.high),
-              points: true,
-              color: state.compare.length ? number : color,
-              other: number > 0,
-            };
-          }),
-      )
-      .filter((entry) => entry.x.length);
-    return chart({
+  const runs = [state.run, ...state.compare];
+  const isOfShares = (name) => runs.some((run) => evaluationPoints(run, name).some(isShare));
+  const sets = [...new Set(names.filter(isOfShares).map(setOf))];
+  const ofShares = sets.map((set) =>
+    evaluationCurve({
+      names: names.filter((name) => setOf(name) === set && isOfShares(name)),
       title: set || "Greedy accuracy on held-out questions",
       unit: "share, with 95 % interval",
       kind: "share",
-      xUnit: "weight version",
-      series,
-    });
-  });
+    }),
+  );
+  const others = names.filter((name) => !isOfShares(name));
+  const ofOthers = others.map((name) =>
+    evaluationCurve({
+      names: [name],
+      title: setOf(name),
+      unit: metricOf(name) === "loss" ? "loss, nats per token" : metricOf(name),
+      kind: "",
+    }),
+  );
+  return [...ofShares, ...ofOthers];
+}
+
+function evaluationCurve({ names, title, unit, kind }) {
+  const runs = [state.run, ...state.compare];
+  const series = runs
+    .flatMap((run, number) =>
+      names.map((name, color) => {
+        const points = evaluationPoints(run, name);
+        const interval =
+          kind === "share"
+            ? { low: points.map((p) => p.low), high: points.map((p) => p.high) }
+            : {};
+        return {
+          name: (metricOf(name) || "greedy") + (number ? ` (${run.name})` : ""),
+          run: run.name,
+          x: points.map((p) => p.version),
+          values: points.map((p) => p.value),
+          ...interval,
+          points: true,
+          color: state.compare.length ? number : color,
+          other: number > 0,
+        };
+      }),
+    )
+    .filter((entry) => entry.x.length);
+  return chart({ title, unit, kind, xUnit: "weight version", series });
 }
 
 function evaluationTable(name) {
   const points = evaluationPoints(state.run, name),
     first = points[0];
+  const kind = first ? kindOf(first) : "share";
   const rows = points.map((point) => {
     const since =
-      point === first ? "" : point.first ? change(point.first) : signed(point.value - first.value);
+      point === first
+        ? ""
+        : point.first
+          ? change(point.first)
+          : signed(point.value - first.value, kind);
+    if (kind !== "share")
+      return [
+        point.version,
+        format(point.value),
+        since,
+        point.questions ?? "–",
+        format(point.seconds),
+      ];
     return [
       point.version,
       format(point.value, "share"),
@@ -141,17 +182,20 @@ function evaluationTable(name) {
       format(point.seconds),
     ];
   });
-  const titles = [
-    "version",
-    metricOf(name) || "accuracy",
-    "95 % interval",
-    "since the first, question by question",
-    "since the one before",
-    "questions",
-    "tokens",
-    "cut",
-    "seconds",
-  ];
+  const titles =
+    kind === "share"
+      ? [
+          "version",
+          metricOf(name) || "accuracy",
+          "95 % interval",
+          "since the first, question by question",
+          "since the one before",
+          "questions",
+          "tokens",
+          "cut",
+          "seconds",
+        ]
+      : ["version", metricOf(name), "since the first", "rows", "seconds"];
   return h(
     "div",
     { class: "scroll", tabindex: 0, "aria-label": "evaluations" },
@@ -217,6 +261,6 @@ async function evaluationView(main) {
     main,
     h("div", { class: "charts" }, evaluationCurves(names)),
     h("section", { class: "panel" }, picker, evaluationTable(chosen)),
-    await questionsPanel(setOf(chosen)),
+    evaluationPoints(state.run, chosen).some(isShare) && (await questionsPanel(setOf(chosen))),
   );
 }

@@ -35,18 +35,27 @@ function groupPanel(group, look) {
         fact("group", group.index),
         fact("prompt", group.prompt_id ?? "–"),
         group.prompt_tokens !== null && fact("tokens", group.prompt_tokens),
-        h(
-          "span",
-          {},
-          "reference answer ",
-          h("b", { class: "mono" }, shown(group.answer, look.wanted)),
-        ),
+        group.answer !== "" &&
+          h(
+            "span",
+            {},
+            "reference answer ",
+            h("b", { class: "mono" }, shown(group.answer, look.wanted)),
+          ),
       ),
       group.images?.length > 0 && h("div", { class: "images" }, group.images.map(promptImage)),
       h("div", { class: "prompt", tabindex: 0, "aria-label": "prompt" }, prompt),
       group.errors.map((error) => h("p", { class: "badge wrong" }, shown(error))),
     ),
     group.isShort && h("p", { class: "quiet" }, "The tokens of this group are not in the page."),
+    group.responses.some((response) => response.stretches?.length) &&
+      h(
+        "p",
+        { class: "quiet" },
+        "Rows of data: ",
+        h("span", { class: "trained" }, "what is trained"),
+        ", and what is not.",
+      ),
     look.colour && colourScale(look.colour, largest),
     group.sessions.map((session) =>
       h(
@@ -201,6 +210,7 @@ function responseText(group, number, look, largest) {
         ]),
       ),
     );
+  if (response.stretches?.length) return h("div", { class: "text" }, stretchNodes(response, look));
   if (look.colour && response.pieces)
     return h("div", { class: "text" }, tokenNodes(response, look, largest));
   return look.layout === "raw"
@@ -218,19 +228,20 @@ function responseCard(group, number, look, largest) {
       "div",
       { class: "facts" },
       h("b", {}, "#" + number),
-      verdict(response.correct),
+      response.rewarded && verdict(response.correct),
       response.finish_reason === "length" && h("span", { class: "badge cut" }, "✂ cut"),
     ),
     h(
       "div",
       { class: "facts" },
-      fact("reward", format(response.reward)),
+      response.rewarded && fact("reward", format(response.reward)),
       names.map(
         (name) =>
           (names.length > 1 || response.rewards[name] !== response.reward) &&
           h("span", {}, shown(name), " ", h("b", {}, format(response.rewards[name]))),
       ),
       response.advantage !== null &&
+        (response.rewarded || response.advantage !== 0) &&
         fact("advantage", (response.advantage > 0 ? "+" : "") + format(response.advantage)),
       fact("tokens", response.length ?? "–"),
     ),
@@ -240,6 +251,16 @@ function responseCard(group, number, look, largest) {
       responseText(group, number, look, largest),
     ),
   );
+}
+
+/* A row of data: what is trained stands out, with its weight where that is not 1. */
+function stretchNodes(response, look) {
+  return response.stretches.map(({ text, weight }) => {
+    if (weight === 0)
+      return h("span", { class: "untrained", title: "not trained" }, shown(text, look.wanted));
+    const title = "trained" + (weight === 1 ? "" : `, weight ${format(weight)}`);
+    return h("span", { class: "trained", title }, shown(text, look.wanted));
+  });
 }
 
 function verdict(isCorrect) {

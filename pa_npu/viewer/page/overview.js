@@ -60,18 +60,26 @@ function tiles() {
           ["trainer_idle", "trainers idle"],
           ["engine_idle", "engines idle"],
         ];
+  const isRewarded = last("reward_mean") !== null;
+  const kind = points.length ? kindOf(points[0]) : "share";
+  const evaluation = kind === "share" ? "evaluation" : `held-out ${metricOf(evaluated)}`;
   const values = [
-    [format(last("reward_mean")), "reward"],
-    [format(last("accuracy"), "share"), "accuracy, trained"],
+    isRewarded
+      ? [format(last("reward_mean")), "reward"]
+      : [format(last("loss")), "loss, nats per token"],
+    isRewarded ? [format(last("accuracy"), "share"), "accuracy, trained"] : null,
     points.length
       ? [
-          format(points[points.length - 1].value, "share"),
-          `evaluation, from ${format(points[0].value, "share")}`,
+          format(points[points.length - 1].value, kind),
+          `${evaluation}, from ${format(points[0].value, kind)}`,
         ]
       : null,
     [format(last("entropy")), "entropy, nats"],
-    [format(last("response_length_mean")), "tokens per response"],
-    ...shares.map(([key, name]) => [
+    [
+      format(last("response_length_mean")),
+      last("rows") === null ? "tokens per response" : "trained tokens per row",
+    ],
+    ...shares.filter(([key]) => idle[key] !== null).map(([key, name]) => [
       format(idle[key], "share"),
       name,
       "median of the last 8 iterations",

@@ -26,6 +26,11 @@ const LAYOUTS = [
   ["", "as a chat"],
   ["raw", "as the model sees it"],
 ];
+/* What asks for rewards, or for log-probs of an engine, is not offered where there are none. */
+const WITHOUT_REWARDS = {
+  filter: ["", "cut"],
+  order: ["", "long"],
+};
 const MAX_LISTED = 400;
 const MAX_VALUES = 12;
 
@@ -89,7 +94,8 @@ function rewardBy(response, name) {
 /* Bars of a histogram: one per value where there are few, else of equal width. */
 function rewardBars(groups, name) {
   const values = groups
-    .flatMap((group) => group.responses.map((response) => rewardBy(response, name)))
+    .flatMap((group) => group.responses.filter((response) => response.rewarded))
+    .map((response) => rewardBy(response, name))
     .filter(Number.isFinite);
   if (!values.length) return [];
   const distinct = [...new Set(values)].sort((a, b) => a - b);
@@ -146,6 +152,9 @@ async function samplesView(main) {
     bar: address.b === undefined ? null : Number(address.b),
     group: address.g === undefined ? null : Number(address.g),
   };
+  const responses = data.groups.flatMap((group) => group.responses);
+  const isRewarded = responses.some((response) => response.rewarded);
+  const isWritten = responses.some((response) => response.version !== null);
   const list = h("div", { class: "groups panel", role: "group", "aria-label": "groups" }),
     detail = h("div", { class: "detail" });
   const count = h("span", { class: "quiet" }),
@@ -172,7 +181,9 @@ async function samplesView(main) {
           update();
         },
       },
-      options.map(([value, name]) => h("option", { value, selected: value === look[key] }, name)),
+      options
+        .filter(([value]) => isRewarded || (WITHOUT_REWARDS[key] ?? [value]).includes(value))
+        .map(([value, name]) => h("option", { value, selected: value === look[key] }, name)),
     );
   const bar = h(
     "div",
@@ -181,8 +192,8 @@ async function samplesView(main) {
     search,
     choice("filter", "filter", FILTERS, "filter"),
     choice("order", "order", ORDERS, "order"),
-    choice("colour", "colour tokens by", COLOURINGS, "colour"),
-    choice("layout", "texts", LAYOUTS, "layout"),
+    isWritten && choice("colour", "colour tokens by", COLOURINGS, "colour"),
+    isWritten && choice("layout", "texts", LAYOUTS, "layout"),
     count,
   );
   const names = [
@@ -294,7 +305,7 @@ async function samplesView(main) {
     main,
     bar,
     data.error && h("p", { class: "panel" }, shown(data.error)),
-    data.groups.length > 0 && rewards,
+    isRewarded && rewards,
     h("div", { class: "split" }, list, detail),
   );
   await update();
@@ -321,6 +332,11 @@ function groupButton(group, isOpen, look, choose) {
 }
 
 function dots(group) {
+  if (!group.responses.some((response) => response.rewarded)) {
+    const isOfData = group.responses.every((response) => response.version === null);
+    const noun = isOfData ? "rows" : "responses";
+    return h("span", { class: "quiet" }, `${group.responses.length} ${noun}`);
+  }
   const right = group.responses.filter((response) => response.correct).length,
     isSmall = group.responses.length <= 16;
   const marks = isSmall

@@ -154,7 +154,13 @@ class ToyBackend:
             assert master.grad is not None, "it is a part of one buffer"
             weights, gradient = master.view(-1), master.grad.view(-1)
             own = SteppedTensor(
-                *(name, master.ndim, weights, parameter.detach().view(-1), gradient, mean, square),
+                name,
+                master.ndim,
+                weights,
+                parameter.detach().view(-1),
+                gradient,
+                mean,
+                square,
                 settings=group,
                 share=1 / self.place.mesh.data,
             )

@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
-def learner_of(model: Path, backend: str, **sections: dict[str, Any]) -> Learner:
+def learner_of(path: Path, backend: str, **sections: dict[str, Any]) -> Learner:
     """With a reference and an old policy, whose passes go with the policy's."""
     tree: dict[str, dict[str, Any]] = {
         "trainer": {"backend": backend},
@@ -44,7 +44,7 @@ def learner_of(model: Path, backend: str, **sections: dict[str, Any]) -> Learner
     }
     for name, values in sections.items():
         tree[name] = {**tree.get(name, {}), **values}
-    config = model_config(model, **tree)
+    config = model_config(path, **tree)
     learner = made_by("fsdp")(config) if backend == "fsdp" else make_learner(config)[0]
     learner.publish(0)
     return learner
@@ -89,6 +89,31 @@ def test_gradients_are_those_of_the_uncut_group_and_repeat_to_the_bit(
     assert max(relative_errors(by_pieces, whole).values()) < TOLERANCE
     lost = gradients(learner, whole_pieces[:1])
     assert max(relative_errors(lost, whole).values()) > 1e-2, "a lost piece must show"
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_in_bf16_it_is_as_near_to_fp32_as_pieces_with_their_prompts_are(
+    backend: str, model: Path
+) -> None:
+    """Gradients for kept keys and values add up in fp32, so that no piece rounds another's."""
+    group = long_group()
+    exact = gradients(learner_of(model, backend), [pack([group], True, 1)])
+    learner = learner_of(model, backend, model={"dtype": "bf16"})
+    parts = depth_first(group, 1, stem_tokens=11)
+    of_stems = gradients(learner, parts)
+    of_pieces = gradients(learner, [part.whole() for part in parts if not part.is_stem])
+    assert 0 < distance(of_stems, exact) < 1.2 * distance(of_pieces, exact)
+    without_a_stem = gradients(learner, [part.whole() for part in parts if not part.is_stem][1:])
+    assert distance(without_a_stem, exact) > 3 * distance(of_pieces, exact)
+
+
+def distance(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
+    """Returns the norm of the difference over the norm."""
+    difference = sum(
+        float((found[name].double() - exact[name].double()).square().sum()) for name in exact
+    )
+    whole = sum(float(values.double().square().sum()) for values in exact.values())
+    return (difference / whole) ** 0.5
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])

@@ -101,36 +101,29 @@ def test_an_existing_directory_is_replaced_only_by_a_complete_one(
 
 
 COPIED = (
-    *(
-        "additional_chat_templates/tool_use.jinja",
-        "spiece.model",
-        "tekken.json",
-        "qwen.tiktoken",
-        "vocab.txt",
-    ),
-    *(
-        "preprocessor_config.json",
-        "processor_config.json",
-        "tokenization_own.py",
-        "LICENSE",
-        "chat_template.json",
-    ),
+    "additional_chat_templates/tool_use.jinja",
+    "spiece.model",
+    "tekken.json",
+    "qwen.tiktoken",
+    "vocab.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenization_own.py",
+    "LICENSE",
+    "chat_template.json",
 )
 LEFT = (
-    *(
-        "pytorch_model.bin",
-        "model.gguf",
-        "pytorch_model.bin.index.json",
-        "original/consolidated.00.pth",
-    ),
-    *(
-        "original/params.json",
-        "onnx/model.onnx",
-        "README.md",
-        "hf_quant_config.json",
-        ".gitattributes",
-    ),
-    *("checkpoint-500/config.json", "pa_npu_prompts.json"),
+    "pytorch_model.bin",
+    "model.gguf",
+    "pytorch_model.bin.index.json",
+    "original/consolidated.00.pth",
+    "original/params.json",
+    "onnx/model.onnx",
+    "README.md",
+    "hf_quant_config.json",
+    ".gitattributes",
+    "checkpoint-500/config.json",
+    "pa_npu_prompts.json",
 )
 
 

@@ -183,8 +183,15 @@ def evaluated(*arguments: str) -> Config:
 def test_evaluate_takes_paths_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     config = evaluated(
-        *("--model", "models/m #2", "--data", "a=sets/my set #2.jsonl", "--data", "b.c=~/t.jsonl"),
-        *("--output", "runs/[x] #1", "data.instruction=after ####"),
+        "--model",
+        "models/m #2",
+        "--data",
+        "a=sets/my set #2.jsonl",
+        "--data",
+        "b.c=~/t.jsonl",
+        "--output",
+        "runs/[x] #1",
+        "data.instruction=after ####",
     )
     assert config.model.path == "models/m #2" and config.run.dir == "runs/[x] #1"
     assert {

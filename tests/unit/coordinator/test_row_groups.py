@@ -140,6 +140,11 @@ async def test_groups_reach_the_buffer_as_they_were_read(store_thread: ThreadPoo
     assert numbers["tokens_response"] == sum(group.num_trained for group in inputs.values())
     assert len(produced.dispatched.groups) == GROUPS
     assert "reward" not in produced.samples[0]["responses"][0]
+    kept = produced.kept[0]
+    assert [stretch.weight for stretch in kept.stretches] == [0.0, 1.0]
+    assert [token for stretch in kept.stretches for token in stretch.tokens] == (
+        prompts[0].rows[0].tokens.tolist()
+    )
 
 
 def test_weights_travel_where_one_is_not_1() -> None:

@@ -61,15 +61,16 @@ def config(**sections: Any) -> Config:
 
 def test_every_seat_has_its_recipe() -> None:
     assert sorted(RECIPES) == [
-        *(
-            "my_advantage.py",
-            "my_backend.py",
-            "my_column.py",
-            "my_engine.py",
-            "my_environment.py",
-            "my_loss.py",
-        ),
-        *("my_reward.py", "my_sessions.py", "toy_platform.py", "yi.py"),
+        "my_advantage.py",
+        "my_backend.py",
+        "my_column.py",
+        "my_engine.py",
+        "my_environment.py",
+        "my_loss.py",
+        "my_reward.py",
+        "my_sessions.py",
+        "toy_platform.py",
+        "yi.py",
     ]
 
 

@@ -69,19 +69,20 @@ from pa_npu.attention import PrefixLayout  # isort: skip
 from pa_npu.backends.megatron.factory import load_stage  # isort: skip
 
 ROWS = (
-    *(
-        Record,
-        Prompt,
-        Generation,
-        Sample,
-        SampleBuilder,
-        RewardInput,
-        RewardResult,
-        Group,
-        Microbatch,
-        PrefixLayout,
-    ),
-    *(ScoredGroup, ScoredSamples, Admitted, TokenBatch),
+    Record,
+    Prompt,
+    Generation,
+    Sample,
+    SampleBuilder,
+    RewardInput,
+    RewardResult,
+    Group,
+    Microbatch,
+    PrefixLayout,
+    ScoredGroup,
+    ScoredSamples,
+    Admitted,
+    TokenBatch,
 )
 DATA = (*ROWS, torch.Tensor, np.ndarray)
 PRODUCER = "coordinator/producer.py"

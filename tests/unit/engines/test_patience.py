@@ -63,7 +63,10 @@ class Engine:
 async def ask(engine: Engine, deadline_s: float = 0.05) -> list[Generation]:
     return await generate_patiently(
         engine,  # type: ignore[arg-type]
-        *(PROMPT, 2, 40, SAMPLING),
+        PROMPT,
+        2,
+        40,
+        SAMPLING,
         deadline_s=deadline_s,
         probe_timeout_s=1.0,
         label="group 3 of iteration 1",

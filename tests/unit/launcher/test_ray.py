@@ -116,6 +116,7 @@ def test_a_killed_raylet_is_named_not_those_who_lost_contact_and_its_processes_a
     assert not any(running(pid) for pid, _ in up.values())
 
 
+@pytest.mark.nightly
 def test_a_node_that_comes_back_gets_its_processes_and_the_run_starts_again(
     launcher: RayLauncher, two: Raylets
 ) -> None:

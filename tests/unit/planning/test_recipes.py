@@ -159,7 +159,14 @@ def test_what_auto_finds_is_never_worse_than_the_recipe_and_on_npu_the_recipe_is
 @pytest.mark.parametrize(
     "nodes", [*(pytest.param(number, marks=pytest.mark.nightly) for number in (1, 2, 4)), 8]
 )
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        recipe if recipe.name in IN_CI else pytest.param(recipe, marks=pytest.mark.nightly)
+        for recipe in RECIPES
+    ],
+    ids=lambda path: path.stem,
+)
 def test_more_devices_are_never_planned_slower_than_the_recipes_own(
     recipe: Path, nodes: int, kind: str
 ) -> None:

@@ -46,7 +46,10 @@ async def test_a_failing_function_is_a_logged_zero_and_the_next_group_is_fine(
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["after the others", "before the others"])
-@pytest.mark.parametrize("row", [{"raise": True}, {"exit": 3}, {"endless": True}])
+@pytest.mark.parametrize(
+    "row",
+    [{"raise": True}, pytest.param({"exit": 3}, marks=pytest.mark.nightly), {"endless": True}],
+)
 async def test_only_the_failing_function_loses_its_reward(row: dict[str, Any], order: int) -> None:
     functions = (RewardFunction(name="math"), RewardFunction(name="users_rewards:by_row"))
     config = RewardConfig(functions=functions[::order], timeout_s=2.0)
@@ -57,7 +60,9 @@ async def test_only_the_failing_function_loses_its_reward(row: dict[str, Any], o
     assert "users_rewards:by_row" in result.errors[0] or "its worker" in result.errors[0]
 
 
-@pytest.mark.parametrize("row", [{"raise": True}, {"exit": 3}])
+@pytest.mark.parametrize(
+    "row", [{"raise": True}, pytest.param({"exit": 3}, marks=pytest.mark.nightly)]
+)
 async def test_a_function_that_keeps_failing_ends_the_run_and_the_line_says_what_it_raised(
     row: dict[str, Any],
 ) -> None:

@@ -75,7 +75,10 @@ def test_torchs_adamw_in_fp32_stays_within_the_limits(
             for value in (weights, state["exp_avg"], state["exp_avg_sq"])
         ]
         replayed = step(
-            *(before, gradient.double().numpy(), np.full(3000, 0.1), np.full(3000, float(update))),
+            before,
+            gradient.double().numpy(),
+            np.full(3000, 0.1),
+            np.full(3000, float(update)),
             config=config,
             rate=rate,
             clip=clip_factor(config, norm),
@@ -120,7 +123,12 @@ class Toy:
             flat = parameter.detach().view(-1)
             tensors.append(
                 SteppedTensor(
-                    *(name, parameter.dim(), flat, None, gradient, *moments),
+                    name,
+                    parameter.dim(),
+                    flat,
+                    None,
+                    gradient,
+                    *moments,
                     settings=group,
                 )
             )

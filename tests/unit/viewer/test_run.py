@@ -20,6 +20,7 @@ from pa_npu.telemetry.timeline import Timeline
 from pa_npu.viewer import run as viewer_run
 from pa_npu.viewer import samples as viewer_samples
 from pa_npu.viewer.run import RunDirectory, columns
+from pa_npu.viewer.samples import whole_group
 from pa_npu.viewer.server import ViewServer, answer, export
 from pa_npu.viewer.timeline import RunTimeline
 from tests.helpers.finished_run import (
@@ -31,6 +32,7 @@ from tests.helpers.finished_run import (
     RESPONSES,
     SECRET,
     make_run,
+    make_supervised_run,
     metrics,
 )
 
@@ -431,3 +433,18 @@ def test_the_command_exports_and_refuses_what_is_no_run(
     assert main(["view", str(run_dir), "--port", "99999"]) == 2
     with pytest.raises(UserError, match="choose another"):
         export([RunDirectory(run_dir)], run_dir / "config.yaml" / "x.html")
+
+
+def test_a_run_on_rows_of_data_has_losses_without_intervals_and_says_what_of_a_row_is_trained(
+    tmp_path: Path,
+) -> None:
+    run = RunDirectory(make_supervised_run(tmp_path / "sft"))
+    metrics = run.evaluations()[-1]["sets"]["test"]["metrics"]
+    assert set(metrics) == {"loss", "perplexity"}
+    assert metrics["loss"]["low"] is None and metrics["loss"]["questions"] is None
+    group = whole_group(run.directory, 0, 1)
+    assert group is not None
+    response = group["responses"][0]
+    assert [stretch["weight"] for stretch in response["stretches"]] == [1.0, 0.0, 0.5]
+    assert "".join(stretch["text"] for stretch in response["stretches"])
+    assert not response["rewarded"] and response["version"] is None
