@@ -214,10 +214,10 @@ def _check_covered(where: str, manifests: Sequence[Manifest], whole: bool) -> No
                         f"{types[segment.name]}; all trainer ranks must run the same pa_npu"
                     )
     for name, parts in segments.items():
-        shape = shapes.get(name)
-        if shape is None or not _covers(shape, parts, whole):
+        if name not in shapes or not _covers(shapes[name], parts, whole):
             raise WeightSyncError(
-                f"{where}: the segments of {name} do not cover shape {shape} exactly once"
+                f"{where}: the segments of {name} do not cover shape {shapes.get(name)} exactly "
+                "once"
             )
 
 
