@@ -84,9 +84,9 @@ class Session:
         """
         _request(self.url + "/reward", self.api_key, {"reward": reward, "turn": turn})
 
-    def end(self) -> None:
-        """Says that the task is done. Only a program that stays needs to."""
-        _request(self.url + "/end", self.api_key, {})
+    def end(self, failed: bool = False) -> None:
+        """Says that the task is done, or has failed. Only a program that stays needs to."""
+        _request(self.url + "/end", self.api_key, {"failed": failed})
 
 
 def session_from_environment() -> Session:

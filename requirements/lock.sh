@@ -20,5 +20,8 @@ trap 'rm -f "$beside"' EXIT
 comm -12 <(cut -d= -f1 cpu.txt | sort) <(cut -d= -f1 cpu-py310.txt | sort) | grep -v '^#' >"$beside"
 compile dev.in dev.txt 3.10 --universal --excludes "$beside"
 compile docs.in docs.txt 3.10 --universal --excludes "$beside"
-# an environment of its own
+# environments of their own
 compile trackers.in trackers.txt 3.10 --universal
+compile agents.in agents.txt 3.11 --universal
+compile verifiers.in verifiers.txt 3.11 --universal
+compile harnesses.in harnesses.txt 3.11 --universal

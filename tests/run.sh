@@ -26,6 +26,10 @@ if [[ $what != unit ]] && [ ! -d .venv-core-0.12/megatron ]; then
   echo "installing megatron-core 0.12.1 for tests/integration/test_older_core.py and tests/npu_sim"
   install_beside .venv-core-0.12 megatron-core==0.12.1 || echo "it cannot be installed here; tests with it will be skipped"
 fi
+if [[ $what != unit ]] && [ ! -d .venv-tinker/tinker ]; then
+  echo "installing tinker's SDK for tests/integration/test_service.py"
+  install_beside .venv-tinker -r requirements/tinker.txt || echo "it cannot be installed here; tests with it will be skipped"
+fi
 if [ "$what" = nightly ] && [ ! -d .venv-ascend-engine/vllm_ascend ]; then
   echo "installing vllm-ascend for tests/npu_sim/engine"
   install_beside .venv-ascend-engine -r requirements/ascend-engine.txt || echo "it cannot be installed here; its tests will be skipped"
@@ -34,11 +38,17 @@ if [ "$what" = nightly ] && [ ! -d .venv-gym/reasoning_gym ]; then
   echo "installing reasoning-gym for tests/unit/data/test_made_rows.py"
   install_beside .venv-gym -r requirements/gym.txt || echo "it cannot be installed here; its tests will be skipped"
 fi
-if [ "$what" = nightly ] && [ ! -f .venv-trackers/.complete ]; then
-  # an environment of its own: trackers hold back packages that engines need newer
-  echo "installing trackers for tests/integration/test_trackers_offline.py"
-  make_beside .venv-trackers -r requirements/trackers.txt && touch .venv-trackers/.complete ||
-    echo "trackers cannot be installed here; their tests will be skipped"
+# make_for NAME TESTS: .venv-NAME, an environment of its own, since its packages want other versions than engines do
+make_for() {
+  if [ -f ".venv-$1/.complete" ]; then return; fi
+  echo "installing requirements/$1.txt for $2"
+  make_beside ".venv-$1" -r "requirements/$1.txt" && touch ".venv-$1/.complete" || echo "it cannot be installed here; $2 will be skipped"
+}
+if [ "$what" = nightly ]; then
+  make_for trackers tests/integration/test_trackers_offline.py
+  make_for agents tests/integration/test_agents_of_frameworks.py
+  make_for verifiers tests/integration/test_verifiers.py
+  make_for harnesses tests/integration/test_harnesses.py
 fi
 # install_packages PROGRAM TEST PACKAGE ...: Debian packages, for root, where there is no PROGRAM, without which TEST is skipped
 install_packages() {

@@ -7,6 +7,9 @@ hermes      <tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>, Qwen'
             a call that is not such JSON stays text
 template    the tokenizer's own rule (`parse_response` of transformers), if its files have one
 any other   vLLM's tool parser of that name (llama3_json, mistral, ...); vLLM must be installed
+
+A model that reads images gets those in messages where its template puts a placeholder for each. A
+placeholder that is text, because the policy wrote it, stays text.
 """
 
 from __future__ import annotations
@@ -14,19 +17,22 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pa_npu.agents.openai_format import AgentRequestRefused
 from pa_npu.config.schema import Config
-from pa_npu.data.messages import BadMessage, Message, left_out, template_message
+from pa_npu.data.image_rows import ImageInput
+from pa_npu.data.messages import BadMessage, Message, is_image_part, left_out, template_message
 from pa_npu.data.rows import is_text
 from pa_npu.data.template import TemplateFailed, chosen_template, rendered
 from pa_npu.data.text_encoder import TextEncoder
 from pa_npu.engines.protocol import Generation
 from pa_npu.engines.registry import engine_kind
 from pa_npu.errors import ConfigError
+from pa_npu.vision.placeholders import Span, expanded_at
 
 _DEVELOPER = "developer"  # OpenAI's newer name of the role `system`
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
@@ -46,14 +52,33 @@ class ChatAnswer:
     shown: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class RenderedChat:
+    """Messages as the template renders them.
+
+    images: what the messages hold as images, in order. places: where in the text the placeholder of
+    each begins.
+    """
+
+    text: str
+    images: tuple[Any, ...] = ()
+    places: tuple[int, ...] = ()
+
+
 class Chat:
     """A model's chat format: template, tokenizer and tool parser.
 
-    tokenizer: a tokenizer of transformers.
+    tokenizer: a tokenizer of transformers. images: how the model reads images, or why it does not.
     """
 
     def __init__(self, config: Config, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
+        self.images = ImageInput.from_config(config)
+        self._placeholder = ""
+        if isinstance(self.images, ImageInput):
+            self._placeholder = str(tokenizer.convert_ids_to_tokens(self.images.model.image_token))
+        # stands in texts for a placeholder that is none, while they are rendered
+        self._set_aside_mark = f"\ue000{secrets.token_hex(8)}\ue001"
         self._encoder = TextEncoder(tokenizer)
         self._template = chosen_template(tokenizer, config.data)
         self._knows_developer = isinstance(self._template, str) and _DEVELOPER in self._template
@@ -64,6 +89,12 @@ class Chat:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], *, generate: bool = True
     ) -> str:
+        """Returns the text of `rendered`."""
+        return self.rendered(messages, tools, generate=generate).text
+
+    def rendered(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], *, generate: bool = True
+    ) -> RenderedChat:
         """Returns the messages as the template renders them.
 
         generate: appends the prompt behind which the policy writes its answer.
@@ -73,7 +104,9 @@ class Chat:
             raise AgentRequestRefused(
                 "this model has no chat template; use /v1/completions", code="no_chat_template"
             )
-        normalised = [self._normalise(message) for message in messages]
+        images: list[Any] = []
+        normalised = [self._normalise(message, images) for message in messages]
+        tools = self._set_aside(tools, "tool")
 
         def apply_template(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
             return rendered(
@@ -101,17 +134,98 @@ class Chat:
             raise AgentRequestRefused(
                 f"messages: the chat template leaves out {lost}", param="messages"
             )
-        return text
+        return self._with_places(text, images)
 
-    def _normalise(self, message: Mapping[str, Any]) -> Message:
-        """Returns a message in the form that templates read. Raises RequestRefused."""
+    def _normalise(self, message: Mapping[str, Any], images: list[Any]) -> Message:
+        """Returns a message in the form that templates read. Raises RequestRefused.
+
+        images: gets those of the message.
+        """
+        reads_images = isinstance(self.images, ImageInput)
+        if not reads_images and has_images(message):
+            raise AgentRequestRefused(
+                f"messages: an image, but {self.images}; send text alone", param="messages"
+            )
         try:
-            normalised = template_message(message)
+            normalised = template_message(
+                message, images if reads_images else None, marks_images=False
+            )
         except BadMessage as bad:
             raise AgentRequestRefused(f"messages: {bad}", param="messages") from None
         if normalised["role"] == _DEVELOPER and not self._knows_developer:
             normalised["role"] = "system"
-        return normalised
+        kept: Message = self._set_aside(normalised, normalised["role"])
+        return kept
+
+    def _set_aside(self, value: Any, role: str) -> Any:
+        """Returns a JSON value whose texts have a mark in place of the placeholder of an image.
+
+        Raises RequestRefused for such a text that the policy cannot have written.
+        """
+        if not self._placeholder:
+            return value
+        try:
+            return self._marked(value, role)
+        except RecursionError:
+            raise AgentRequestRefused(
+                "messages: one is nested too deeply", param="messages"
+            ) from None
+
+    def _marked(self, value: Any, role: str) -> Any:
+        if isinstance(value, str):
+            if self._placeholder in value and role != "assistant":
+                raise AgentRequestRefused(
+                    f"messages: a text has {self._placeholder}, which stands for an image; send "
+                    "the image, or leave it out",
+                    param="messages",
+                )
+            return value.replace(self._placeholder, self._set_aside_mark)
+        if isinstance(value, Mapping):
+            return {name: self._marked(item, role) for name, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._marked(item, role) for item in value]
+        return value
+
+    def _with_places(self, text: str, images: Sequence[Any]) -> RenderedChat:
+        """Returns a rendered text with the places of its images. Raises RequestRefused."""
+        if not self._placeholder:
+            return RenderedChat(text)
+        mark = self._set_aside_mark
+        whole = ""
+        places = []
+        for number, piece in enumerate(text.split(self._placeholder)):
+            if number:
+                places.append(len(whole))
+                whole += self._placeholder
+            whole += piece.replace(mark, self._placeholder)
+        if len(places) != len(images):
+            raise AgentRequestRefused(
+                f"messages: the chat template shows {len(places)} of {len(images)} images",
+                param="messages",
+            )
+        return RenderedChat(whole, tuple(images), tuple(places))
+
+    def expanded(
+        self, text: str, tokens: Sequence[int], places: Sequence[int], lengths: Sequence[int]
+    ) -> tuple[list[int], list[Span]]:
+        """Returns a text's tokens with as many placeholders as each image has, and where these are.
+
+        places: of the images' placeholders in the text. lengths: of each image.
+        """
+        assert isinstance(self.images, ImageInput), "it has placed images"
+        in_text = [found.start() for found in re.finditer(re.escape(self._placeholder), text)]
+        image_token = self.images.model.image_token
+        in_tokens = [place for place, token in enumerate(tokens) if token == image_token]
+        if len(in_tokens) != len(in_text):
+            raise AgentRequestRefused(
+                f"messages: the tokenizer makes {len(in_tokens)} placeholders of {len(in_text)}"
+            )
+        chosen = [in_tokens[in_text.index(place)] for place in places]
+        return expanded_at(tokens, chosen, lengths)
+
+    def has_placeholder(self, tokens: Sequence[int]) -> bool:
+        """Returns whether a token among these stands for an image."""
+        return isinstance(self.images, ImageInput) and self.images.model.image_token in tokens
 
     def encode(self, text: str, *, begins: bool, templated: bool) -> list[int]:
         """Returns the token ids of a text.
@@ -220,6 +334,12 @@ class Chat:
         return str(self.tokenizer.decode(tokens, **options))
 
 
+def has_images(message: Mapping[str, Any]) -> bool:
+    """Returns whether a part of a message's content is an image."""
+    content = message.get("content")
+    return isinstance(content, (list, tuple)) and any(map(is_image_part, content))
+
+
 def _check_text(text: str) -> None:
     if not is_text(text):
         raise AgentRequestRefused(
@@ -234,7 +354,7 @@ def _with_malformed_calls_as_text(messages: Sequence[Message]) -> list[Message]:
     """
     readable = []
     for message in messages:
-        texts = [message["content"]]
+        texts = []
         kept = []
         for call in message.get("tool_calls", ()):
             function = call["function"]
@@ -242,8 +362,13 @@ def _with_malformed_calls_as_text(messages: Sequence[Message]) -> list[Message]:
                 kept.append(call)
             else:
                 texts.append(f"{function['name']}({function['arguments']})")
-        if len(texts) > 1:
-            message = {**message, "content": "\n".join(filter(None, texts)), "tool_calls": kept}
+        if texts:
+            content = message["content"]
+            if isinstance(content, str):
+                content = "\n".join(filter(None, [content, *texts]))
+            else:
+                content = [*content, {"type": "text", "text": "\n".join(texts)}]
+            message = {**message, "content": content, "tool_calls": kept}
         readable.append(message)
     return readable
 

@@ -20,15 +20,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 
 from pa_npu.agents.chat import Chat
 from pa_npu.agents.gateway import Gateway
 from pa_npu.agents.openai_format import SamplingRules
-from pa_npu.agents.programs import Programs
+from pa_npu.agents.programs import COMMAND_KEY, Programs
 from pa_npu.agents.session import Session, SessionLimits, Sessions
 from pa_npu.agents.tree import num_unique
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.operation import LOOPBACK
+from pa_npu.config.sections.rollout import AgentConfig
 from pa_npu.control.tasks import cancel, gather
 from pa_npu.data.prompts import Prompt
 from pa_npu.environments.protocol import (
@@ -38,6 +40,7 @@ from pa_npu.environments.protocol import (
     Generate,
 )
 from pa_npu.samples.types import Sample
+from pa_npu.vision.images import ShownImage, data_url
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,7 @@ class SessionEnvironment(ABC):
     """Makes samples of sessions. A subclass decides who works at them."""
 
     waits_are_bounded = True  # everything that a session waits for has a limit
+    shows_own_images = True  # those of its requests
     _loss_reason = (
         "its program killed by a signal; look for what kills it, such as a lack of memory"
     )
@@ -99,7 +103,7 @@ class SessionEnvironment(ABC):
         used = trained or written
         samples: list[Sample] = []
         for session in used:
-            samples += self.samples(session, rewarded)
+            samples += await self.samples(session, rewarded)
 
         generate.num_trained = sum(session.tree.num_written for session in used)
         generate.counted.update(
@@ -166,17 +170,20 @@ class SessionEnvironment(ABC):
             f"{prompt.prompt_id} was lost {_ATTEMPTS} times, {self._loss_reason}"
         )
 
-    def samples(self, session: Session, rewarded: bool) -> list[Sample]:
+    async def samples(self, session: Session, rewarded: bool) -> list[Sample]:
         """Returns an ended session's samples. rewarded: the agents reward this group."""
         reward = None
         if rewarded:
             reward = session.reward or 0.0
-        return session.tree.samples(
+        make = partial(
+            session.tree.samples,
             self._transcript(session),
             ended=session.outcome == "done",
             reward=reward,
             session=session.number,
         )
+        has_images = any(node.images for node in session.tree.nodes)
+        return await asyncio.to_thread(make) if has_images else make()
 
     def _transcript(self, session: Session) -> str:
         """Returns the text behind the first request of the session's last branch."""
@@ -194,6 +201,7 @@ class AgentEnvironment(SessionEnvironment):
 
     trains_all_turns = True  # all turns of sessions that are not discarded
     trains_in_context = True  # as requests showed it
+    _command_key = COMMAND_KEY  # which decides what programs do, for messages
 
     def __init__(self, context: EnvironmentContext) -> None:
         context.refuse_options("agents")
@@ -209,12 +217,17 @@ class AgentEnvironment(SessionEnvironment):
             self.sessions = Sessions(secrets.token_hex(32))
             gateway = Gateway(self.sessions)
             await self._stack.enter_async_context(gateway.serving(LOOPBACK, 0, None))
-        if self._settings.command is not None:
-            self._programs = Programs(self._settings, self.sessions)
+        settings = self._program_settings()
+        if settings.command is not None:
+            self._programs = Programs(settings, self.sessions, self._command_key)
             self._staying = [
                 asyncio.create_task(self._programs.stay(number), name=f"agent program {number}")
-                for number in range(self._settings.programs or 0)
+                for number in range(settings.programs or 0)
             ]
+
+    def _program_settings(self) -> AgentConfig:
+        """Returns the keys by which programs are started. Called once, when the environment opens."""
+        return self._settings
 
     async def close(self) -> None:
         await cancel(self._staying)
@@ -230,7 +243,7 @@ class AgentEnvironment(SessionEnvironment):
             session = Session(
                 id=self.sessions.new_id(),
                 number=number,
-                task=task_of(prompt),
+                task=await task_of(prompt),
                 generate=generate,
                 chat=self._chat,
                 limits=self._limits,
@@ -259,7 +272,7 @@ class AgentEnvironment(SessionEnvironment):
                 await self.sessions.offer(session, limit_s + _TASK_REQUEST_S)
             except asyncio.TimeoutError:
                 raise EnvironmentFailed(
-                    "environment.name: agents: no agent has taken a task for "
+                    f"environment.name: {self._config.environment.name}: no agent has taken a task for "
                     f"{limit_s + _TASK_REQUEST_S:g} s (environment.timeout_s and {_TASK_REQUEST_S:g} s) while some "
                     f"waited; look at the agents, which ask for them at {self.sessions.url}/tasks"
                 ) from None
@@ -280,6 +293,7 @@ class EvaluatedSessions:
     """Sessions as evaluations use them: the last branch of each, whatever its outcome."""
 
     waits_are_bounded = True
+    shows_own_images = True
 
     def __init__(self, agents: SessionEnvironment) -> None:
         self._agents = agents
@@ -291,7 +305,7 @@ class EvaluatedSessions:
         for session in sessions:
             leaves = list(session.tree.leaves())
             index = leaves.index(session.last_leaf)
-            samples.append(self._agents.samples(session, rewarded)[index])
+            samples.append((await self._agents.samples(session, rewarded))[index])
         return samples
 
 
@@ -302,11 +316,21 @@ def evaluated(environment: Environment) -> Environment:
     return environment
 
 
-def task_of(prompt: Prompt) -> dict[str, object]:
-    """Returns the task that an agent gets for a prompt, as a JSON object."""
-    return {
+async def task_of(prompt: Prompt) -> dict[str, object]:
+    """Returns the task that an agent gets for a prompt, as a JSON object.
+
+    It has the prompt's images, if there are any, as data URLs.
+    """
+    task: dict[str, object] = {
         "prompt_id": prompt.prompt_id,
         "prompt": prompt.text,
         "answer": prompt.answer,
         "row": prompt.row,
     }
+    if prompt.images:
+        task["images"] = await asyncio.to_thread(_image_urls, prompt.images)
+    return task
+
+
+def _image_urls(images: Sequence[ShownImage]) -> list[str]:
+    return [data_url(image.reader.content(image.file)) for image in images]

@@ -9,8 +9,9 @@
     POST /sessions/ID/v1/messages/count_tokens
     GET  /sessions/ID/v1/models, /v1/models/policy
     POST /sessions/ID/reward                 {"reward": number, "turn": id of a completion or null}
-    POST /sessions/ID/end                    the agent has done its task; rewards are accepted until
-                                             then, and for a while after a limit was reached
+    POST /sessions/ID/end                    the agent has done its task, or {"failed": true}; rewards
+                                             are accepted until then, and for a while after a limit
+                                             was reached
     GET  /tasks?wait_s=30                    a program's key or the run's; returns the next task, or
                                              {"task": null}
 
@@ -230,7 +231,11 @@ class Gateway:
         return web.json_response({})
 
     async def _end(self, request: web.Request) -> web.Response:
-        self._session(request).finish()
+        session = self._session(request)
+        body = await read_json(request, _check_reward_size) if request.can_read_body else {}
+        if not isinstance(body, dict) or type(body.get("failed", False)) is not bool:
+            raise AgentRequestRefused('the body must be {"failed": true or false}, or none')
+        session.finish(failed=body.get("failed", False))
         return web.json_response({})
 
     async def _tasks(self, request: web.Request) -> web.Response:
@@ -277,8 +282,8 @@ class Gateway:
             value.encode("utf-8", "surrogateescape")
             for value in request.headers.getall("Authorization", [])
         ]
-        # Anthropic's clients send the key alone
-        sent += [
+        # Anthropic's clients send the key alone; some programs send both, one of them a stand-in
+        sent_alone = [
             b"Bearer " + value.encode("utf-8", "surrogateescape")
             for value in request.headers.getall("x-api-key", [])
         ]
@@ -286,7 +291,7 @@ class Gateway:
         if subject is not None:
             keys.append(self.sessions.derive_key(subject))
         # every key is compared, so that the time to answer depends on none of them
-        matches = [authorised(sent, key) for key in keys]
+        matches = [authorised(header, key) for key in keys for header in (sent, sent_alone)]
         if not any(matches):
             raise AgentRequestRefused(
                 "this key may not do that; send the one that you were given",

@@ -5,7 +5,8 @@ text, and one tool_use for each tool call. A message of the assistant stays one 
 conversation that is sent back extends its branch. A user's message with tool results becomes a
 message of the role `tool` for each of them, and one of the user for its texts.
 
-Errors have this API's form. Images, documents and tools of Anthropic's own servers are refused.
+Images stay where they stand among the texts of a message or of a tool result. Errors have this
+API's form. Documents and tools of Anthropic's own servers are refused.
 
 Source: Anthropic's API reference, "Messages", as the package anthropic 2.11 describes it.
 """
@@ -109,18 +110,55 @@ def _user_messages(content: Any) -> list[Message]:
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     results: list[Message] = []
-    texts: list[str] = []
+    shown: list[Mapping[str, Any]] = []
     for block in _blocks(content):
         if block.get("type") == "tool_result":
-            text = _text_of(block.get("content") or "", "messages")
             results.append(
-                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
+                {
+                    "role": "tool",
+                    "tool_call_id": block.get("tool_use_id"),
+                    "content": _content_of(block.get("content") or ""),
+                }
             )
         else:
-            texts.append(_block_text(block, "messages"))
-    if texts:
-        results.append({"role": "user", "content": "\n".join(texts)})
+            shown.append(block)
+    if shown:
+        results.append({"role": "user", "content": _content_of(shown)})
     return results
+
+
+def _content_of(content: Any) -> Any:
+    """Returns a chat's content: a text, whose blocks are lines, or parts if there are images."""
+    if isinstance(content, str) or not any(map(_is_image, _blocks(content))):
+        return _text_of(content, "messages")
+    parts: list[dict[str, Any]] = []
+    for block in content:
+        if _is_image(block):
+            parts.append(_image_part(block.get("source")))
+            continue
+        text = _block_text(block, "messages")
+        if parts and parts[-1]["type"] == "text":
+            text = f"\n{text}"
+        parts.append({"type": "text", "text": text})
+    return parts
+
+
+def _is_image(block: Mapping[str, Any]) -> bool:
+    return block.get("type") == "image"
+
+
+def _image_part(source: Any) -> dict[str, Any]:
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if kind == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    elif kind == "url":
+        url = source.get("url")
+    else:
+        raise AgentRequestRefused(
+            f"messages: an image of source {kind!r:.40} is not served; send it as base64",
+            param="messages",
+        )
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _assistant_message(content: Any) -> Message:
@@ -165,8 +203,8 @@ def _text_of(content: Any, param: str) -> str:
 def _block_text(block: Mapping[str, Any], param: str) -> str:
     if block.get("type") != "text" or not isinstance(block.get("text"), str):
         raise AgentRequestRefused(
-            f"{param}: a block of type {block.get('type')!r:.40} is not served; texts, tool uses and "
-            "tool results are",
+            f"{param}: a block of type {block.get('type')!r:.40} is not served; texts, images of "
+            "the user and of tools, tool uses and tool results are",
             param=param,
         )
     return str(block["text"])

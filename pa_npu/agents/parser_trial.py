@@ -18,7 +18,7 @@ _TIME_LIMIT_S = 120.0  # importing vLLM on a busy machine
 
 def check_tool_parser(config: Config) -> None:
     """Raises ConfigError if a run with agents cannot make its parser of tool calls."""
-    has_calls = config.environment.name in ("agents", "tool_class")
+    has_calls = config.environment.has_gateway or config.environment.name == "tool_class"
     if not has_calls or config.agent.tool_parser in ("auto", "hermes"):
         return
     setting = f"agent.tool_parser: {config.agent.tool_parser}"

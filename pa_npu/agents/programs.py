@@ -41,6 +41,7 @@ from pa_npu.telemetry.secrets import without_secrets
 
 logger = logging.getLogger(__name__)
 
+COMMAND_KEY = "agent.command"
 _KILL_S = 15.0  # until a keeper has ended; it may have a container to remove
 _GRACE_S = 5.0  # for a program to end by itself after its session has reached a limit
 _SHOWN_OUTPUT = 300  # characters of output that messages show
@@ -61,10 +62,11 @@ _NO_OUTPUT = "it wrote nothing"
 class Programs:
     """Starts and ends agent programs. settings: the run's section `agent`.
 
+    key: of the configuration, which says what the programs do, for messages.
     last_output: the end of what a program wrote last, in one line.
     """
 
-    def __init__(self, settings: AgentConfig, sessions: Sessions) -> None:
+    def __init__(self, settings: AgentConfig, sessions: Sessions, key: str = COMMAND_KEY) -> None:
         assert settings.command is not None
         self._containers = Containers(settings) if settings.container is not None else None
         try:
@@ -79,6 +81,7 @@ class Programs:
         self._command = parts
         self._max_bytes = settings.output_kib * 1024
         self._sessions = sessions
+        self._key = key
         self.last_output = ""
 
     async def run(self, session: Session) -> None:
@@ -113,15 +116,18 @@ class Programs:
             was_useful = self._sessions.program_ended(str(number))
             failures = 0 if was_useful else failures + 1
             logger.warning(
-                "agent.command: program %d ended (%s): %s",
+                "%s: program %d ended (%s): %s",
+                self._key,
                 number,
                 code,
                 self.last_output or _NO_OUTPUT,
             )
+        remedy = "correct it"
+        if self._key == COMMAND_KEY:
+            remedy += ", or remove agent.programs for a program of one session"
         raise ConfigError(
-            f"agent.command: program {number} ended {_RESTARTS} times without a session done, the "
-            f"last time with exit code {code} ({self.last_output or _NO_OUTPUT}); correct it, or "
-            "remove agent.programs for a program of one session"
+            f"{self._key}: program {number} ended {_RESTARTS} times without a session done, the "
+            f"last time with exit code {code} ({self.last_output or _NO_OUTPUT}); {remedy}"
         )
 
     async def _run(self, variables: Mapping[str, str], session: Session | None) -> int | None:

@@ -70,7 +70,7 @@ class RemoteEnvironment(SessionEnvironment):
         """Resets one episode before a run. Raises ConfigError if the server cannot be reached."""
         episode_id = secrets.token_hex(8)
         try:
-            answer = await self._request("reset", _reset_body(episode_id, prompt))
+            answer = await self._request("reset", await _reset_body(episode_id, prompt))
         except OSError as error:
             raise ConfigError(
                 f"environment.options: url: {error}; start the environment's server, or correct "
@@ -94,7 +94,7 @@ class RemoteEnvironment(SessionEnvironment):
 
     async def _play(self, session: Session, prompt: Prompt) -> None:
         """Plays an episode from its reset to its end. Raises OSError if the server is gone."""
-        answer = await self._request("reset", _reset_body(session.id, prompt))
+        answer = await self._request("reset", await _reset_body(session.id, prompt))
         messages = self._messages("reset", answer)
         while True:
             try:
@@ -202,5 +202,5 @@ def read_address(options: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     return parts.geturl().rstrip("/"), {"Authorization": f"Bearer {key}"}
 
 
-def _reset_body(episode_id: str, prompt: Prompt) -> dict[str, Any]:
-    return {"id": episode_id, "seed": prompt.prompt_id, "options": task_of(prompt)}
+async def _reset_body(episode_id: str, prompt: Prompt) -> dict[str, Any]:
+    return {"id": episode_id, "seed": prompt.prompt_id, "options": await task_of(prompt)}

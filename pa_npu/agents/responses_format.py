@@ -117,14 +117,14 @@ def input_messages(value: Any) -> list[Message]:
         if kind == "function_call":
             _append_call(messages, item, reasoning)
         elif kind == "function_call_output":
-            output = _text_of(item.get("output"), "function_call_output")
+            output = _content_of(item.get("output"), "function_call_output")
             messages.append(
                 {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
             )
         elif kind == "message":
             message = {
                 "role": item.get("role"),
-                "content": _text_of(item.get("content"), "message"),
+                "content": _content_of(item.get("content"), "message"),
             }
             if message["role"] == "assistant" and reasoning:
                 message["reasoning_content"] = reasoning
@@ -153,6 +153,28 @@ def _reasoning_text(item: Mapping[str, Any]) -> str:
     return _text_of(item.get("content") or item.get("summary") or "", "reasoning")
 
 
+def _content_of(content: Any, kind: str) -> Any:
+    """Returns the content of an item for a chat: its text, or parts if there are images."""
+    if not isinstance(content, list) or not any(map(_is_image, content)):
+        return _text_of(content, kind)
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if not _is_image(part):
+            parts.append({"type": "text", "text": _text_of([part], kind)})
+        elif part.get("file_id") is not None:
+            raise AgentRequestRefused(
+                "input: an image by its file_id is not served; send it as image_url, a data URL",
+                param="input",
+            )
+        else:
+            parts.append({"type": "image_url", "image_url": {"url": part.get("image_url")}})
+    return parts
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "input_image"
+
+
 def _text_of(content: Any, kind: str) -> str:
     """Returns the text of an item's content: a text, or a list of parts that are texts."""
     if isinstance(content, str):
@@ -163,7 +185,7 @@ def _text_of(content: Any, kind: str) -> str:
             is_text = isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS
             if not is_text or not isinstance(part.get("text"), str):
                 raise AgentRequestRefused(
-                    f"input: {part!r:.60} in an item of type {kind} is no text; texts are served",
+                    f"input: {part!r:.60} in an item of type {kind} is no text; texts and images are served",
                     param="input",
                 )
             texts.append(part["text"])

@@ -30,13 +30,16 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.agents.chat import Chat, ChatAnswer
+from pa_npu.agents.images import SessionImages
 from pa_npu.agents.openai_format import AgentRequest, AgentRequestRefused, SamplingRules
 from pa_npu.agents.tree import SessionTree, TurnNode
 from pa_npu.control.tasks import cancel
+from pa_npu.data.messages import is_image_part
 from pa_npu.engines.protocol import Generation
 from pa_npu.environments.protocol import Generate
 from pa_npu.errors import PaNpuError
 from pa_npu.rewards.values import NotAReward, as_reward
+from pa_npu.vision.images import ShownImage
 
 _LONGEST_TOKEN = 64  # characters
 # A body may have so many bytes for each token of a branch, and so many for everything else.
@@ -77,6 +80,20 @@ class AnsweredTurn:
     prompt: npt.NDArray[np.int32]
 
 
+@dataclass(frozen=True, eq=False)
+class _Request:
+    """A request as the policy is shown it: context behind an answered one.
+
+    context, text, images: as in TurnNode. rendered: the whole request as text.
+    """
+
+    parent: TurnNode
+    context: npt.NDArray[np.int32]
+    text: str
+    rendered: str
+    images: tuple[ShownImage, ...] = ()
+
+
 @dataclass(eq=False)
 class Session:
     """One attempt at a task.
@@ -104,6 +121,7 @@ class Session:
     was_lost: bool = False
     as_sampled: set[str] = field(default_factory=set)
     conversations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    _images: SessionImages = field(init=False)
     _repeats: dict[bytes, set[int]] = field(default_factory=dict)
     _turns: int = 0
     _was_refused: bool = False
@@ -111,6 +129,9 @@ class Session:
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
     _finished: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._images = SessionImages(self.chat)
 
     @property
     def is_rewarded(self) -> bool:
@@ -144,9 +165,12 @@ class Session:
             self.outcome = "tokens" if outcome == "done" and self._was_refused else outcome
         self._ended.set()
 
-    def finish(self) -> None:
-        """Ends the session because its agent reported that its task is done."""
-        self.end("done")
+    def finish(self, *, failed: bool = False) -> None:
+        """Ends the session because its agent reported that its task is done, or has failed.
+
+        A task that failed because the last request was too long has ended at that limit.
+        """
+        self.end("failed" if failed and not self._was_refused else "done")
         self._finished.set()
 
     async def finished(self, limit_s: float) -> None:
@@ -193,7 +217,11 @@ class Session:
         self.tree.nodes[int(number)].reward = value
 
     def check_body(self, num_bytes: int) -> None:
-        """Raises RequestRefused for a body that is longer than any branch, before it is parsed."""
+        """Raises RequestRefused for a body that is longer than any branch, before it is parsed. A
+        body with images may be as long as the gateway takes.
+        """
+        if self._images.are_read:
+            return
         if num_bytes > _OTHER_BYTES + _BYTES_PER_TOKEN * self.limits.branch:
             raise self._too_long(num_bytes // _BYTES_PER_TOKEN, "about")
 
@@ -201,15 +229,35 @@ class Session:
         """Answers a chat request. Raises RequestRefused."""
         messages = request.messages
         tools = request.tools
-        self._check_size(_num_characters([messages, tools], self._max_characters))
-        text = self.chat.render(messages, tools)
-        parent, begin = self.tree.find(text)
-        context = await self._encode(text[begin:], parent, templated=True)
-        number, prompt, written = await self._generate(parent, context, request)
+        asked = await self._chat_request(request)
+        number, prompt, written = await self._generate(asked, request)
         ids = f"call_{hashlib.blake2b(number.to_bytes(8, 'little'), digest_size=4).hexdigest()}"
-        answer = self.chat.answer(written, messages, tools, text, request.stop, ids)
-        node = self._add(parent, context, text[begin:], written, answer)
+        answer = self.chat.answer(written, messages, tools, asked.rendered, request.stop, ids)
+        node = self._add(asked, written, answer)
         return AnsweredTurn(node, answer, written, prompt)
+
+    async def _chat_request(self, request: AgentRequest) -> _Request:
+        """Returns the context that a chat request adds. Raises RequestRefused."""
+        messages = request.messages
+        tools = request.tools
+        self._check_size(_num_characters([messages, tools], self._max_characters))
+        rendered = self.chat.rendered(messages, tools)
+        images = []
+        if rendered.images:
+            images = await asyncio.to_thread(self._images.read, rendered.images)
+        digests = [file.digest for file, _ in images]
+        parent, begin = self.tree.find(
+            rendered.text, list(zip(rendered.places, digests, strict=True))
+        )
+        text = rendered.text[begin:]
+        tokens = await self._encode(text, parent, templated=True)
+        new = [number for number, place in enumerate(rendered.places) if place >= begin]
+        places = [rendered.places[number] - begin for number in new]
+        whole, shown = self._images.expanded(
+            text, tokens, places, [images[number] for number in new]
+        )
+        context = np.asarray(whole, np.int32)
+        return _Request(parent, context, text, rendered.text, shown)
 
     async def completion_turn(self, request: AgentRequest) -> AnsweredTurn:
         """Answers a completions request, of a text or of token ids. Raises RequestRefused."""
@@ -217,41 +265,39 @@ class Session:
         if isinstance(asked, str):
             parent, begin = self.tree.find(asked)
             context_text = asked[begin:]
-            context = await self._encode(context_text, parent, templated=False)
+            encoded = await self._encode(context_text, parent, templated=False)
+            context = np.asarray(encoded, np.int32)
         else:
             tokens = self._token_array(asked)
             parent, begin = self.tree.find_tokens(tokens)
             context = tokens[begin:]
             context_text = str(self.chat.tokenizer.decode(context.tolist()))
-        _, prompt, written = await self._generate(parent, context, request)
+        if self.chat.has_placeholder(context.tolist()):
+            raise AgentRequestRefused(
+                "prompt: it has the placeholder of an image, which a prompt cannot hold; send "
+                "messages to /v1/chat/completions",
+                param="prompt",
+            )
+        continued = _Request(parent, context, context_text, context_text)
+        _, prompt, written = await self._generate(continued, request)
         raw, text = self.chat.decode_answer(written, request.stop)
         answer = ChatAnswer(text, {}, (raw,))
-        node = self._add(parent, context, context_text, written, answer)
+        node = self._add(continued, written, answer)
         return AnsweredTurn(node, answer, written, prompt)
 
     async def count_tokens(self, request: AgentRequest) -> int:
         """Returns how many tokens a chat request would show to the policy. Raises RequestRefused."""
-        self._check_size(_num_characters([request.messages, request.tools], self._max_characters))
-        text = self.chat.render(request.messages, request.tools)
-        parent, begin = self.tree.find(text)
-        context = await self._encode(text[begin:], parent, templated=True)
-        return len(self.tree.tokens(parent)) + len(context)
+        asked = await self._chat_request(request)
+        return len(self.tree.tokens(asked.parent)) + len(asked.context)
 
-    def _add(
-        self,
-        parent: TurnNode,
-        context: npt.NDArray[np.int32],
-        text: str,
-        written: Generation,
-        answer: ChatAnswer,
-    ) -> TurnNode:
+    def _add(self, asked: _Request, written: Generation, answer: ChatAnswer) -> TurnNode:
         if self.outcome is not None:
             raise self._has_ended()
-        return self.tree.add(parent, context, text, written, answer.shown)
+        return self.tree.add(
+            asked.parent, asked.context, asked.text, written, answer.shown, asked.images
+        )
 
-    async def _encode(
-        self, text: str, parent: TurnNode, *, templated: bool
-    ) -> npt.NDArray[np.int32]:
+    async def _encode(self, text: str, parent: TurnNode, *, templated: bool) -> list[int]:
         self._check_size(len(text))
         max_tokens = self.limits.branch
         tokens = await self.chat.encode_in_background(
@@ -259,7 +305,7 @@ class Session:
         )
         if tokens is None:
             raise self._too_long(max_tokens)
-        return np.asarray(tokens, np.int32)
+        return tokens
 
     def _check_size(self, num_characters: int) -> None:
         """Raises RequestRefused for a request that has certainly too many tokens.
@@ -284,9 +330,9 @@ class Session:
         return np.asarray(tokens, np.int32)
 
     async def _generate(
-        self, parent: TurnNode, context: npt.NDArray[np.int32], request: AgentRequest
+        self, asked: _Request, request: AgentRequest
     ) -> tuple[int, npt.NDArray[np.int32], Generation]:
-        """Lets the policy answer a request that adds `context` behind `parent`.
+        """Lets the policy answer a request.
 
         Returns the number from which the answer's seed follows, the tokens that the policy was
         shown, and its answer.
@@ -296,14 +342,18 @@ class Session:
         if self._turns >= self.limits.turns:
             self.end("turns")
             raise self._has_ended()
-        tokens = np.concatenate([self.tree.tokens(parent), context], dtype=np.int32)
-        left = self._tokens_left(parent, context, tokens)
+        before = self.tree.tokens(asked.parent)
+        tokens = np.concatenate([before, asked.context], dtype=np.int32)
+        left = self._tokens_left(asked.parent, asked.context, tokens)
+        images = self.tree.images(asked.parent)
+        images += [image.moved(len(before)) for image in asked.images]
         self._turns += 1
         self.as_sampled.update(request.as_sampled)
         self._was_refused = False
         self._was_parallel |= bool(self._running)
 
-        identity = hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
+        digests = b"".join(image.file.digest for image in images)
+        identity = hashlib.blake2b(tokens.tobytes() + digests, digest_size=16).digest()
         repeats = self._repeats.setdefault(identity, set())
         repeat = next(number for number in count() if number not in repeats)
         repeats.add(repeat)
@@ -317,6 +367,7 @@ class Session:
                 turn=number,
                 max_tokens=min(left, request.max_tokens or left),
                 stop=request.stop,
+                images=images,
             )
         )
         self._running.add(task)
@@ -371,7 +422,8 @@ class Session:
 
 
 def _num_characters(value: Any, limit: int) -> int:
-    """Counts the characters of all texts in a JSON value, and one for each other item in it.
+    """Counts the characters of all texts in a JSON value, and one for each other item in it. An image
+    is one item: how many tokens it has follows from its size.
 
     Stops counting once the limit is exceeded.
     """
@@ -380,6 +432,8 @@ def _num_characters(value: Any, limit: int) -> int:
     while left and number + len(left) <= limit:
         item = left.pop()
         number += len(item) if isinstance(item, str) else 1
+        if is_image_part(item):
+            continue
         if isinstance(item, Mapping):
             left += item.values()
         elif isinstance(item, (list, tuple)):

@@ -22,7 +22,7 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pa_npu.agents.environment import SessionEnvironment
@@ -30,10 +30,12 @@ from pa_npu.agents.openai_format import AgentRequest, AgentRequestRefused
 from pa_npu.agents.session import Session
 from pa_npu.control.tasks import gather
 from pa_npu.control.worker_process import WorkerProcess, json_line
+from pa_npu.data.messages import is_image_part, with_image_parts
 from pa_npu.data.prompts import Prompt
 from pa_npu.environments.protocol import EnvironmentContext, EnvironmentFailed, Generate
 from pa_npu.errors import ConfigError, DeadlineExceeded
 from pa_npu.rewards.values import NotAReward, as_reward
+from pa_npu.vision.images import ShownImage
 
 _MODULE = "pa_npu.agents.tool_class_worker"
 _STARTUP_TIMEOUT_S = 60.0  # importing a user's module on a busy machine
@@ -294,7 +296,27 @@ def _with_observation(prompt: Prompt, observation: str | None) -> list[dict[str,
         messages = [{"role": "user", "content": prompt.text}]
     if observation:
         messages[-1]["content"] += observation
-    return messages
+    return with_images(messages, prompt.images)
+
+
+def with_images(
+    messages: Sequence[dict[str, Any]], images: Sequence[ShownImage]
+) -> list[dict[str, Any]]:
+    """Returns a prompt's messages with its images as parts, in place of their marks."""
+    if not images:
+        return list(messages)
+    left = iter(images)
+    shown = []
+    for message in messages:
+        message = with_image_parts(message)
+        if not isinstance(message["content"], str):
+            parts = [
+                {**part, "image": next(left)} if is_image_part(part) else part
+                for part in message["content"]
+            ]
+            message = {**message, "content": parts}
+        shown.append(message)
+    return shown
 
 
 def _reward(factory: str, value: Any) -> float | None:

@@ -12,6 +12,8 @@ rest is tokenised. A template that renders earlier turns in another form than th
 example without their reasoning) therefore opens a new branch, and no sample contains tokens that
 the policy was not shown.
 
+Equal texts may show other images, so these are compared too.
+
 Every leaf is a sample. A turn that several leaves share is trained once, with the advantage of the
 first of them in the order of `leaves`; in the others it is context. The order depends on the tokens
 only, not on the times of the requests.
@@ -21,13 +23,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from pa_npu.engines.protocol import Generation
 from pa_npu.environments.protocol import write
+from pa_npu.samples.attachments import Placeholders
+from pa_npu.samples.shown_images import attached
 from pa_npu.samples.types import Sample, SampleBuilder, SampleTurn, num_common
+from pa_npu.vision.images import ShownImage
 
 
 @dataclass(eq=False)
@@ -39,6 +45,7 @@ class TurnNode:
     written: the policy's answer.
     shown: texts that stand for the answer in later requests: its own text, and the template's
     rendering of the same message if that differs only in form.
+    images: that the context shows, with starts counted in it.
     """
 
     number: int
@@ -47,6 +54,7 @@ class TurnNode:
     context_text: str
     written: Generation | None
     shown: tuple[str, ...]
+    images: tuple[ShownImage, ...] = ()
     reward: float | None = None
     children: list[TurnNode] = field(default_factory=list)
 
@@ -62,10 +70,19 @@ class TurnNode:
         return nodes
 
     @property
-    def identity(self) -> tuple[bytes, bytes]:
+    def identity(self) -> tuple[bytes, bytes, bytes]:
         """The key by which nodes of one parent are ordered."""
         written = b"" if self.written is None else self.written.tokens.tobytes()
-        return self.context.tobytes(), written
+        return self.context.tobytes(), b"".join(self.image_digests), written
+
+    @property
+    def image_digests(self) -> list[bytes]:
+        return [image.file.digest for image in self.images]
+
+    @cached_property
+    def placeholders(self) -> tuple[Placeholders, ...]:
+        """The images as attachments of the context. Decodes them, which takes time."""
+        return attached(self.images)
 
 
 class SessionTree:
@@ -75,25 +92,33 @@ class SessionTree:
         self.root = TurnNode(0, None, np.zeros(0, np.int32), "", None, ())
         self.nodes = [self.root]
 
-    def find(self, text: str) -> tuple[TurnNode, int]:
+    def find(self, text: str, images: Sequence[tuple[int, bytes]] = ()) -> tuple[TurnNode, int]:
         """Finds the node that covers most of a request's text from its beginning.
 
-        Returns the node, and the position in the text at which the new part begins.
+        images: place in the text and digest of each image, in order. Returns the node, and the
+        position in the text at which the new part begins.
         """
 
         def turn_ends(child: TurnNode, start: int) -> list[int]:
             if not text.startswith(child.context_text, start):
                 return []
             begin = start + len(child.context_text)
+            digests = [digest for place, digest in images if start <= place < begin]
+            if digests != child.image_digests:
+                return []
             return [begin + len(answer) for answer in child.shown if text.startswith(answer, begin)]
 
         return self._find_longest(turn_ends)
 
     def find_tokens(self, tokens: npt.NDArray[np.int32]) -> tuple[TurnNode, int]:
-        """Does the same as `find` for a request of token ids."""
+        """Does the same as `find` for a request of token ids, which cannot say which images it
+        shows.
+        """
 
         def turn_ends(child: TurnNode, start: int) -> list[int]:
             assert child.written is not None
+            if child.images:
+                return []
             turn = np.concatenate([child.context, child.written.tokens])
             end = start + len(turn)
             return [end] if np.array_equal(tokens[start:end], turn) else []
@@ -127,6 +152,16 @@ class SessionTree:
             parts += [ancestor.context, ancestor.written.tokens]
         return np.concatenate(parts, dtype=np.int32)
 
+    def images(self, node: TurnNode) -> list[ShownImage]:
+        """Returns the images of all contexts up to the node, with starts counted in `tokens`."""
+        images = []
+        start = 0
+        for ancestor in node.path:
+            assert ancestor.written is not None
+            images += [image.moved(start) for image in ancestor.images]
+            start += len(ancestor.context) + len(ancestor.written.tokens)
+        return images
+
     def add(
         self,
         parent: TurnNode,
@@ -134,6 +169,7 @@ class SessionTree:
         context_text: str,
         written: Generation,
         shown: Sequence[str],
+        images: Sequence[ShownImage] = (),
     ) -> TurnNode:
         """Adds an answered request behind `parent`. The arguments are TurnNode's."""
         node = TurnNode(
@@ -143,6 +179,7 @@ class SessionTree:
             context_text=context_text,
             written=written,
             shown=tuple(dict.fromkeys(shown)),
+            images=tuple(images),
         )
         parent.children.append(node)
         self.nodes.append(node)
@@ -188,14 +225,14 @@ class SessionTree:
         places: dict[int, int] = {}  # each node's position in the order of leaves
         for leaf in self.leaves():
             path = leaf.path
-            sample = SampleBuilder(path[0].context)
+            sample = SampleBuilder(path[0].context, placeholders=path[0].placeholders)
             turns = []
             for node in path:
                 assert node.written is not None
                 written = node.written
                 is_new = node.number not in trained
                 if node is not path[0]:
-                    sample.show(node.context)
+                    sample.show(node.context, placeholders=node.placeholders)
                 if is_new:
                     write(sample, written)
                 else:

@@ -284,10 +284,10 @@ def _broken_teacher(config: Config, key: str, teacher: TeacherConfig) -> Iterato
             f"{key}.hint_text: {teacher.hint_text!r:.80} does not contain {{hint}}, so that the "
             "policy would be shown nothing more; put {hint} where the column's text belongs"
         )
-    elif config.environment.name == "agents":
+    elif config.environment.has_gateway:
         yield (
-            f"{key}.hint_column: {teacher.hint_column} with environment.name = agents, whose "
-            "prompts are made by programs; use another environment, or a teacher with a model"
+            f"{key}.hint_column: {teacher.hint_column} with environment.name = "
+            f"{config.environment.name}, whose prompts are made by programs; use another environment, or a teacher with a model"
         )
     if teacher.place == "engines" and config.placement.cluster != "local":
         yield (

@@ -49,12 +49,12 @@ def rules_of(algorithm: Algorithm) -> Iterator[str]:
     yield from _broken_demonstrations(algorithm)
     yield from _broken_observations(algorithm)
     if (
-        config.environment.name == "agents"
+        config.environment.has_gateway
         and (key := needs_whole_groups(config, algorithm)) is not None
     ):
         yield (
-            "environment.name: agents, whose sessions are one sample, several or none, while "
-            f"{key} needs exactly rollout.responses_per_prompt = "
+            f"environment.name: {config.environment.name}, whose sessions are one sample, several or "
+            f"none, while {key} needs exactly rollout.responses_per_prompt = "
             f"{config.rollout.responses_per_prompt} samples of every prompt; change that key"
         )
 
@@ -153,7 +153,7 @@ def _broken_observations(algorithm: Algorithm) -> Iterator[str]:
         return
     named = f"environment.observations: {', '.join(roles)}"
     environment = config.environment.name
-    if environment in ("single_turn", "agents", "remote", "tool_class"):
+    if environment == "single_turn" or config.environment.has_sessions:
         yield (
             f"{named} with environment.name = {environment}, which shows no tokens by role; set "
             "environment.name to tools or a class of yours that calls EnvironmentContext.show, or "

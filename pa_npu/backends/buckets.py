@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -103,6 +104,7 @@ class GatheredWeights(ABC):
     group: the ranks that together hold the weights, of which the first one leads; None if this rank
     holds all.
     base: what adapters are merged into.
+    sent_once: see Manifest.
     on_host: makes buckets in host memory, where the group's collectives are, for a thread that
     sends while training runs.
     senders: publish.senders. With "leader" weights are gathered on the first rank of the group,
@@ -119,6 +121,7 @@ class GatheredWeights(ABC):
         device: torch.device,
         *,
         base: Base | None = None,
+        sent_once: str = "",
         on_host: bool = False,
         senders: Senders = "leader",
     ) -> None:
@@ -136,19 +139,21 @@ class GatheredWeights(ABC):
             own = divide(tensors, self.regions(), of_stage)[place.rank]
             sender = place.rank
             num_senders = len(of_stage)
-        by_type: dict[torch.dtype, list[str]] = {}
+        whole = Manifest(stage=place.stage, model={}, shapes={}, buckets=(), sent_once=sent_once)
+        by_type: dict[tuple[bool, torch.dtype], list[str]] = {}
         for name in own:
-            by_type.setdefault(tensors[name].dtype, []).append(name)
+            kind = whole.is_sent_once(name), tensors[name].dtype
+            by_type.setdefault(kind, []).append(name)
         buckets: list[Bucket] = []
-        for dtype, names in by_type.items():
+        for (_, dtype), names in by_type.items():
             type_name = str(dtype).removeprefix("torch.")
             max_elements = max(1, bucket_bytes // dtype.itemsize)
             blocks = [(name, region, tensors[name].shape) for name in names for region in own[name]]
             buckets += [
                 Bucket(type_name, segments) for segments in plan_segments(blocks, max_elements)
             ]
-        self.manifest = Manifest(
-            stage=place.stage,
+        self.manifest = msgspec.structs.replace(
+            whole,
             model=spec.wire_sizes(),
             shapes={name: tensors[name].shape for name in own},
             buckets=tuple(buckets),
@@ -196,7 +201,9 @@ class GatheredWeights(ABC):
                 contents.add(name, piece, types[name])
         return contents.read()
 
-    def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
+    def buckets(
+        self, deadline: transport.Deadline, *, whole: bool = True
+    ) -> Iterator[torch.Tensor | None]:
         """See WeightSource. Collective over the group, unless this rank sends its own shards and
         its parts gather nothing.
         """
@@ -206,7 +213,7 @@ class GatheredWeights(ABC):
             # gathered before anything is sent.
             for name in self._names:
                 parts[name].gather(self._group, self._memory)
-        buckets = self.manifest.buckets
+        buckets = self.manifest.sent(whole=whole)
         upcoming = self._start(buckets[0], parts) if buckets else None
         for number, bucket in enumerate(buckets, start=1):
             assert upcoming is not None

@@ -68,6 +68,22 @@ class Step:
     routing: Routing | None = None
 
 
+@dataclass(frozen=True)
+class StepOptions:
+    """What one step takes in place of the configuration's: those of a client that says them with
+    every step. Weight decay is of every trained tensor, as torch's AdamW has it.
+
+    updates: steps before this one, which the moments are of. clip_norm: 0 clips nothing.
+    """
+
+    learning_rate: float
+    betas: tuple[float, float]
+    epsilon: float
+    weight_decay: float
+    clip_norm: float
+    updates: int
+
+
 @dataclass(frozen=True, eq=False)
 class SteppedTensor:
     """A tensor that the optimizer steps, as far as this rank steps it: flat views of the memory

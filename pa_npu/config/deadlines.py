@@ -94,7 +94,7 @@ class Deadlines:
     @property
     def group_limit_s(self) -> float:
         """The longest that a group is written: its request, or the sessions of its agents."""
-        if self.environment.name != "agents":
+        if not self.environment.has_gateway:
             return self.request_limit_s
         return self.environment_timeout_s * _rounds(
             self.rollout.responses_per_prompt, self.agent.concurrent
@@ -103,7 +103,7 @@ class Deadlines:
     @property
     def environment_timeout_s(self) -> float:
         """environment.timeout_s, resolved: of a turn's own work, or of an agent's session."""
-        usual = SESSION_TIMEOUT_S if self.environment.name == "agents" else TURN_TIMEOUT_S
+        usual = SESSION_TIMEOUT_S if self.environment.has_gateway else TURN_TIMEOUT_S
         return usual if self.environment.timeout_s is None else self.environment.timeout_s
 
     @property

@@ -165,6 +165,7 @@ def fill_preset(tree: Any) -> Any:
     for section, values in preset.sections().items() if preset is not None else ():
         if values and (section not in tree or isinstance(tree[section], dict | BaseModel)):
             filled[section] = {**values, **set_keys(tree.get(section))}
+    filled = _with_tasksets(filled)
     reward = tree.get("reward", {})
     if not isinstance(reward, dict | BaseModel):
         return filled
@@ -188,6 +189,44 @@ def _with_scorer_of_made_rows(filled: dict[str, Any], chosen: bool) -> dict[str,
         is_math = function["name"] == "math"
         functions.append({**function, "name": "reasoning_gym"} if is_math else function)
     return {**filled, "reward": {**reward, "functions": functions}}
+
+
+def _with_tasksets(filled: dict[str, Any]) -> dict[str, Any]:
+    """Returns the tree in which each dataset `verifiers:NAME` has the environment of that name.
+
+    Datasets are read apart from the environment, and their rows come from it.
+    """
+    environment = set_keys(filled.get("environment"))
+    options = environment.get("options")
+    if environment.get("name") != "verifiers" or not isinstance(options, dict):
+        return filled
+    environments = options.get("environments")
+    if not isinstance(environments, dict):
+        return filled
+
+    def with_environment(dataset: Any) -> Any:
+        if isinstance(dataset, (list, tuple)):
+            return [with_environment(item) for item in dataset]
+        keys = {"path": dataset} if isinstance(dataset, str) else set_keys(dataset)
+        scheme, _, name = str(keys.get("path")).partition(":")
+        if scheme != "verifiers" or name not in environments:
+            return dataset
+        source = {"python": options.get("python", "python"), "environment": environments[name]}
+        return {**keys, "task_options": {"verifiers": source}}
+
+    changed = dict(filled)
+    data = dict(set_keys(filled.get("data")))
+    if "train" in data:
+        train = with_environment(data["train"])
+        data["train"] = [train] if isinstance(train, dict) else train
+    if "test" in data:
+        data["test"] = with_environment(data["test"])
+    changed["data"] = data
+    evaluate = set_keys(filled.get("evaluate"))
+    if isinstance(evaluate.get("sets"), dict):
+        sets = {name: with_environment(value) for name, value in evaluate["sets"].items()}
+        changed["evaluate"] = {**evaluate, "sets": sets}
+    return changed
 
 
 def set_keys(section: Any) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from pa_npu.config.sections.rollout import (
     RewardConfig,
     RolloutConfig,
 )
+from pa_npu.config.sections.service import ServiceConfig
 
 
 class ConfigTree(Section):
@@ -65,6 +66,7 @@ class ConfigTree(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     placement: PlacementConfig = PlacementConfig()
+    service: ServiceConfig = ServiceConfig()
 
     @property
     def mesh(self) -> Mesh:

@@ -8,8 +8,9 @@ The policy's part is made up: every turn it writes the reference answer.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ import numpy.typing as npt
 from pa_npu.config.load import load_tree
 from pa_npu.config.schema import Config
 from pa_npu.control.worker_process import run_trial, serve
+from pa_npu.data.image_rows import ImageInput
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.errors import ConfigError
 from pa_npu.families.model_directory import load_tokenizer
+from pa_npu.vision.images import ShownImage
 
 _TIME_LIMIT_S = 60.0  # importing transformers and a user's modules on a busy machine
 _LOGPROB = -0.5
@@ -46,11 +49,12 @@ def check_environment(config: Config, prompt: Prompt | None) -> None:
             "text": prompt.text,
             "row": prompt.row,
             "messages": prompt.messages,
+            "images": [_described(image) for image in prompt.images],
         }
     request = {"config": config.model_dump(mode="json"), "prompt": prompt_fields}
     own_s = (
         config.deadlines.group_limit_s
-        if name == "agents"
+        if config.environment.has_gateway
         else _TRIED_CALLS * config.deadlines.environment_timeout_s
     )
     limit_s = _TIME_LIMIT_S + own_s
@@ -66,6 +70,27 @@ def check_environment(config: Config, prompt: Prompt | None) -> None:
         raise ConfigError(
             problem if problem.startswith("environment.") else f"environment.name: {problem}"
         )
+
+
+def _described(image: ShownImage) -> dict[str, Any]:
+    """Returns an image as JSON can hold it."""
+    content = base64.b64encode(image.reader.content(image.file)).decode()
+    return {"place": (image.start, image.length), "grid": image.grid, "content": content}
+
+
+def _shown(config: Config, images: Sequence[Mapping[str, Any]]) -> tuple[ShownImage, ...]:
+    """Returns the images that `_described` described."""
+    if not images:
+        return ()
+    reader = ImageInput.from_config(config)
+    assert isinstance(reader, ImageInput), "the prompt has images"
+    shown = []
+    for image in images:
+        file = reader.reader.read_bytes(base64.b64decode(image["content"]))
+        start, length = image["place"]
+        grid = tuple(image["grid"])
+        shown.append(ShownImage(start, length, grid=grid, file=file, reader=reader.reader))
+    return tuple(shown)
 
 
 class _MadeUpPolicy:
@@ -99,7 +124,9 @@ async def _try(config: Config, prompt_fields: dict[str, Any] | None) -> None:
     async with opened(make_environment(config, tokenizer), _TIME_LIMIT_S) as environment:
         if prompt_fields is None:
             return
-        prompt = Prompt(**{**prompt_fields, "tokens": np.array(prompt_fields["tokens"], np.int32)})
+        prompt_fields["tokens"] = np.array(prompt_fields["tokens"], np.int32)
+        prompt_fields["images"] = _shown(config, prompt_fields["images"])
+        prompt = Prompt(**prompt_fields)
         sampling = Sampling(config.rollout.max_response_tokens, config.rollout.temperature)
         if hasattr(environment, "trial"):
             await environment.trial(prompt)

@@ -188,7 +188,7 @@ async def run_episode(
     except BaseException as error:  # an environment is users' code
         raise EnvironmentFailed(f"{subject}: {describe(error)}; correct the environment") from error
     _check(subject, samples, max_tokens)
-    if prompt.images:
+    if prompt.images and not getattr(environment, "shows_own_images", False):
         try:
             return await with_images(prompt, samples)
         except ValueError as error:
@@ -351,7 +351,7 @@ class GroupGenerate(Generate):
         turn: int = 0,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
-        images: Sequence[ShownImage] = (),
+        images: Sequence[ShownImage] | None = None,
     ) -> list[Generation]:
         if n < 1 or (max_tokens is not None and max_tokens < 1):
             raise ValueError(f"generate: n = {n} and max_tokens = {max_tokens} must be at least 1")
@@ -359,7 +359,7 @@ class GroupGenerate(Generate):
         sampling = replace(
             self.sampling, max_tokens=min(max_tokens or limit, limit), stop=tuple(stop)
         )
-        shown = [*self._images_of(tokens), *images]
+        shown = self._images_of(tokens) if images is None else images
         context = self.answers.context_of(tokens)
         self._under_way += 1
         try:

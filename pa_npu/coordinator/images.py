@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.data.prompts import Prompt
-from pa_npu.samples.attachments import Attachment, Placeholders
+from pa_npu.samples.shown_images import attached
 from pa_npu.samples.types import Sample
-from pa_npu.vision.images import PIXELS, ShownImage
 
 
 async def with_images(prompt: Prompt, samples: Sequence[Sample]) -> list[Sample]:
@@ -34,15 +33,6 @@ async def with_images(prompt: Prompt, samples: Sequence[Sample]) -> list[Sample]
         sent_with_response = [run for run in sample.placeholders if run.start >= len(prompt.tokens)]
         attached_samples.append(replace(sample, placeholders=(*runs, *sent_with_response)))
     return attached_samples
-
-
-def attached(images: Sequence[ShownImage]) -> tuple[Placeholders, ...]:
-    """Returns the images as attachments of their placeholders. Decodes images, which takes time."""
-    runs = []
-    for image in images:
-        pixels = Attachment(PIXELS, image.pixels)
-        runs.append(Placeholders(image.start, image.length, (pixels,)))
-    return tuple(runs)
 
 
 def begins_with(tokens: npt.NDArray[np.int32], prompt: npt.NDArray[np.int32]) -> bool:

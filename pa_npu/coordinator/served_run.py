@@ -28,6 +28,7 @@ from aiohttp import web
 
 from pa_npu.agents.chat import Chat, ChatAnswer
 from pa_npu.agents.gateway import CHAT_FIELDS, TEXT_FIELDS, Gateway, read_json, send_answer
+from pa_npu.agents.images import SessionImages
 from pa_npu.agents.openai_format import (
     AgentRequest,
     AgentRequestRefused,
@@ -51,6 +52,7 @@ from pa_npu.samples.attachments import described
 from pa_npu.samples.group import IDENTITY, PER_SAMPLE, PER_TOKEN, Group
 from pa_npu.samples.seeds import group_seed
 from pa_npu.vision.family import read_vision
+from pa_npu.vision.images import ShownImage
 
 T = TypeVar("T")
 # Beside all iterations of training and evaluation, whose groups have seeds of their own.
@@ -189,8 +191,14 @@ class ServedRun(Feature):
 
     async def _chat_completion(self, request: web.Request) -> web.StreamResponse:
         asked = await self._read(request, CHAT_FIELDS)
-        text = self._chat.render(asked.messages, asked.tools)
-        tokens = self._chat.encode(text, begins=True, templated=True)
+        rendered = self._chat.rendered(asked.messages, asked.tools)
+        text = rendered.text
+        encoded = self._chat.encode(text, begins=True, templated=True)
+        session_images = SessionImages(self._chat)
+        files = []
+        if rendered.images:
+            files = await asyncio.to_thread(session_images.read, rendered.images)
+        tokens, images = session_images.expanded(text, encoded, rendered.places, files)
         number = next(self._requests)
         written = [
             (
@@ -204,7 +212,7 @@ class ServedRun(Feature):
                 ),
                 generation,
             )
-            for place, generation in enumerate(await self._sample(tokens, asked, number))
+            for place, generation in enumerate(await self._sample(tokens, asked, number, images))
         ]
         answer = whole_answer(self._chat, f"chatcmpl-{number}", written, tokens, asked)
         return await send_answer(request, answer, _stream(answer, asked))
@@ -235,6 +243,11 @@ class ServedRun(Feature):
         if max(tokens, default=0) >= len(self._chat.tokenizer):
             raise AgentRequestRefused(
                 f"prompt: token {max(tokens)} is not in the model's vocabulary", param="prompt"
+            )
+        if self._placeholder in tokens:
+            raise AgentRequestRefused(
+                f"token {self._placeholder} stands for an image, which this endpoint does not take",
+                param="prompt",
             )
         number = next(self._requests)
         scores = await self._score(tokens, asked)
@@ -305,7 +318,11 @@ class ServedRun(Feature):
         return await self._by_one_version(score, "scores")
 
     async def _sample(
-        self, tokens: Sequence[int], asked: AgentRequest, number: int
+        self,
+        tokens: Sequence[int],
+        asked: AgentRequest,
+        number: int,
+        images: Sequence[ShownImage] = (),
     ) -> list[Generation]:
         left = self._room_behind(tokens)
         sampling = replace(
@@ -327,7 +344,7 @@ class ServedRun(Feature):
         async def write() -> list[Generation]:
             num_tokens = asked.n * (len(prompt) + sampling.max_tokens)
             with await self._session(asked.n, num_tokens) as session:
-                return await session.generate(prompt, asked.n, seed, sampling)
+                return await session.generate(prompt, asked.n, seed, sampling, images)
 
         return await self._by_one_version(write, f"sample {number}")
 
@@ -341,11 +358,6 @@ class ServedRun(Feature):
                 f"{longest}"
             )
             raise AgentRequestRefused(line, code="context_length_exceeded", param="prompt")
-        if self._placeholder in tokens:
-            raise AgentRequestRefused(
-                f"token {self._placeholder} stands for an image, which this endpoint does not take",
-                param="prompt",
-            )
         return left
 
     async def _by_one_version(self, call: Callable[[], Coroutine[Any, Any, T]], name: str) -> T:

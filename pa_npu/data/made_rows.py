@@ -35,13 +35,19 @@ _CACHED_ENTRIES = 64
 class MadeRows:
     """How many rows are made, and from what.
 
+    max_rows: as the configuration has it; None leaves the number to what makes them.
     seed: of the rows; the splits train and test of one seed have different rows.
     options: of each task, by its name, as reasoning-gym documents them.
     """
 
-    num_rows: int = DEFAULT_ROWS
+    max_rows: int | None = None
     seed: int = 0
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows reasoning-gym makes."""
+        return self.max_rows or DEFAULT_ROWS
 
 
 def are_made(path: str) -> bool:

@@ -43,11 +43,14 @@ class BadMessage(Exception):
     """A message that no template can be given; says why, without the place of the message."""
 
 
-def template_message(message: Any, images: list[Any] | None = None) -> Message:
+def template_message(
+    message: Any, images: list[Any] | None = None, *, marks_images: bool = True
+) -> Message:
     """Returns the message as templates read it. Raises BadMessage.
 
     images: gets what the message's parts hold of images, None for a part that only says where one
-    is; None refuses such parts.
+    is; None refuses such parts. marks_images: writes <image> where an image stands; False leaves
+    the content of a message with images a list of parts.
     """
     if not isinstance(message, Mapping):
         raise BadMessage(f"{as_json(message)} is not an object")
@@ -56,7 +59,11 @@ def template_message(message: Any, images: list[Any] | None = None) -> Message:
         fields = _named_as_here(fields)
     if not isinstance(fields.get("role"), str):
         raise BadMessage(f"{as_json(message)} has no role that is a text")
-    fields["content"] = _content_text(fields.get("content", ""), images)
+    parts = _content_parts(fields.get("content", ""), images)
+    if marks_images or None not in parts:
+        fields["content"] = "".join(IMAGE_MARK if part is None else part for part in parts)
+    else:
+        fields["content"] = [_as_part(part) for part in parts if part != ""]
     if calls := fields.pop("tool_calls", None):
         fields["tool_calls"] = [_template_call(call) for call in _list_of(calls, "tool_calls")]
     return fields
@@ -143,7 +150,7 @@ def left_out(
     a name such as `add` may stand in the text for another reason.
     """
     for message in messages:
-        if message["role"] not in _KNOWN_ROLES and message["content"].strip() not in text:
+        if message["role"] not in _KNOWN_ROLES and content_text(message).strip() not in text:
             return f"the message of role {message['role']}"
     calls = [call for message in messages for call in message.get("tool_calls", ())]
     names = sorted({_function_name(entry) for entry in (*calls, *tools)})
@@ -175,18 +182,36 @@ def _renamed(entry: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
     return {**entry, "name": name}
 
 
-def _content_text(content: Any, images: list[Any] | None) -> str:
+def is_image_part(part: Any) -> bool:
+    """Returns whether a part of a content is an image."""
+    return isinstance(part, Mapping) and part.get("type") in _IMAGE_PARTS
+
+
+def _as_part(part: str | None) -> dict[str, str]:
+    return {"type": "image"} if part is None else {"type": "text", "text": part}
+
+
+def content_text(message: Message) -> str:
+    """Returns the text of a message's content, without its images."""
+    content = message["content"]
     if isinstance(content, str):
         return content
+    return "".join(part.get("text", "") for part in content)
+
+
+def _content_parts(content: Any, images: list[Any] | None) -> list[str | None]:
+    """Returns the texts of a content, and None for each image between them."""
+    if isinstance(content, str):
+        return [content]
     if not isinstance(content, (list, tuple)):
         raise BadMessage(f"content is {as_json(content)}, not a text or a list of text parts")
-    texts = []
+    texts: list[str | None] = []
     for part in content:
         text = part.get("text") if isinstance(part, Mapping) else part
         kind = part.get("type") or "text" if isinstance(part, Mapping) else "text"
         if images is not None and kind in _IMAGE_PARTS:
             images.append(_image_of(part))
-            texts.append(IMAGE_MARK)
+            texts.append(None)
             continue
         if not isinstance(text, str) or not str(kind).endswith("text"):
             raise BadMessage(
@@ -194,7 +219,7 @@ def _content_text(content: Any, images: list[Any] | None) -> str:
                 f"{'' if images is None else ', and of type image'}"
             )
         texts.append(text)
-    return "".join(texts)
+    return texts
 
 
 def _image_of(part: Mapping[str, Any]) -> Any:
@@ -215,9 +240,9 @@ def with_image_parts(message: Message) -> Message:
     parts: list[dict[str, str]] = []
     for number, piece in enumerate(pieces):
         if number:
-            parts.append({"type": "image"})
+            parts.append(_as_part(None))
         if piece:
-            parts.append({"type": "text", "text": piece})
+            parts.append(_as_part(piece))
     return {**message, "content": parts}
 
 

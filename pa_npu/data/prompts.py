@@ -17,7 +17,7 @@ from pa_npu.config.sections.inputs import DataConfig, Dataset, TrainingDataset
 from pa_npu.config.words import counted
 from pa_npu.data.hints import Hint
 from pa_npu.data.image_rows import ImageInput
-from pa_npu.data.made_rows import DEFAULT_ROWS, MadeRows
+from pa_npu.data.made_rows import MadeRows
 from pa_npu.data.messages import Message, left_out, with_image_parts
 from pa_npu.data.records import Columns, Record, read_records
 from pa_npu.data.template import TemplateFailed, check_options, chosen_template, rendered
@@ -174,7 +174,7 @@ def load_prompts(
 def made_of(dataset: Dataset) -> MadeRows:
     """Returns how the rows of a dataset are made, if tasks make them."""
     return MadeRows(
-        num_rows=dataset.max_rows or DEFAULT_ROWS,
+        max_rows=dataset.max_rows,
         seed=dataset.seed,
         options=dataset.task_options,
     )

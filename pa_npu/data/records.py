@@ -43,12 +43,14 @@ from pa_npu.data.messages import (
     without_nulls,
 )
 from pa_npu.data.rows import TableRow, is_text, read_objects
+from pa_npu.data.taskset_rows import are_of_taskset, taskset_rows
 from pa_npu.errors import DataError
 
 ANSWER_MARK = "####"  # GSM8K puts the final answer behind it
 CONVERSATIONS = ("conversations", "conversation")
 _OF_MESSAGES = ("messages", *CONVERSATIONS)
 _QUESTIONS = ("question", "problem", "prompt", *_OF_MESSAGES)
+_VIDEOS = "videos"
 _TOOLS = "tools"
 _SYSTEM = "system"
 # Columns that hold the reference answer in datasets of this kind, for messages.
@@ -140,6 +142,9 @@ def read_records(
     rows: Iterator[tuple[str, Mapping[str, Any]]]
     if are_made(path):
         rows = made_rows(path, key, split or usual[0], made or MadeRows())
+    elif are_of_taskset(path):
+        made = made or MadeRows()
+        rows = taskset_rows(path, key, made.max_rows, made.options)
     else:
         rows = read_objects(path, key, split, usual)
     for location, row in rows:
@@ -156,6 +161,10 @@ def _record(location: str, row: Mapping[str, Any], columns: Columns) -> Record:
     messages = row_messages(location, asked, name, is_table, inline)
     images: tuple[Any, ...] = ()
     if columns.images is not None:
+        if row.get(_VIDEOS):
+            raise DataError(
+                f"{location}: {_VIDEOS}, which are not supported; remove the column, or the row"
+            )
         messages, images = _with_images(location, messages, row.get(columns.images), inline or [])
         if images and any(value is not None for value in inline or ()):
             kept[name] = [dict(message) for message in messages]  # rewards need no pixels

@@ -24,9 +24,7 @@ from pa_npu.engines.codec import (
     DecodedAnswer,
     checked_generations,
     decode_answer,
-    decode_generated,
     decode_object,
-    encode_generate_request,
     encode_request,
 )
 from pa_npu.engines.expert_choice_codec import (
@@ -153,10 +151,7 @@ class EngineClient(EngineHttp):
         finally:
             self._generating -= 1
         version = self._check_version(headers)
-        if images and self._kind == "vllm":
-            answer = decode_generated(data, n, self.name)
-        else:
-            answer = decode_answer(data, n, self.name, headers.get("Content-Type", ""))
+        answer = decode_answer(data, n, self.name, headers.get("Content-Type", ""))
         if images:
             check_expanded(
                 answer.prompt_tokens, np.concatenate([prompt_tokens, written]), self.name
@@ -200,23 +195,8 @@ class EngineClient(EngineHttp):
             parts = await asyncio.to_thread(self._sent_images.parts, images, places)
             left_s = max(0.001, end_s - time.monotonic())
             try:
-                if self._kind == "vllm":
-                    body = encode_generate_request(
-                        short, n, seed, sampling, written, parts, self._served_model
-                    )
-                    data, headers = await self._request(
-                        "POST",
-                        "/inference/v1/generate",
-                        body,
-                        left_s,
-                        max_bytes=max_bytes,
-                        keep_connection=True,
-                    )
-                else:
-                    body = encode_request(
-                        short, n, seed, sampling, written, self._served_model, parts
-                    )
-                    data, headers = await self._ask(body, left_s, max_bytes)
+                body = encode_request(short, n, seed, sampling, written, self._served_model, parts)
+                data, headers = await self._ask(body, left_s, max_bytes)
                 break
             except EngineGone:
                 raise

@@ -62,42 +62,10 @@ class _Response(msgspec.Struct, gc=False):
     prompt_token_ids: list[int] | None = None
 
 
-class _TokenLogProb(msgspec.Struct, gc=False):
-    logprob: float
-
-
-class _GeneratedLogProbs(msgspec.Struct, gc=False):
-    content: list[_TokenLogProb]
-
-
-class _Generated(msgspec.Struct, gc=False):
-    """A choice of vLLM's /inference/v1/generate."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    logprobs: _GeneratedLogProbs | None = None
-    routed_experts: str | None = None
-
-    @property
-    def token_logprobs(self) -> Sequence[float]:
-        if self.logprobs is None:
-            return ()
-        return [entry.logprob for entry in self.logprobs.content]
-
-
-class _GenerateResponse(msgspec.Struct, gc=False):
-    choices: list[_Generated]
-    prompt_token_ids: list[int] | None = None
-    request_id: str = ""
-
-
 _encoder = msgspec.json.Encoder()
 # Typed decoding skips the fields that are most of the bytes (token strings, offsets, top log-probs,
 # the echoed prompt).
 _decoder = msgspec.json.Decoder(_Response)
-_generate_decoder = msgspec.json.Decoder(_GenerateResponse)
 
 
 def encode_request(
@@ -152,43 +120,6 @@ def encode_request(
     return _encoder.encode(body)
 
 
-def encode_generate_request(
-    prompt_tokens: npt.NDArray[np.int32],
-    n: int,
-    seed: int,
-    sampling: Sampling,
-    written: npt.NDArray[np.int32],
-    images: Sequence[RequestImage],
-    served_model: str = SERVED_MODEL,
-) -> bytes:
-    """Returns the body of a request to /inference/v1/generate of vLLM (0.32), which takes tokens
-    and images. Arguments as for encode_request.
-    """
-    body = msgspec.json.decode(
-        encode_request(prompt_tokens, n, seed, sampling, written, served_model)
-    )
-    tokens = body.pop("prompt")
-    model = body.pop("model")
-    del body["return_token_ids"]
-    if "vllm_xargs" in body:
-        body["extra_args"] = body.pop("vllm_xargs")
-    parts: list[dict[str, str]] = []
-    for image in images:
-        part = {"type": "image_url", "uuid": image.key}
-        if image.data:
-            part["url"] = f"data:image/png;base64,{image.data}"
-        parts.append(part)
-    request = {
-        "model": model,
-        "token_ids": tokens,
-        "content_parts": parts,
-        "sampling_params": body,
-        "output_mode": "text",
-        "return_token_ids": True,
-    }
-    return _encoder.encode(request)
-
-
 @dataclass(frozen=True, eq=False)
 class DecodedAnswer:
     """The responses of an answer, in order of their seeds, as arrays over all their tokens.
@@ -230,20 +161,6 @@ def decode_answer(
     return answer
 
 
-def decode_generated(data: bytes, n: int, engine: str) -> DecodedAnswer:
-    """Returns an answer of vLLM's /inference/v1/generate with n responses. Raises EngineError if it
-    is none.
-    """
-    try:
-        answer = _generate_decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise EngineError(
-            f"engine {engine}: answer to /inference/v1/generate is malformed ({error}): "
-            f"{excerpt(data)}"
-        ) from None
-    return _as_arrays(answer.request_id, answer.choices, answer.prompt_token_ids, n, engine)
-
-
 def _decode_json(data: bytes, n: int, engine: str) -> DecodedAnswer:
     try:
         answer = _decoder.decode(data)
@@ -256,7 +173,7 @@ def _decode_json(data: bytes, n: int, engine: str) -> DecodedAnswer:
 
 def _as_arrays(
     request: str,
-    unordered: Sequence[Answered | _Generated],
+    unordered: Sequence[Answered],
     prompt: Sequence[int] | None,
     n: int,
     engine: str,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,14 +21,20 @@ import numpy as np
 import numpy.typing as npt
 
 from pa_npu.engines.protocol import EngineError
-from pa_npu.vision.images import BadImage, ShownImage, from_png, pixels_key
+from pa_npu.vision.images import (
+    KEPT_BYTES,
+    BadImage,
+    PixelCache,
+    ShownImage,
+    from_png,
+    pixels_key,
+)
 from pa_npu.vision.placeholders import collapsed
 from pa_npu.vision.processor import Pixels
 
 UNKNOWN_IMAGE = "Unknown image"
 """Begins this package's engine's refusal of the key of an image that it does not have."""
 _UNKNOWN_TO_VLLM = "Cache miss for image"
-_KEPT_BYTES = 256 * 2**20
 _MAX_KNOWN = 4096
 
 
@@ -115,9 +120,7 @@ class UnknownImage(Exception):
 class KeptImages:
     """The images that an engine keeps, the newest. May be used by several threads."""
 
-    _pixels: OrderedDict[str, Pixels] = field(default_factory=OrderedDict, init=False)
-    _bytes: int = field(default=0, init=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _kept: PixelCache = field(default_factory=lambda: PixelCache(KEPT_BYTES), init=False)
 
     def pixels(self, image: RequestImage) -> Pixels:
         """Returns an image's pixels.
@@ -125,11 +128,9 @@ class KeptImages:
         Raises UnknownImage for one that was not sent, BadImage for one that cannot be decoded or
         has another key.
         """
-        with self._lock:
-            kept = self._pixels.get(image.key)
-            if kept is not None:
-                self._pixels.move_to_end(image.key)
-                return kept
+        kept = self._kept.get(image.key)
+        if kept is not None:
+            return kept
         if not image.data:
             raise UnknownImage(image.key)
         try:
@@ -138,14 +139,12 @@ class KeptImages:
             raise BadImage("its data is no base64") from None
         if pixels_key(pixels) != image.key:
             raise BadImage(f"its pixels do not have the key {image.key:.40}")
-        with self._lock:
-            if image.key not in self._pixels:
-                self._pixels[image.key] = pixels
-                self._bytes += pixels.nbytes
-            while self._bytes > _KEPT_BYTES and len(self._pixels) > 1:
-                _, dropped = self._pixels.popitem(last=False)
-                self._bytes -= dropped.nbytes
+        self._kept.put(image.key, pixels)
         return pixels
+
+    def clear(self) -> None:
+        """Forgets all images."""
+        self._kept.clear()
 
 
 def as_fields(parts: Sequence[RequestImage]) -> list[dict[str, Any]]:

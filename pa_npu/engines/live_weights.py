@@ -69,14 +69,21 @@ class LiveReport(msgspec.Struct, frozen=True):
     arrived: dict[str, str] = {}
 
 
+Known = dict[str, tuple[str, str]]
+"""By HF name, the contents of a tensor that was received, and its dtype."""
+
+
 class LiveWeights:
     """Follows one load of a worker.
+
+    before: tensors that came with an earlier load and stay.
 
     Tensors pass through `arrived` and `received` on the way in; `report` is called once the engine
     has loaded them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Known | None = None) -> None:
+        self._before = before or {}
         self._arrived = Contents()
         self._received = Contents()
         self._dtypes: dict[str, str] = {}
@@ -84,7 +91,14 @@ class LiveWeights:
     @property
     def names(self) -> list[str]:
         """HF names of the tensors received so far."""
-        return list(self._dtypes)
+        return list(dict.fromkeys([*self._dtypes, *self._before]))
+
+    def known(self) -> Known:
+        """Returns the tensors that were received, those before included."""
+        known = dict(self._before)
+        for name, contents in self._received.read().items():
+            known[name] = contents, self._dtypes[name]
+        return known
 
     def arrived(
         self, tensors: Iterable[tuple[str, torch.Tensor]]
@@ -118,7 +132,8 @@ class LiveWeights:
             held.add(tensor.name, tensor.memory)
             sources[tensor.name] = tensor.sources
             dtypes[tensor.name] = _name_of(tensor.memory.dtype)
-        received = self._received.read()
+        known = self.known()
+        received = {name: contents for name, (contents, _) in known.items()}
         contents = held.read()
         memory: dict[str, ReportedTensor] = {}
         placed: set[str] = set()
@@ -131,9 +146,9 @@ class LiveWeights:
                 contents=contents[name],
                 dtype=dtypes[name],
                 received=parts,
-                received_dtype=self._dtypes[names[0]],
+                received_dtype=known[names[0]][1],
             )
-        unplaced = [name for name in self._dtypes if name not in placed]
+        unplaced = [name for name in known if name not in placed]
         report = LiveReport(
             memory=memory,
             unplaced=unplaced,

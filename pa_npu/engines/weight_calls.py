@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from pa_npu.engines.live_weights import LiveTensor, LiveWeights
+from pa_npu.engines.live_weights import Known, LiveTensor, LiveWeights
 from pa_npu.platform.memory_peaks import (
     ResidentPeak,
     device_peak_bytes,
@@ -48,6 +48,8 @@ class WeightCalls:
     device: torch.device | str
     _pa_version: int | None = None
     _pa_receiver: Receiver | None = None
+    _pa_kept: Known | None = None
+    """Of the weights that are sent once, what was received."""
     _pa_resident_peak: ResidentPeak | None = None
 
     def _pa_model(self) -> tuple[object, str]:
@@ -60,9 +62,9 @@ class WeightCalls:
     def _pa_load_weights(
         self, version: int, weights: Iterator[tuple[str, torch.Tensor]], kept: bool
     ) -> list[str]:
-        """Loads all weights by their HF names; returns the parameters for which none came.
+        """Loads weights by their HF names; returns the parameters for which none came.
 
-        `kept`: whether the engine may keep the tensors' memory.
+        Those that are sent once come with the first load only, and stay. `kept`: whether the engine may keep the tensors' memory.
         """
         raise NotImplementedError
 
@@ -80,6 +82,7 @@ class WeightCalls:
     def pa_connect(self, groups: dict[str, Any]) -> dict[str, Any]:
         """Joins the groups (fields of WeightGroups) as the member of this worker."""
         self.pa_close()
+        self._pa_kept = None
         model, directory = self._pa_model()
         self._pa_receiver = Receiver.join(
             groups, self.rank, torch.device(self.device), model, directory
@@ -119,8 +122,8 @@ class WeightCalls:
         kept: bool = False,
     ) -> dict[str, Any]:
         """Loads weights and checks them; `digests` is called when all of them are loaded."""
-        live = LiveWeights()
         receiver = self._pa_get()
+        live = LiveWeights(self._pa_kept)
         if receiver.merges:
             received = live.arrived(received)
         weights = live.received(receiver.whole(received))
@@ -128,6 +131,10 @@ class WeightCalls:
         with torch.no_grad():
             missing = self._pa_load_weights(version, weights, kept)
             held = live.report(self._pa_live(live.names), computation_of(self._pa_modules()))
+        if self._pa_kept is not None:
+            missing = [name for name in missing if not receiver.is_sent_once(name)]
+        known = live.known()
+        self._pa_kept = {name: known[name] for name in known if receiver.is_sent_once(name)}
         if missing:
             raise WeightSyncError(
                 f"weight version {version}: the trainer sent no weights for {len(missing)} "

@@ -57,7 +57,7 @@ class Generate(ABC):
         turn: int = 0,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
-        images: Sequence[ShownImage] = (),
+        images: Sequence[ShownImage] | None = None,
     ) -> list[Generation]:
         """Writes `n` continuations of `tokens`. Requests may run in parallel.
 
@@ -67,7 +67,8 @@ class Generate(ABC):
             turn: number of the turn in these samples, from 0.
             max_tokens: limit of each continuation; None stands for rollout.max_response_tokens.
             stop: texts that end a continuation. The tokens that complete such a text are kept.
-            images: that `tokens` show behind the prompt; those of the prompt need not be given.
+            images: all that `tokens` show; None stands for those of the prompt, if `tokens` begin
+                with it.
 
         Every generation's `version` is the weight version that wrote it. Raises ValueError if `n`
         or max_tokens is below 1.
@@ -94,7 +95,9 @@ class Environment(Protocol):
         groups with an error (algorithm.rules.needs_whole_groups). A continuation is trained as a
         whole, once, or not at all; a class that trains parts of continuations on purpose sets
         `trains_whole_answers = False`. A class that declares `trains_in_context = True` has it
-        checked that a continuation stands behind the very tokens that it continued.
+        checked that a continuation stands behind the very tokens that it continued. The prompt's
+        images are attached to samples that begin with the prompt; a class that attaches all images
+        itself sets `shows_own_images = True`.
 
         The method runs in the coordinator's event loop together with all other groups. Wait with
         `await`, and give blocking work to a thread or a process. The environment's own work has

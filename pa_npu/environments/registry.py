@@ -30,6 +30,7 @@ ENVIRONMENTS: dict[str, Callable[[EnvironmentContext], Environment]] = {
 _NAMED = {
     "agents": "pa_npu.agents.environment:AgentEnvironment",
     "remote": "pa_npu.agents.remote_protocols:make_remote",
+    "verifiers": "pa_npu.agents.verifiers:VerifiersEnvironment",
     "tool_class": "pa_npu.agents.tool_class:ToolClassEnvironment",
 }
 

@@ -46,9 +46,14 @@ class ModelSpec(ModelShape):
             return cls.parse(path, raw)
         for reason in ANY_MODEL.refused(raw, trusted):
             raise DataError(f"model.path: {path}: {reason}")
+        return cls.read_by_transformers(path, str(raw.get("model_type")), trusted)
+
+    @classmethod
+    def read_by_transformers(cls, path: str, model_type: str, trusted: bool = False) -> ModelSpec:
+        """Returns a model without a family. trusted: model.trust_remote_code. Raises DataError."""
         return cls(
             path=path,
-            family=f"{PREFIX}{raw.get('model_type')}",
+            family=f"{PREFIX}{model_type}",
             trust_remote_code=trusted,
             **ANY_MODEL.sizes_of(path, trusted),
         )

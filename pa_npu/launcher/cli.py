@@ -30,6 +30,7 @@ SUBCOMMANDS = {
     "doctor": "say what is installed, what is missing and how to get it",
     "selftest": "try everything on this machine's devices, and write a report",
     "engines": "start engines alone, for runs that attach to them",
+    "serve": "train and sample by calls of clients' own loops (the wire of tinker's SDK)",
     "join": "add an engine to a running job",
     "export": "write the policy of a checkpoint as an HF directory",
     "report": "print the throughput of runs side by side",
@@ -39,12 +40,13 @@ SUBCOMMANDS = {
     "view": "show a run as a page: live on this machine, or as one HTML file",
 }
 # Those that take a configuration; `--help SECTION` prints its keys.
-_CONFIGURED = ("run", "plan", "doctor", "engines")
+_CONFIGURED = ("run", "plan", "doctor", "engines", "serve")
 # Where their functions are, if not in subcommands.py.
 _MODULES = {
     "diff": "diff",
     "join": "join_command",
     "selftest": "selftest.command",
+    "serve": "serve_command",
     "verify": "verify",
     "view": "view",
 }

@@ -49,6 +49,12 @@ _DEPENDENCIES = (
     Dependency("pyarrow", "parquet datasets", needed=False),
     Dependency("tensorboard", "telemetry.trackers", needed=False),
     Dependency("peft", "adapters (lora.rank, model.adapter)", needed=False),
+    Dependency("pillow", "images in prompts", needed=False),
+    Dependency(
+        "torchvision",
+        "engines of vLLM for models that read images (on CPU: launch/install_cpu.sh vision)",
+        needed=False,
+    ),
     Dependency("ray", "several nodes (placement.cluster=ray)", needed=False),
 )
 

@@ -55,7 +55,7 @@ def run_key_file(
     """
     if not config.rollout.has_engines:
         return contextlib.nullcontext()
-    has_gateway = config.environment.name == "agents" or config.agent.port is not None
+    has_gateway = config.environment.has_gateway or config.agent.port is not None
     if config.rollout.attach and not has_gateway:
         return contextlib.nullcontext()
     return key_file(directory, key or secrets.token_hex(32))

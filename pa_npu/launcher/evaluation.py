@@ -12,6 +12,7 @@ from typing import Any
 
 from pa_npu.agents.environment import evaluated
 from pa_npu.checkpoints.provenance import model_fingerprint
+from pa_npu.config.plain_file import reason
 from pa_npu.config.schema import Config
 from pa_npu.config.words import counted
 from pa_npu.coordinator.environment_trial import check_environment
@@ -23,6 +24,7 @@ from pa_npu.engines.protocol import Generation, RolloutEngine, Sampling
 from pa_npu.engines.registry import engine_kind
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import ConfigError, DeadlineExceeded, PaNpuError
+from pa_npu.evaluation.harness_file import write_harness_results
 from pa_npu.evaluation.results import (
     Estimate,
     Judged,
@@ -101,6 +103,13 @@ def evaluate(
         for line in difference_lines(before, evaluation.responses, compared_file):
             print_line(line)
     print_line(f"results by question: {file}")
+    harness_file = file.with_suffix(".json")
+    try:
+        write_harness_results(harness_file, evaluation.responses, config)
+    except OSError as error:
+        print_line(f"{harness_file} cannot be written ({reason(error)})")
+    else:
+        print_line(f"results in lm-eval's layout: {harness_file}")
     if rows_file is not None:
         rows = Path(rows_file)
         written = write_rows(

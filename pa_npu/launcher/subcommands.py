@@ -231,7 +231,7 @@ def evaluate(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _evaluated(options: argparse.Namespace, rest: Sequence[str]) -> Config:
-    overrides = _overrides(options, rest)
+    overrides = configured_overrides(options, rest)
     if not options.data:
         raise UserError(
             "command line: --data NAME=FILE is needed, as in --data gsm8k=data/gsm8k/test.jsonl"
@@ -362,11 +362,13 @@ doctor_options = engines_options = configuration_options
 def read(options: argparse.Namespace, rest: Sequence[str]) -> Config:
     """Returns the configuration that the command line names."""
     return automatic.load(
-        options.config, _overrides(options, rest), lambda line: print(line, file=sys.stderr)
+        options.config,
+        configured_overrides(options, rest),
+        lambda line: print(line, file=sys.stderr),
     )
 
 
-def _overrides(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+def configured_overrides(options: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     """They may stand before, between and after the options; argparse leaves the later ones in
     `rest`.
     """

@@ -2,11 +2,17 @@
 
 KNOWN is keyed by the name of the HF repository, which is also the usual name of its directory. The
 values are those of the repository's config.json. A real run always reads the model itself.
+
+KNOWN_WITH_IMAGES has models that transformers reads. It reads them from a directory, so their files
+are written into a temporary one when a plan asks for them.
 """
 
 from __future__ import annotations
 
+import json
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pa_npu.families.spec import ModelSpec
@@ -97,12 +103,108 @@ for _size, _shape in _LLAMA3_SIZES.items():
     KNOWN[_size] = KNOWN[f"{_size}-Instruct"] = _LLAMA3 | _shape
 
 
+_MARKS = {
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+}
+_QWEN2_5_VL_7B: dict[str, Any] = {
+    **_QWEN2,
+    **_QWEN2_7B,
+    **_MARKS,
+    "model_type": "qwen2_5_vl",
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "max_position_embeddings": 128000,
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+}
+_QWEN3_VL_8B: dict[str, Any] = {
+    **_MARKS,
+    "model_type": "qwen3_vl",
+    "architectures": ["Qwen3VLForConditionalGeneration"],
+    "tie_word_embeddings": False,
+    "text_config": {
+        **_QWEN3,
+        **_QWEN3_SIZES["8B"],
+        "model_type": "qwen3_vl_text",
+        "max_position_embeddings": 262144,
+        "rope_theta": 5e6,
+        "rope_scaling": {
+            "rope_type": "default",
+            "mrope_interleaved": True,
+            "mrope_section": [24, 20, 20],
+        },
+    },
+    "vision_config": {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_heads": 16,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 4096,
+        "patch_size": 16,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
+}
+_QWEN2_5_VL_PROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 14,
+    "min_pixels": 3136,
+    "max_pixels": 12845056,
+}
+_QWEN3_VL_PROCESSOR: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 16,
+    "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+
+KNOWN_WITH_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Qwen2.5-VL-7B-Instruct": (_QWEN2_5_VL_7B, _QWEN2_5_VL_PROCESSOR),
+    "Qwen3-VL-8B-Instruct": (_QWEN3_VL_8B, _QWEN3_VL_PROCESSOR),
+}
+"""By name, config.json and preprocessor_config.json; keys that they leave out have the values of
+transformers.
+"""
+NAMES = (*KNOWN, *KNOWN_WITH_IMAGES)
+
+
+@cache
+def _spec_with_images(name: str) -> ModelSpec:
+    config, processor = KNOWN_WITH_IMAGES[name]
+    directory = Path(_written().name) / name
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
+    return ModelSpec.read_by_transformers(str(directory), config["model_type"])
+
+
+@cache
+def _written() -> TemporaryDirectory[str]:
+    """Returns the directory of written files, which ends with the process."""
+    return TemporaryDirectory(prefix="pa_npu-known-")
+
+
 def known_spec(path: str) -> ModelSpec | None:
     """Returns the shape of the public model that is named like the directory `path`, or None.
 
     Upper and lower case do not matter.
     """
     wanted = Path(path).name.lower()
+    for name in KNOWN_WITH_IMAGES:
+        if name.lower() == wanted:
+            return _spec_with_images(name)
     for name, shape in KNOWN.items():
         if name.lower() == wanted:
             return ModelSpec.parse(path, shape)

@@ -27,13 +27,13 @@ from pa_npu.planning.teachers import (
 )
 from pa_npu.platform.pieces import pieces_of_heads
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, group_buffer_bytes
-from pa_npu.vision.family import is_of_tower
+from pa_npu.vision.family import is_of_tower, read_tower
 
 GIB = 2**30
 BYTES = {"fp32": 4, "bf16": 2}
 FP32 = 4
 _STATE = ("weights", "gradients", "optimizer", "frozen models", "published weights")
-_BACKWARD = ("activations", "gathered layers")
+_BACKWARD = ("activations", "gathered layers", "images")
 USABLE = 0.9
 """Share of a device that a plan fills; the figures leave out the rest."""
 
@@ -111,7 +111,8 @@ def trainer_memory(config: Config, spec: ModelSpec) -> Memory:
         state = _sharded_parts(config, spec, element)
     parts = [(name, state.get(name, size)) for name, size in fullest.parts]
     gathered = ("gathered layers", _gathered_bytes(config, spec, element))
-    return Memory(fullest.role, (*parts, gathered), fullest.offloaded)
+    images = ("images", _image_bytes(config, spec, element))
+    return Memory(fullest.role, (*parts, gathered, images), fullest.offloaded)
 
 
 def beside_engine(config: Config, spec: ModelSpec) -> int:
@@ -192,14 +193,44 @@ def without_adapters(config: Config, spec: ModelSpec) -> list[str]:
 
 def _gathered_bytes(config: Config, spec: ModelSpec, element: int) -> int:
     """Returns the bytes of whole layers at the peak of a backward pass: the layer that computes,
-    the next one, embedding and head; and of a gradient that is being reduced, in fp32.
+    the next one, embedding, head and tower; and of a gradient that is being reduced, in fp32.
     """
+    tower = spec.num_tower_parameters
     outside = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
-    layer = (spec.num_parameters - outside) // spec.num_layers
-    gathered = (outside + 2 * layer) * element
+    layer = (spec.num_parameters - outside - tower) // spec.num_layers
+    gathered = (outside + tower + 2 * layer) * element
     if config.has_adapters:
         return gathered
+    if config.model.vision == "trained":
+        outside += tower
     return gathered + max(layer, outside) * FP32 + layer * element
+
+
+def _image_bytes(config: Config, spec: ModelSpec, element: int) -> int:
+    """Returns the bytes of a microbatch's images in the tower, if its prompts are images alone.
+
+    Patches come in fp32. A frozen tower has one block's tensors at a time: residuals, norms,
+    queries, keys and values, attention's output, and the three parts of the gated layer. A trained
+    one keeps those of all blocks, or each block's input where it computes them again.
+    """
+    tower = read_tower(spec.path) if spec.num_tower_parameters else None
+    if tower is None:
+        return 0
+    tokens = min(work(config).microbatch_tokens, _prompt_rows(config))
+    block = 8 * tower.hidden_size + 3 * tower.ffn_size
+    kept = block
+    if config.model.vision == "trained":
+        per_block = tower.hidden_size if config.trainer.recompute == "full" else block
+        kept += per_block * tower.depth
+    return tokens * tower.merged**2 * (tower.patch_values * FP32 + kept * element)
+
+
+def _prompt_rows(config: Config) -> int:
+    """Returns the tokens of the prompts in a microbatch, each at its longest."""
+    prompt = config.data.max_prompt_tokens
+    group = prompt + config.rollout.max_response_tokens * config.microbatch_responses
+    groups = max(1, (config.microbatch.budget or 0) // group)
+    return prompt * groups
 
 
 def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:

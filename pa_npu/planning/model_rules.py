@@ -70,6 +70,11 @@ def _division_rules(config: Config, spec: ModelSpec) -> list[str]:
 
 
 def _vision_rules(config: Config, spec: ModelSpec) -> list[str]:
+    if spec.num_tower_parameters and config.trainer.backend != "fsdp":
+        return [
+            f"trainer.backend: {config.trainer.backend}, but {spec.path} reads images, which only "
+            "fsdp trains; set trainer.backend=fsdp"
+        ]
     ranks = config.trainer.context_parallel
     if ranks == 1 or not spec.num_tower_parameters:
         return []

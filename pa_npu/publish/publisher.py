@@ -14,6 +14,9 @@ An engine that dies or joins changes the members, and with them the epoch. After
 raised WeightSyncError, which it does on senders alone, the weights are untouched: publish again to
 the members that are left.
 
+What never changes (Manifest.sent_once) is sent with the first version of an epoch only; contents()
+and digests go on to speak of it, so that an engine which lost it is found.
+
 The senders publish independently of each other; the engines take their buckets in turn.
 """
 
@@ -31,7 +34,7 @@ import torch.distributed as dist
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish.messages import PublishMembers, StageManifest
 from pa_npu.weight_transfer import transport
-from pa_npu.weight_transfer.digest import Digests
+from pa_npu.weight_transfer.digest import Digests, KeptDigests
 from pa_npu.weight_transfer.manifest import Manifest
 
 _GATHER_MARGIN_S = 10.0
@@ -46,7 +49,8 @@ class PublishStats:
         seconds: that it took.
         bytes: that this rank sent to each engine worker.
         wire_wait_s: the part of `seconds` for which a sender waited for the engines.
-        digests: of what this rank sent (Digests.read); empty if it sent nothing.
+        digests: of this rank's buckets (Digests.read), also of those that were sent before; empty
+            if it has none.
         policy: digest of the weights that this rank trains of what it sends. TrainerPublish adds
             it, to see that what is sent follows them.
     """
@@ -80,12 +84,15 @@ class WeightSource(Protocol):
         that hold the weights.
         """
 
-    def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor | None]:
+    def buckets(
+        self, deadline: transport.Deadline, *, whole: bool = True
+    ) -> Iterator[torch.Tensor | None]:
         """Yields the manifest's buckets in order: a flat tensor on a sender, None on ranks that
         give it their parts.
 
-        Collective over the ranks that hold the weights. A yielded bucket is read only, and
-        overwritten when the one after the next is asked for.
+        whole: False leaves out those that are sent once. Collective over the ranks that hold the
+        weights. A yielded bucket is read only, and overwritten when the one after the next is asked
+        for.
         """
 
 
@@ -112,6 +119,8 @@ class Publisher:
         self._store = (store_host, store_port)
         self._epoch: int | None = None
         self._begun: int | None = None  # the version that was sent last in this group
+        self._whole_epoch: int | None = None  # in which all buckets were sent
+        self._kept_digests = KeptDigests([] if source is None else source.manifest.once)
         self._abandonment: transport.Abandonment | None = None
         self._timeout_s = timeout_s
         self._backend = backend
@@ -136,7 +145,9 @@ class Publisher:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the manifest's weights; 0 on ranks that take no part."""
+        """Bytes of the manifest's weights, what the first publish sends; 0 on ranks that take no
+        part.
+        """
         return self._source.manifest.num_bytes if self._source is not None else 0
 
     def manifest(self) -> StageManifest:
@@ -184,7 +195,8 @@ class Publisher:
         return _Wire(group, workers, device, name)
 
     def publish(self, version: int, members: PublishMembers) -> PublishStats:
-        """Sends this rank's weights as `version` to these members.
+        """Sends this rank's weights as `version` to these members: all of them if it is the first
+        version of their epoch, otherwise all but what is sent once.
 
         Collective over the ranks whose weights one of them sends; ranks that take no part return at
         once. Raises WeightSyncError on a sender that lost an engine or was told to give up, and
@@ -199,13 +211,18 @@ class Publisher:
         deadline = transport.Deadline(2 * self._timeout_s + _GATHER_MARGIN_S)
         wire_wait_s = 0.0
         digests = Digests()
+        whole = members.epoch != self._whole_epoch
         if self.is_leader:
-            wire_wait_s = self._send(version, members, digests, deadline)
+            wire_wait_s = self._send(version, members, digests, deadline, whole)
         else:
-            for _ in self._source.buckets(deadline):
+            for _ in self._source.buckets(deadline, whole=whole):
                 pass
-        sent = self.num_bytes if self.is_leader else 0
-        return PublishStats(time.perf_counter() - start, sent, wire_wait_s, digests.read())
+        self._whole_epoch = members.epoch
+        if not self.is_leader:
+            return PublishStats(time.perf_counter() - start, 0, wire_wait_s, "")
+        sent = sum(bucket.num_bytes for bucket in self._source.manifest.sent(whole=whole))
+        of_all = self._kept_digests.whole(digests.read())
+        return PublishStats(time.perf_counter() - start, sent, wire_wait_s, of_all)
 
     def contents(self) -> dict[str, str]:
         """Returns this rank's part of the contents of what is trained, by tensor; see WeightSource.
@@ -229,19 +246,24 @@ class Publisher:
         self._epoch = None
 
     def _send(
-        self, version: int, members: PublishMembers, digests: Digests, deadline: transport.Deadline
+        self,
+        version: int,
+        members: PublishMembers,
+        digests: Digests,
+        deadline: transport.Deadline,
+        whole: bool,
     ) -> float:
         """Joins if members have changed, then broadcasts header and buckets.
 
         Returns the seconds of waiting for the wire.
         """
         assert self._source is not None
-        buckets = self._source.buckets(deadline)
+        buckets = self._source.buckets(deadline, whole=whole)
         try:
             self.connect(members)
             assert self._abandonment is not None
             wire = transport.Deadline(self._timeout_s, self._abandonment.reason)
-            return self._broadcast(buckets, version, digests, wire)
+            return self._broadcast(buckets, version, digests, wire, whole)
         except (transport.WeightSyncError, DeadlineExceeded, RuntimeError):
             self._drop()
             # ranks that gather with this one are somewhere in that and must come to its end
@@ -255,11 +277,13 @@ class Publisher:
         version: int,
         digests: Digests,
         deadline: transport.Deadline,
+        whole: bool,
     ) -> float:
         assert self._source is not None
-        plan = self._source.manifest.buckets
+        manifest = self._source.manifest
+        plan = manifest.sent(whole=whole)
         header = torch.tensor(
-            [version, self._source.manifest.digest], dtype=torch.int64, device=self._device
+            [version, manifest.digest, len(plan)], dtype=torch.int64, device=self._device
         )
         for wire in self._wires:
             transport.announce_begin(wire.group, version, self._begun)

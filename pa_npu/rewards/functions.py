@@ -42,8 +42,7 @@ def needs_answers(reward: RewardConfig, environment: EnvironmentConfig) -> bool:
 
     It need not where agents, or an environment with rewards of its own, may give them.
     """
-    gives_rewards = environment.name in ("agents", "remote", "tool_class")
-    return reward.reads_answers and not gives_rewards
+    return reward.reads_answers and not environment.has_sessions
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,8 @@ def _groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if place is None:
             continue
         group = groups.setdefault(place, _empty_group(place, row))
+        shown = [digest for digest in _images(row) if digest not in group["images"]]
+        group["images"] = [*group["images"], *shown][:MAX_IMAGES]
         _add_branch(group["sessions"], entries(row, "turns"), len(group["responses"]))
         group["responses"].append(_response(row))
     return list(groups.values())
@@ -121,7 +123,7 @@ def _empty_group(place: int, row: Mapping[str, Any]) -> dict[str, Any]:
         "prompt_tokens": index(row, "prompt_tokens"),
         "answer": text(row, "answer"),
         "errors": [error for error in entries(row, "errors") if isinstance(error, str)],
-        "images": _images(row),
+        "images": [],
         "responses": [],
         "sessions": [],
     }

@@ -65,6 +65,46 @@ def read_vision(path: str) -> VisionModel | None:
         ) from None
 
 
+@dataclass(frozen=True)
+class TowerShape:
+    """The part of a model that reads images: blocks over patches.
+
+    patch_values: numbers of a patch as it comes in. merged: patches of a side that become one token.
+    """
+
+    depth: int
+    hidden_size: int
+    ffn_size: int
+    patch_values: int
+    merged: int
+
+
+def read_tower(path: str) -> TowerShape | None:
+    """Returns the shape of a model's tower; None for a model that is not trained with images.
+
+    Raises DataError for values that cannot be used.
+    """
+    vision = read_vision(path)
+    if vision is None:
+        return None
+    raw = _config(path)["vision_config"]
+    try:
+        frames = int(raw.get("temporal_patch_size", 2))
+        channels = int(raw.get("in_channels", raw.get("in_chans", 3)))
+        return TowerShape(
+            depth=int(raw["depth"]),
+            hidden_size=int(raw["hidden_size"]),
+            ffn_size=int(raw["intermediate_size"]),
+            patch_values=channels * frames * int(raw["patch_size"]) ** 2,
+            merged=vision.merged,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"model.path: {path}/config.json has a value in vision_config that cannot be used "
+            f"({error}); restore it from the model's source"
+        ) from None
+
+
 def why_not(path: str) -> str:
     """Says why a model for which `read_vision` gives None is not trained with images."""
     raw = _config(path)

@@ -18,9 +18,10 @@ import io
 import tempfile
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -77,15 +78,61 @@ class ImageFile:
 
 
 @dataclass(eq=False, repr=False)
+class PixelCache:
+    """Keeps decoded pixels by a key, the newest of them. May be used by several threads.
+
+    max_bytes: of all pixels together, which a single image may exceed.
+    """
+
+    max_bytes: int
+    _pixels: OrderedDict[bytes | str, Pixels] = field(default_factory=OrderedDict, init=False)
+    num_bytes: int = field(default=0, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def __len__(self) -> int:
+        return len(self._pixels)
+
+    def get(self, key: bytes | str) -> Pixels | None:
+        with self._lock:
+            pixels = self._pixels.get(key)
+            if pixels is not None:
+                self._pixels.move_to_end(key)
+            return pixels
+
+    def put(self, key: bytes | str, pixels: Pixels) -> None:
+        with self._lock:
+            if key not in self._pixels:
+                self._pixels[key] = pixels
+                self.num_bytes += pixels.nbytes
+            while self.num_bytes > self.max_bytes and len(self._pixels) > 1:
+                _, dropped = self._pixels.popitem(last=False)
+                self.num_bytes -= dropped.nbytes
+
+    def clear(self) -> None:
+        with self._lock:
+            self._pixels.clear()
+            self.num_bytes = 0
+
+
+@dataclass(eq=False, repr=False)
 class ImageReader:
-    """Reads the images of a run's datasets. Its methods may be called by several threads."""
+    """Reads the images of a run's datasets, or of one session of agents. Its methods may be called
+    by several threads.
+
+    kept: of all readers of a run.
+    """
 
     processor: ImageProcessor
+    kept: PixelCache = field(default_factory=lambda: PixelCache(KEPT_BYTES))
     _spool: IO[bytes] | None = field(default=None, init=False)
     _spooled: dict[bytes, ImageFile] = field(default_factory=dict, init=False)
-    _kept: OrderedDict[bytes, Pixels] = field(default_factory=OrderedDict, init=False)
-    _kept_bytes: int = field(default=0, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def apart(self) -> ImageReader:
+        """Returns a reader for images that are needed for a while: the disk space of theirs is free
+        again when it and they are forgotten.
+        """
+        return ImageReader(self.processor, self.kept)
 
     def read(self, value: Any, directory: Path) -> ImageFile:
         """Returns the image that a value of a row names or holds, after looking at its header.
@@ -93,17 +140,23 @@ class ImageReader:
         directory: of the dataset, to which paths are relative. Raises BadImage.
         """
         data, path = _source(value, directory)
-        content = _from_file(path) if data is None else data
-        digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+        if data is not None:
+            return self.read_bytes(data)
+        content = _from_file(path)
         width, height = self._size(content)
-        if data is None:
-            return ImageFile(digest, width, height, str(path))
+        return ImageFile(_digest(content), width, height, str(path))
+
+    def read_bytes(self, content: bytes) -> ImageFile:
+        """Returns the image that these bytes are, after looking at its header. Raises BadImage."""
+        digest = _digest(content)
+        width, height = self._size(content)
         with self._lock:
             known = self._spooled.get(digest)
             if known is not None:
                 return known
             if self._spool is None:
                 self._spool = tempfile.TemporaryFile(prefix="pa_npu-images-")  # noqa: SIM115  # for all reads
+                weakref.finalize(self, self._spool.close)
             start = self._spool.seek(0, io.SEEK_END)
             self._spool.write(content)
             image = ImageFile(digest, width, height, None, start, len(content))
@@ -132,33 +185,25 @@ class ImageReader:
 
     def check(self, image: ImageFile) -> None:
         """Decodes an image without keeping anything. Raises BadImage."""
-        _decoded(self._content(image))
+        _decoded(self.content(image))
 
     def pixels(self, image: ImageFile) -> Pixels:
         """Returns the pixels that the model sees of an image, read only.
 
         Raises DataError for a file that has changed or cannot be decoded.
         """
-        with self._lock:
-            kept = self._kept.get(image.digest)
-            if kept is not None:
-                self._kept.move_to_end(image.digest)
-                return kept
+        kept = self.kept.get(image.digest)
+        if kept is not None:
+            return kept
         try:
-            pixels = self.processor.resized(_decoded(self._content(image)))
+            pixels = self.processor.resized(_decoded(self.content(image)))
         except BadImage as error:
             raise DataError(f"image {image.label}: {error}") from None
         pixels.flags.writeable = False
-        with self._lock:
-            if image.digest not in self._kept:
-                self._kept[image.digest] = pixels
-                self._kept_bytes += pixels.nbytes
-            while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
-                _, dropped = self._kept.popitem(last=False)
-                self._kept_bytes -= dropped.nbytes
+        self.kept.put(image.digest, pixels)
         return pixels
 
-    def _content(self, image: ImageFile) -> bytes:
+    def content(self, image: ImageFile) -> bytes:
         """Returns the image's bytes. Raises BadImage if they are not those of the beginning."""
         if image.path is None:
             with self._lock:
@@ -166,7 +211,7 @@ class ImageReader:
                 self._spool.seek(image.start)
                 return self._spool.read(image.size)
         content = _from_file(Path(image.path))
-        if hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() != image.digest:
+        if _digest(content) != image.digest:
             raise BadImage("the file has changed since the run began; restore it")
         return content
 
@@ -188,6 +233,10 @@ class ShownImage:
     def end(self) -> int:
         return self.start + self.length
 
+    def moved(self, by: int) -> ShownImage:
+        """Returns the same image in tokens that begin `by` tokens earlier."""
+        return replace(self, start=self.start + by)
+
     @property
     def pixels(self) -> Pixels:
         """The pixels that the model sees; takes time unless they were needed shortly before."""
@@ -206,6 +255,22 @@ class ShownImage:
     def png(self) -> bytes:
         """Returns the pixels as a file that loses nothing, for engines."""
         return to_png(self.pixels)
+
+
+def data_url(content: bytes) -> str:
+    """Returns an image's bytes as a data URL, by which chat clients send it. Raises BadImage."""
+    with _opened(content) as image:
+        kind = str(image.format).lower()
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def from_data_url(url: str) -> bytes:
+    """Returns the bytes that a data URL holds. Raises BadImage."""
+    _, _, encoded = url.partition(",")
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError):
+        raise BadImage(f"{url[:40]!r} is no data URL of base64; write it again") from None
 
 
 def pixels_key(pixels: Pixels) -> str:
@@ -253,14 +318,14 @@ def _source(value: Any, directory: Path) -> tuple[bytes | None, Path]:
             f"{' or '.join(_KEYS[:2])}"
         )
     if value.startswith("data:"):
-        _, _, encoded = value.partition(",")
-        try:
-            return base64.b64decode(encoded, validate=True), directory
-        except (binascii.Error, ValueError):
-            raise BadImage(f"{value[:40]!r} is no data URL of base64; write it again") from None
+        return from_data_url(value), directory
     if value.startswith(("http://", "https://")):
         raise BadImage(f"{value[:80]} is not fetched from the network; download it first")
     return None, directory / value.removeprefix("file://")
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
 def _from_file(path: Path) -> bytes:

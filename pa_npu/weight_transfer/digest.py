@@ -25,7 +25,7 @@ Imports torch only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 import torch
@@ -57,6 +57,32 @@ class Digests:
         # One copy from the device for all.
         values = torch.cat(self._sums).cpu().split([len(sums) for sums in self._sums])
         return _SEPARATOR.join(_hashed(sums) for sums in values)
+
+
+class KeptDigests:
+    """Digests of all buckets of a stage, of which some are sent once.
+
+    once: for each bucket, whether it is.
+    """
+
+    def __init__(self, once: Sequence[bool]) -> None:
+        self._once = once
+        self._kept: list[str] = []
+
+    def whole(self, sent: str) -> str:
+        """Returns the digests of all buckets, those that were not sent as they were sent before.
+
+        sent: of all buckets, or of those that are sent each time.
+        """
+        digests = sent.split()
+        if len(digests) == len(self._once):
+            self._kept = digests
+            return sent
+        later = iter(digests)
+        return _SEPARATOR.join(
+            kept if is_once else next(later, "missing")
+            for kept, is_once in zip(self._kept, self._once, strict=False)
+        )
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> str:

@@ -85,6 +85,8 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         announces it.
     rank: of the trainer.
     senders: number of ranks that together send the stage's weights.
+    sent_once: name of a module whose weights never change, so that engines get them with the first
+        version in a group and keep them; empty if there is none.
     """
 
     stage: Count
@@ -94,6 +96,7 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
     base: Base | None = None
     rank: Count = 0
     senders: Count = 1
+    sent_once: str = ""
 
     @property
     def sender(self) -> str:
@@ -101,6 +104,22 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.senders == 1:
             return f"stage {self.stage}"
         return f"rank {self.rank} of stage {self.stage}"
+
+    def is_sent_once(self, name: str) -> bool:
+        """Returns whether a weight or module of this name, in a file or in an engine, is sent once."""
+        return bool(self.sent_once) and self.sent_once in name.split(".")[:2]
+
+    def sent(self, *, whole: bool) -> tuple[Bucket, ...]:
+        """Returns the buckets of a publish. whole: the first one in a group, which has all."""
+        return tuple(bucket for bucket in self.buckets if whole or not self._is_once(bucket))
+
+    @property
+    def once(self) -> list[bool]:
+        """Returns for each bucket whether it is sent once."""
+        return [self._is_once(bucket) for bucket in self.buckets]
+
+    def _is_once(self, bucket: Bucket) -> bool:
+        return self.is_sent_once(bucket.segments[0].name)
 
     @property
     def loaded(self) -> set[str]:
@@ -151,6 +170,13 @@ class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
                     f"weight manifest of {self.sender}: unknown dtype {bucket.dtype!r}; "
                     "update torch in the engine"
                 )
+            for segment in bucket.segments:
+                if self.is_sent_once(segment.name) != self._is_once(bucket):
+                    raise WeightSyncError(
+                        f"weight manifest of {self.sender}: a bucket has {segment.name} beside "
+                        f"{bucket.segments[0].name}, of which one is sent once; trainer and engine "
+                        "must run the same pa_npu"
+                    )
         _check_covered(f"weight manifest of {self.sender}", [self], whole=self.senders == 1)
 
 

@@ -3,6 +3,7 @@
 All senders send at the same time, and their buckets are taken in turn, so that each link is busy.
 
 It knows nothing of any engine: code inside an engine calls it and gives the tensors to its loader.
+What never changes (Manifest.sent_once) comes with the first version only.
 A version may also arrive in the background, in memory of its own, as many bytes as the weights
 have, until the engine swaps to it. Imports torch and msgspec only.
 """
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.adapters import BaseDirectory
-from pa_npu.weight_transfer.digest import Digests
+from pa_npu.weight_transfer.digest import Digests, KeptDigests
 from pa_npu.weight_transfer.manifest import (
     Assembler,
     Bucket,
@@ -94,6 +95,8 @@ class Receiver:
         self._timeout_s = timeout_s
         self._unfinished = False  # broadcasts may be pending
         self._digests: list[Digests] = []
+        self._has_whole = False  # a version with all buckets has arrived
+        self._kept_digests = [KeptDigests(manifest.once) for manifest in manifests]
         self._prepared: tuple[int, Future[Received]] | None = None
 
     @classmethod
@@ -166,8 +169,18 @@ class Receiver:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Digests of every bucket of the last `receive`, one text per sender (Digests.read)."""
-        return tuple(digests.read() for digests in self._digests)
+        """Digests of every bucket as of the last `receive`, one text per sender (Digests.read).
+
+        Those of buckets that are sent once are of the first one.
+        """
+        return tuple(
+            kept.whole(digests.read())
+            for kept, digests in zip(self._kept_digests, self._digests, strict=True)
+        )
+
+    def is_sent_once(self, name: str) -> bool:
+        """Returns whether a weight of this name comes with the first version only."""
+        return any(manifest.is_sent_once(name) for manifest in self._manifests)
 
     @property
     def is_tied(self) -> bool:
@@ -195,9 +208,9 @@ class Receiver:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (HF name, tensor) of all that is sent (`whole` makes weights of it).
 
-        Each may be kept: buffers are not used again. A bucket's digest covers the data that is
-        given to the engine's loader. Only log-probs show the loader's work (vLLM packs weights for
-        its kernels).
+        The first version has all weights, later ones leave out what is sent once. Each tensor may
+        be kept: buffers are not used again. A bucket's digest covers the data that is given to the
+        engine's loader. Only log-probs show the loader's work (vLLM packs weights for its kernels).
 
         `begins_within_s`: seconds until the trainers send; the deadline of the publish counts from
         there. None: they are about to send.
@@ -214,6 +227,7 @@ class Receiver:
                 self._digests[message.sender].add(message.buffer)
                 yield from message.assembler.completed(message.bucket, message.buffer)
         self._unfinished = False
+        self._has_whole = True
 
     def prepare(self, version: int) -> None:
         """Receives `version` in a thread, which ends by the publish's deadline or abandonment.
@@ -305,31 +319,40 @@ class Receiver:
         pending: deque[tuple[dist.Work, Message]] = deque()
         ahead = _AHEAD + len(self._manifests) - 1
         by_stage = assemblers(self._manifests)
-        longest = max((len(manifest.buckets) for manifest in self._manifests), default=0)
+        sent = [manifest.sent(whole=not self._has_whole) for manifest in self._manifests]
+        longest = max((len(buckets) for buckets in sent), default=0)
         for turn in range(1 + longest):
             for sender, (group, manifest) in enumerate(
                 zip(self._groups, self._manifests, strict=True)
             ):
-                if turn > len(manifest.buckets):
+                if turn > len(sent[sender]):
                     continue
                 if len(pending) > ahead:
                     yield self._arrived(*pending.popleft(), version, deadline)
-                message = self._message(sender, manifest, by_stage[manifest.stage], turn)
+                assembler = by_stage[manifest.stage]
+                message = self._message(sender, manifest, assembler, sent[sender], turn)
                 pending.append((transport.broadcast(group, message.buffer), message))
         while pending:
             yield self._arrived(*pending.popleft(), version, deadline)
 
     def _message(
-        self, sender: int, manifest: Manifest, assembler: Assembler, number: int
+        self,
+        sender: int,
+        manifest: Manifest,
+        assembler: Assembler,
+        sent: tuple[Bucket, ...],
+        number: int,
     ) -> Message:
-        """Returns what a sender sends as its message of this number, the header being number 0."""
+        """Returns what a sender sends as its message of this number: number 0 is the header, and
+        its buckets of this version, `sent`, follow.
+        """
         if number == 0:
-            header = torch.empty(2, dtype=torch.int64, device=self._device)
+            header = torch.empty(3, dtype=torch.int64, device=self._device)
             name = f"{manifest.sender}, header"
             return Message(sender, manifest, assembler, None, header, name)
-        bucket = manifest.buckets[number - 1]
+        bucket = sent[number - 1]
         buffer = assembler.buffer(bucket, self._device)
-        count = f"bucket {number} of {len(manifest.buckets)}"
+        count = f"bucket {number} of {len(sent)}"
         name = f"{manifest.sender}, {count} ({bucket.summary})"
         return Message(sender, manifest, assembler, bucket, buffer, name)
 
@@ -346,12 +369,19 @@ class Receiver:
         return message
 
     def _check_header(self, header: torch.Tensor, manifest: Manifest, version: int) -> None:
-        sent_version, digest = header.tolist()
+        sent_version, digest, num_buckets = header.tolist()
         if sent_version != version:
             raise WeightSyncError(
                 f"trainer {manifest.sender} sent weight version {sent_version} to engine "
                 f"worker {self._rank}, which was asked to load version {version}; publishes and "
                 "pa_receive calls must come in the same order"
+            )
+        num_expected = len(manifest.sent(whole=not self._has_whole))
+        if num_buckets != num_expected:
+            raise WeightSyncError(
+                f"trainer {manifest.sender} sends {num_buckets} buckets of weight version "
+                f"{version} to engine worker {self._rank}, which expects {num_expected}: they "
+                "disagree on whether it has what is sent once; connect the engine again"
             )
         if digest != manifest.digest:
             raise WeightSyncError(

@@ -58,6 +58,7 @@ class Turn:
     sample: int
     turn: int
     max_tokens: int | None
+    images: tuple[ShownImage, ...] = ()
 
 
 class Policy(Generate):
@@ -79,9 +80,9 @@ class Policy(Generate):
         turn: int = 0,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
-        images: Sequence[ShownImage] = (),
+        images: Sequence[ShownImage] | None = None,
     ) -> list[Generation]:
-        return await self.write(Turn(tokens, sample, turn, max_tokens))
+        return await self.write(Turn(tokens, sample, turn, max_tokens, tuple(images or ())))
 
     async def write(self, turn: Turn) -> list[Generation]:
         self.turns.append(turn)

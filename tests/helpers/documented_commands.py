@@ -84,6 +84,8 @@ ELSEWHERE = {
     "pa-npu run --config configs/grpo_tiny.yaml 'telemetry.trackers=[tensorboard, wandb]' "
     "telemetry.project=arithmetic run.dir=runs/first": "tests/integration/test_trackers_offline.py",
     "python tools/check_equivalence.py": "tests/integration/test_check_equivalence.py",
+    "pa-npu serve model.path=/models/Qwen2.5-0.5B-Instruct lora.rank=32 "
+    "service.unembed=leave_out": "tests/integration/test_service.py",
     "pa-npu join HOST:PORT [--devices 6,7] [--host ADDRESS] [--python ENGINE_PYTHON]": "tests/integration/"
     "test_elastic_engines.py",
     "bash launch/run_grpo_7b.sh --device npu --dry-run": _LAUNCH_SCRIPT,
@@ -129,10 +131,12 @@ NOT_RUN = {
     "pa-npu evaluate --model models/Qwen2.5-32B-Instruct --data sums=sums.jsonl --rows "
     "rows/sums.jsonl --only-correct evaluate.samples=4": "tests/unit/evaluation/test_written_rows.py writes such rows",
     "pa-npu run --config student.yaml algorithm.name=sft data.train=rows/sums.jsonl": "test_supervised_run has such a run",
-    "export OPENAI_API_KEY=$(cat RUN/api_key)": "tests/integration/test_lm_eval.py",
+    "export OPENAI_API_KEY=$(cat RUN/api_key)": "tests/integration/test_harnesses.py",
     "lm_eval run --model local-completions --tasks arc_easy --model_args "
     "model=policy,base_url=http://HOST:PORT/v1/completions,tokenizer_backend=huggingface,"
-    "tokenizer=RUN/hf,max_length=4096": "tests/integration/test_lm_eval.py, with a task of its own",
+    "tokenizer=RUN/hf,max_length=4096": "tests/integration/test_harnesses.py, with a task of its own",
+    "inspect eval task.py --model openai-api/run/policy --temperature 0": "tests/integration/"
+    "test_harnesses.py, with a task of its own",
     "bash launch/run_sft_grpo_tiny.sh": "minutes; tests/unit/planning/test_recipes.py reads its "
     "configurations, tests/integration/test_supervised_run.py has its first half, smaller",
     "bash launch/run_distill_two_tiny.sh": "minutes; tests/unit/planning/test_recipes.py reads its "

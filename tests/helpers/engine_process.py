@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,28 @@ START_S = 400.0
 
 class EngineProcess:
     """On `model`, in a process group of its own. directory: for its log. rollout: keys of the
-    configuration.
+    configuration. trainer: trainer.backend. replaced: arguments that stand in for others. more:
+    arguments behind the command's.
     """
 
-    def __init__(self, backend: str, model: Path, directory: Path, rollout: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        backend: str,
+        model: Path,
+        directory: Path,
+        rollout: dict[str, Any],
+        *,
+        trainer: str = "megatron",
+        replaced: Mapping[str, str] | None = None,
+        more: Sequence[str] = (),
+    ) -> None:
         config = Config.model_validate(
             {
                 "run": {"device": "cpu", "dir": str(directory)},
                 "model": {"path": str(model), "dtype": "fp32"},
                 "data": {"train": "none", "max_prompt_tokens": MAX_PROMPT},
                 "rollout": {"backend": backend, "max_response_tokens": MAX_RESPONSE, **rollout},
+                "trainer": {"backend": trainer},
             }
         )
         with socket.socket() as probe:
@@ -45,7 +59,9 @@ class EngineProcess:
         self.url = f"http://127.0.0.1:{port}"
         self.log = directory / "engine.log"
         self._backend = backend
-        self._command = self.kind.command(config, ModelSpec.read(str(model)), 0, port)
+        command = self.kind.command(config, ModelSpec.from_config(config), 0, port)
+        argv = [(replaced or {}).get(word, word) for word in command.argv]
+        self._command = replace(command, argv=[*argv, *more])
         self._start()
 
     def subject(self) -> Subject:

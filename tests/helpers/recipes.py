@@ -22,7 +22,13 @@ from pa_npu.planning.prediction.virtual_run import assumed_basis
 from pa_npu.platform.typical import typical_speed
 
 ROOT = Path(__file__).resolve().parents[2]
-RECIPES = sorted(path for path in (ROOT / "configs").glob("grpo_*.yaml") if "tiny" not in path.name)
+WITH_IMAGES = sorted((ROOT / "configs").glob("grpo_*_vl_*.yaml"))
+"""Of models that read images, which overlays for Megatron do not fit."""
+RECIPES = sorted(
+    path
+    for path in (ROOT / "configs").glob("grpo_*.yaml")
+    if "tiny" not in path.name and path not in WITH_IMAGES
+)
 STAGES = [ROOT / "configs" / f"{name}.yaml" for name in ("sft_qwen2.5_7b", "distill_qwen3_8b")]
 """Of other stages than reinforcement, which have no overlays."""
 MARK = "# What --dry-run prints:"
@@ -42,6 +48,8 @@ SIZED: dict[tuple[str, ...], tuple[int, int]] = {
     ("grpo_deepseek_r1_distill_qwen_7b.yaml", "lengths/deepscaler_16k.yaml"): (1, 8),
     ("grpo_qwen3_30b_a3b.yaml",): (1, 16),
     ("distill_qwen3_8b.yaml",): (1, 16),
+    ("grpo_qwen2.5_vl_7b.yaml",): (1, 8),
+    ("grpo_qwen3_vl_8b.yaml",): (1, 8),
 }
 QUOTED = (
     "devices ",
@@ -161,5 +169,5 @@ if __name__ == "__main__":
                 f"{predicted_s(shipped(files)):.3g} s",
                 flush=True,
             )
-    for path in (*RECIPES, *STAGES):
+    for path in (*RECIPES, *STAGES, *WITH_IMAGES):
         write(path)

@@ -16,9 +16,9 @@ from PIL import Image
 from transformers.utils.logging import disable_progress_bar
 
 from pa_npu.config.schema import Config
-from pa_npu.coordinator.images import attached
 from pa_npu.data.image_rows import ImageInput
 from pa_npu.samples.group import Group
+from pa_npu.samples.shown_images import attached
 from pa_npu.samples.types import Sample, SampleBuilder
 from pa_npu.vision.images import ImageReader, ShownImage, to_png
 from pa_npu.vision.placeholders import expanded

@@ -85,7 +85,9 @@ class WeightSender:
             TIMEOUT_S, transport.Abandonment("127.0.0.1", self._store.port, name).reason
         )
         try:
-            buffers = [torch.tensor([version, manifest.digest], dtype=torch.int64)]
+            buffers = [
+                torch.tensor([version, manifest.digest, len(manifest.buckets)], dtype=torch.int64)
+            ]
             for bucket in manifest.buckets:
                 parts = [
                     tensors[s.name].flatten()[s.start : s.start + s.size] for s in bucket.segments

@@ -147,9 +147,8 @@ def test_a_fault_after_a_resume_ends_the_run(
     }
     before = launch("before", **keys, **{"schedule.iterations": 2})
     assert before.popen.wait(LIMIT_S) == 0, before.output
-    after = launch(
-        "after", variables(tmp_path / "site", fault), **keys, **{"schedule.iterations": 5}
-    )
+    resumed = {**keys, "checkpoint.resume": "auto", "schedule.iterations": 5}
+    after = launch("after", variables(tmp_path / "site", fault), **resumed)
     assert after.popen.wait(LIMIT_S) != 0, f"nobody saw it:\n{after.output}"
     logs = "".join(file.read_text() for file in (tmp_path / "run").rglob("*.log"))
     assert re.search(AFTER_RESUME[fault], after.output + logs), after.output[-3000:]

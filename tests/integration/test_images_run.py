@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import re
+import shlex
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,13 +34,36 @@ needs_torchvision = pytest.mark.skipif(
 
 Run = Callable[..., tuple[Path, list[dict[str, Any]]]]
 
+# Two turns with an image each, the first one's by the row.
+AGENT = """
+import json, os, urllib.request
+def ask(url, body):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)))
+task = json.load(open(os.environ["TASK_FILE"]))
+def shown(text):
+    image = {"type": "image_url", "image_url": {"url": task["images"][0]}}
+    return {"role": "user", "content": [image, {"type": "text", "text": text}]}
+def chat(*messages):
+    body = {"messages": messages, "max_tokens": 4}
+    return ask(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)["choices"][0]["message"]
+first = chat(shown("How many?"))
+last = chat(shown("How many?"), first, shown("Sure?"))
+reward = len(set(first["content"] + last["content"])) / 8
+ask(os.environ["SESSION_URL"] + "/reward", {"reward": reward})
+"""
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """Runs a random model on drawn images; gives the run's directory and its records."""
+    """Runs a random model on drawn images; gives the run's directory and its records. killed: part
+    of the command line of a process that is killed after the first iteration.
+    """
     launched: list[Launched] = []
 
-    def start(tied: bool = False, **keys: object) -> tuple[Path, list[dict[str, Any]]]:
+    def start(
+        tied: bool = False, killed: str | None = None, **keys: object
+    ) -> tuple[Path, list[dict[str, Any]]]:
         directory = tmp_path_factory.mktemp("run")
         make_vision(directory, tied=tied)
         write_squares(directory, 12)
@@ -53,9 +81,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         }
         arguments = settings(directory, directory / "run", **{**chosen, **keys})
         launched.append(Launched(directory, "run", *arguments, variables=KEY))
+        metrics = directory / "run" / "metrics.jsonl"
+        if killed is not None:
+            launched[-1].wait_for(metrics.exists, "the first iteration", TIMEOUT_S)
+            family = launched[-1].family()
+            victim = next(pid for pid, command in family.items() if killed in command)
+            os.kill(victim, signal.SIGKILL)
         launched[-1].popen.wait(TIMEOUT_S)
         assert launched[-1].popen.returncode == 0, launched[-1].output
-        lines = (directory / "run" / "metrics.jsonl").read_text().splitlines()
+        lines = metrics.read_text().splitlines()
         return directory / "run", [json.loads(line) for line in lines]
 
     yield start
@@ -97,13 +131,59 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_with_the_same_weights(
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("killed", ["pa_npu.trainer", "engines.transformers.server"])
+def test_a_run_whose_process_is_killed_ends_with_the_same_weights(
+    run: Run, periodic: Any, killed: str
+) -> None:
+    directory, _ = periodic
+    disturbed, records = run(killed=killed, checkpoint__every=1, schedule__iterations=3)
+    ours, theirs = weights(directory), weights(disturbed)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert [record["iteration"] for record in records] == [0, 1, 2]
+
+
+@pytest.mark.nightly
+def test_agents_that_show_images_in_two_turns_train_alike_in_periodic_and_synchronous_runs(
+    run: Run, tmp_path: Path
+) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(AGENT)
+    keys = {
+        "environment__name": "agents",
+        "environment__max_turns": 2,
+        "agent__command": shlex.join([sys.executable, str(agent)]),
+        "agent__concurrent": 2,
+        "rollout__max_response_tokens": 64,
+        "rollout__responses_per_prompt": 2,
+        "schedule__iterations": 2,
+        "schedule__prompts_per_iteration": 2,
+    }
+    periodic, records = run(**keys)
+    synchronous, _ = run(schedule__stream="false", **keys)
+    ours, theirs = weights(periodic), weights(synchronous)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert all(record["logprob_diff_max"] < 1e-5 for record in records), records
+    samples = [json.loads(line) for line in (periodic / "samples.jsonl").read_text().splitlines()]
+    assert samples and all(len(sample["attachments"]) == 2 for sample in samples)
+
+
+@pytest.mark.nightly  # after each of ten publishes, with controls: test_images_vllm.py
 @needs_torchvision
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_vllm_and_trainers_agree_after_every_one_of_ten_publishes(run: Run, tied: bool) -> None:
-    keys = {"rollout__backend": "vllm", "schedule__iterations": 10}
-    _, records = run(tied, **keys)
-    assert len(records) == 10
+@pytest.mark.parametrize(("vision", "tied"), [("frozen", False), ("trained", True)])
+def test_vllm_and_trainers_agree_and_a_frozen_tower_is_sent_once(
+    run: Run, vision: str, tied: bool
+) -> None:
+    keys = {"rollout__backend": "vllm", "model__vision": vision, "schedule__iterations": 3}
+    directory, records = run(tied, **keys)
+    assert len(records) == 3
     assert all(record["logprob_diff_max"] < 1e-4 for record in records), records
+    logs = "".join(file.read_text() for file in (directory / "logs").glob("*trainer*"))
+    sent = [float(size) for size in re.findall(r"published version \d+, ([\d.]+) MiB", logs)]
+    assert len(sent) >= 3, logs
+    if vision == "frozen":
+        assert sent[1] == sent[2] < sent[0]
+    else:
+        assert sent[0] == sent[1] == sent[2]
 
 
 @pytest.mark.nightly

@@ -57,7 +57,7 @@ ANOTHER_NUMBER: dict[str, tuple[dict[str, object], list[str]]] = {
     "megatron": ({}, ["trainer.devices=2"]),
     "fsdp": ({"trainer.backend": "fsdp"}, ["trainer.devices=2"]),
     "fsdp, fewer": ({"trainer.backend": "fsdp", "trainer.devices": 2}, ["trainer.devices=1"]),
-    "adapters": (VARIANTS["adapters"], ["trainer.devices=1"]),
+    "adapters": (VARIANTS["adapters"], ["trainer.devices=2"]),
     "roles": (VARIANTS["roles"], ["trainer.devices=1", "rollout.engines=1"]),
 }
 
@@ -205,8 +205,12 @@ def test_in_bf16_another_number_of_replicas_is_within_rounding_or_undecided_and_
     assert code in (0, 3), printed
     assert "bits may differ: trainer.devices is 1 and 2" in printed
 
-    flip.touch()
     repeat = ["--replay", "0:2", "--work", str(tmp_path / "repeated"), "trainer.devices=2"]
-    code, printed = ended(launch("verify", str(run_dir), *repeat, **{FLIP_FILE: str(flip)}))
+    repetition = launch("verify", str(run_dir), *repeat, **{FLIP_FILE: str(flip)})
+    # rewards are tried before the coordinator starts, and a trial is no group
+    started = tmp_path / "repeated" / "run" / "logs" / "coordinator.log"
+    repetition.wait_for(started.exists, "a coordinator", TIMEOUT_S)
+    flip.touch()
+    code, printed = ended(repetition)
     assert not flip.exists() and code == 1, "negative control: " + printed
     assert "they differ in iteration 0, first in the rewards: " in printed

@@ -106,6 +106,52 @@ class FusionAttention:
         )
 
 
+def dense_attention(arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """npu_fusion_attention_v3 without a mask, as torch_npu calls it for scaled_dot_product_attention:
+    [batch, heads, length, head_dim].
+    """
+    q, k, v = _dense(arguments)
+    probabilities, highest, sums = _dense_probabilities(q, k, arguments.get("scale", 1.0))
+    out = probabilities @ v
+    shape = (*highest.shape, STATS_WIDTH)
+    maximum, total = (x[..., None].float().expand(shape).contiguous() for x in (highest, sums))
+    nothing = torch.empty(0, dtype=arguments["query"].dtype)
+    seed = torch.zeros(1, dtype=torch.int64)
+    return out.to(arguments["query"].dtype), maximum, total, nothing, seed, seed.clone()
+
+
+def dense_attention_backward(arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """npu_fusion_attention_grad_v3 for the same."""
+    q, k, v = _dense(arguments)
+    grad, out = (arguments[name].double() for name in ("dy", "attention_in"))
+    scale = arguments.get("scale_value", 1.0)
+    probabilities, highest, _ = _dense_probabilities(q, k, scale)
+    assert arguments["softmax_max"].shape == (*highest.shape, STATS_WIDTH)
+    correction = (grad * out).sum(-1, keepdim=True)
+    dscores = probabilities * (grad @ v.mT - correction) * scale
+    gradients = (dscores @ k, dscores.mT @ q, probabilities.mT @ grad)
+    dtype = arguments["query"].dtype
+    return *(gradient.to(dtype) for gradient in gradients), torch.empty(0), torch.empty(0)
+
+
+def _dense(arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    q, k, v = (arguments[name].double() for name in ("query", "key", "value"))
+    assert arguments["input_layout"] == "BNSD" and q.dim() == 4
+    assert q.shape == k.shape == v.shape and arguments["head_num"] == q.shape[1]
+    assert arguments.get("atten_mask") is None and arguments.get("keep_prob", 1.0) == 1.0
+    return q, k, v
+
+
+def _dense_probabilities(
+    q: torch.Tensor, k: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scores = q @ k.mT * scale
+    highest = scores.amax(-1)
+    exponentials = (scores - highest[..., None]).exp()
+    sums = exponentials.sum(-1)
+    return exponentials / sums[..., None], highest, sums
+
+
 def tnd_to_ntd(stats: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """[tokens, heads, 8] by shape and memory -> the same shape over memory that is [heads, length,
     8] per sequence.
@@ -319,9 +365,18 @@ def dtype_cast(arguments: dict[str, Any]) -> torch.Tensor:
     return torch.Tensor.to(arguments["input"], arguments["dtype"])
 
 
+def format_cast(arguments: dict[str, Any]) -> torch.Tensor:
+    """npu_format_cast, by which torch_npu lays out weights of convolutions as they come to a device:
+    other places of memory, no other values.
+    """
+    return torch.clone(arguments["input"])
+
+
 def all_references(softmax_layout: SoftmaxLayout = "honoured") -> dict[str, Any]:
     """Every reference, by operator name."""
     return FusionAttention(softmax_layout).references() | {
+        "npu::npu_fusion_attention_v3": dense_attention,
+        "npu::npu_fusion_attention_grad_v3": dense_attention_backward,
         "npu::npu_rms_norm": rms_norm,
         "npu::npu_rms_norm_backward": rms_norm_backward,
         "npu::npu_rotary_mul": rotary,
@@ -331,6 +386,7 @@ def all_references(softmax_layout: SoftmaxLayout = "honoured") -> dict[str, Any]
         "npu::npu_grouped_matmul": grouped_matmul,
         "npu::npu_gather_backward": gather_backward,
         "npu::_npu_dtype_cast": dtype_cast,
+        "npu::npu_format_cast": format_cast,
         "aten::_fused_adamw_": fused_adamw,
         "aten::matmul_backward": matmul_backward,
     }

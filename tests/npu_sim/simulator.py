@@ -33,11 +33,12 @@ NATIVE = {
     "_reshape_alias",
     "npu_get_npu_format",
     "get_npu_format",
-    "npu_format_cast",
     "copy_memory_",
 }
-# Operators that take operands on two devices on real hardware too.
-MIXED = {"aten::copy_", "aten::_to_copy", "aten::set_"}
+# Operators that take operands on two devices on real hardware too. torch's advanced indexing moves
+# indices to the device of what they index.
+INDEXING = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+MIXED = {"aten::copy_", "aten::_to_copy", "aten::set_", *INDEXING}
 RUNS_EVERYWHERE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
 STRUCTURED, OF_OUT = (
     "CompositeExplicitAutogradNonFunctional",

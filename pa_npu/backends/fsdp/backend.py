@@ -42,6 +42,7 @@ from pa_npu.backends.protocol import (
     HeldTensor,
     MicrobatchSource,
     Step,
+    StepOptions,
     SteppedTensor,
     refuse_attachments,
 )
@@ -55,6 +56,7 @@ from pa_npu.planning.publish import senders_of
 from pa_npu.platform.base import Platform
 from pa_npu.samples.microbatch import Microbatch, filler
 from pa_npu.telemetry.timeline import Timeline, now
+from pa_npu.vision.family import TOWER
 from pa_npu.vision.processor import ImageProcessor
 from pa_npu.weight_transfer.computation import Computation, computation_of
 from pa_npu.weight_transfer.digest import digest_of
@@ -138,8 +140,15 @@ class FsdpBackend:
             return None
         model, dtype = self._models[late_from or "policy"], DTYPES[self._config.model.dtype]
         if not isinstance(model, Adapted) or self._config.publish.lora == "merged":
+            # engines that sleep lose all weights
+            is_kept = self._config.model.vision == "frozen" and not self._config.placement.colocate
             return self._whole(
-                model, bucket_bytes, group, on_host=late_from is not None, senders=senders
+                model,
+                bucket_bytes,
+                group,
+                sent_once=TOWER if self._module.reads_images and is_kept else "",
+                on_host=late_from is not None,
+                senders=senders,
             )
         base = base_of(model, self._config.model.path, dtype) if self.place.publishes else None
         return ShardedWeights(
@@ -226,9 +235,10 @@ class FsdpBackend:
     def share_weights(self) -> None:
         """Nothing to do: every pass gathers the shards."""
 
-    def step(self) -> Step:
+    def step(self, options: StepOptions | None = None) -> Step:
+        """See TrainBackend. options: of this step alone; None takes the configuration's."""
         with self._offloaded.on_device():
-            grad_norm, learning_rate = self._optimizer.step(self._shard_group)
+            grad_norm, learning_rate = self._optimizer.step(self._shard_group, options)
         self._platform.synchronize()
         return Step(grad_norm if math.isfinite(grad_norm) else math.nan, learning_rate)
 
@@ -306,6 +316,8 @@ class FsdpBackend:
         model: ScoredModel | Adapted,
         bucket_bytes: int,
         group: dist.ProcessGroup | None,
+        *,
+        sent_once: str = "",
         on_host: bool = False,
         senders: Senders = "leader",
     ) -> ShardedWeights:
@@ -321,6 +333,7 @@ class FsdpBackend:
             bucket_bytes,
             dtype,
             group,
+            sent_once=sent_once,
             on_host=on_host,
             senders=senders,
         )

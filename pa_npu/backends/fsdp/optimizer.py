@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from pa_npu.algorithm.update_sums import SAMPLED_EVERY, ReducedGradient
 from pa_npu.backends.optimizer import learning_rate
-from pa_npu.backends.protocol import SteppedTensor
+from pa_npu.backends.protocol import StepOptions, SteppedTensor
 from pa_npu.config.schema import Config
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -93,21 +93,32 @@ class ShardedAdamW:
             gradient.mul_(factor)
 
     @torch.no_grad()
-    def step(self, shard_group: dist.ProcessGroup | None) -> tuple[float, float]:
-        """Clip and apply; shard_group: ranks whose shards make the whole.
+    def step(
+        self, shard_group: dist.ProcessGroup | None, options: StepOptions | None = None
+    ) -> tuple[float, float]:
+        """Clip and apply; shard_group: ranks whose shards make the whole. options: of this step
+        alone; None takes the configuration's.
 
         Returns (gradient norm before clipping, learning rate).
         """
+        if options is not None:
+            self.resume(options.updates)
+            for group in self.adamw.param_groups:
+                group["betas"] = options.betas
+                group["eps"] = options.epsilon
+                group["weight_decay"] = options.weight_decay
         squares = [gradient.to(self._summed_in).square().sum() for gradient in self._gradients()]
         total = torch.stack(squares).sum()
         if shard_group is not None:
             dist.all_reduce(total, group=shard_group)
         norm = math.sqrt(float(total.item()))
-        largest = self._config.optimizer.clip_grad
+        largest = self._config.optimizer.clip_grad if options is None else options.clip_norm
         if largest and largest / (norm + 1e-6) < 1.0:
             self.scale_gradients(largest / (norm + 1e-6))
         self.updates += 1
         rate = learning_rate(self._config, self.updates)
+        if options is not None:
+            rate = options.learning_rate
         for group in self.adamw.param_groups:
             group["lr"] = rate
         if math.isfinite(norm):

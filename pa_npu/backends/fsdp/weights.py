@@ -77,6 +77,7 @@ class ShardedWeights(GatheredWeights):
         group: dist.ProcessGroup | None,
         *,
         base: Base | None = None,
+        sent_once: str = "",
         on_host: bool = False,
         senders: Senders = "leader",
     ) -> None:
@@ -97,6 +98,7 @@ class ShardedWeights(GatheredWeights):
             group,
             device,
             base=base,
+            sent_once=sent_once,
             on_host=on_host,
             senders=senders,
         )

@@ -207,7 +207,7 @@ def broken_deadlines(c: ConfigTree) -> Iterator[str]:
                     f"{_LONGEST_WAIT_S} or less"
                 )
     wait_s = c.deadlines.wait_timeout_s
-    if c.environment.name == "agents":
+    if c.environment.has_gateway:
         awaited = "the sessions of a group"
         why = (
             f"environment.timeout_s = {c.deadlines.environment_timeout_s:g} for each of "

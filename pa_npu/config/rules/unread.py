@@ -66,18 +66,23 @@ CONDITIONS: tuple[Condition, ...] = (
         "set environment.name to another than single_turn",
     ),
     Condition(
-        "agent.command agent.programs agent.concurrent agent.output_kib agent.container",
+        "agent.command agent.programs agent.output_kib agent.container",
         lambda c: c.environment.name == "agents",
         "set environment.name=agents",
     ),
     Condition(
+        "agent.concurrent",
+        lambda c: c.environment.has_gateway,
+        "set environment.name=agents",
+    ),
+    Condition(
         "agent.discards",
-        lambda c: c.environment.name in ("agents", "remote", "tool_class"),
+        lambda c: c.environment.has_sessions,
         "set environment.name=agents",
     ),
     Condition(
         "agent.tool_parser",
-        lambda c: c.environment.name in ("agents", "tool_class"),
+        lambda c: c.environment.has_gateway or c.environment.name == "tool_class",
         "set environment.name=agents",
     ),
     Condition(

@@ -60,8 +60,8 @@ class ModelConfig(Section):
     vision: Literal["frozen", "trained"] = Field(
         "frozen",
         description="Whether the part of the model that reads images is trained too. frozen keeps "
-        "its weights, needs no memory for its gradients, and LoRA leaves it out. Needs "
-        "trainer.backend=fsdp.",
+        "its weights, needs no memory for its gradients, sends it to engines once, and LoRA leaves "
+        "it out. Needs trainer.backend=fsdp.",
     )
     trust_remote_code: bool = Field(
         False,
@@ -176,8 +176,9 @@ class DataConfig(Section):
         ...,
         description="Training prompts: a JSONL, CSV or parquet file (question/answer, "
         "prompt/answer or messages), a directory of the datasets library, datasets:NAME for "
-        "what that library loads, reasoning_gym:NAME[,NAME...] for tasks that make their rows, or "
-        "a list of several that are mixed by weight.",
+        "what that library loads, reasoning_gym:NAME[,NAME...] for tasks that make their rows, "
+        "verifiers:NAME for those of an environment of environment.options.environments, or a "
+        "list of several that are mixed by weight.",
     )
     test: Annotated[FilePath, Field(min_length=1)] | Dataset | None = Field(
         None, description="Held-out prompts in the same formats. null turns evaluation off."

@@ -194,7 +194,8 @@ class EnvironmentConfig(Section):
         description="How a prompt becomes samples: single_turn; tools (several turns with a tool); "
         "agents (programs that call the run's gateway, docs/agents.md); remote (a "
         "server with reset and step); tool_class (a class whose methods are tools, TRL's "
-        "environment_factory); or module:Class, a class of your own.",
+        "environment_factory); verifiers (its tasksets, harnesses and rewards); or module:Class, a "
+        "class of your own.",
     )
     max_turns: int = Field(
         4, ge=1, le=1000, description="Maximum number of the policy's turns in one sample."
@@ -219,6 +220,16 @@ class EnvironmentConfig(Section):
         description="Options that the environment itself reads. Its docstring lists them, e.g. "
         "that of pa_npu.environments.tools.",
     )
+
+    @property
+    def has_gateway(self) -> bool:
+        """Returns whether sessions are worked at by programs, through the run's gateway."""
+        return self.name in ("agents", "verifiers")
+
+    @property
+    def has_sessions(self) -> bool:
+        """Returns whether samples are made of sessions, whose environment may give rewards."""
+        return self.has_gateway or self.name in ("remote", "tool_class")
 
 
 MAX_REWARD = 1e15

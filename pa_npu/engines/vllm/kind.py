@@ -143,7 +143,7 @@ def server_command(
         argv += version.expert_choices_args
     vision = read_vision(spec.path)
     if vision is not None and config.data.images_column is not None:
-        argv += ["--enable-scale-out", "--limit-mm-per-prompt", json.dumps({"video": 0})]
+        argv += ["--limit-mm-per-prompt", json.dumps({"video": 0})]
     device = platform.get(config.run.device)
     env = {
         "VLLM_SERVER_DEV_MODE": "1",  # /collective_rpc and /reset_prefix_cache

@@ -5,12 +5,19 @@ log-prob, and writes token strings, offsets and top log-probs as JSON. Nobody re
 compact_answer). The engine gets the same sampling parameters as from that handler, so the responses
 are the same, and their texts too.
 
+A prompt with images has one placeholder for each. vLLM's renderer makes its patches and says how
+many placeholders it is, or finds the image by its key. Where it stands is said by the request and
+not searched for: a placeholder that the policy wrote is a token.
+
 Runs in the engine's own interpreter (guard.py calls it); imports vLLM when it is used.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
+import dataclasses
 import io
 import json
 import logging
@@ -57,6 +64,11 @@ async def respond(app: Any, body: bytes) -> bytes:
 
     engine: Any = app.state.engine_client
     asked, prompt = _request(body)
+    images = _images(asked, prompt)
+    try:
+        engine_input, prompt = await _engine_input(engine, prompt, images)
+    except ValueError as error:  # also of a key that it does not know
+        raise VllmRequestRefused(str(error)) from error
     room = int(engine.model_config.max_model_len) - len(prompt)
     if room < 1:
         raise VllmRequestRefused(
@@ -72,7 +84,7 @@ async def respond(app: Any, body: bytes) -> bytes:
     answer: Any = None
     try:
         parameters = SamplingParams(**options)
-        async for output in engine.generate(_engine_input(prompt), parameters, f"{request}-0"):
+        async for output in engine.generate(engine_input, parameters, f"{request}-0"):
             answer = output  # one, at the end
     except ValueError as error:  # what vLLM raises for a request that cannot be served
         raise VllmRequestRefused(str(error)) from error
@@ -80,7 +92,7 @@ async def respond(app: Any, body: bytes) -> bytes:
         raise RuntimeError("the engine ended the request without an answer")
     outputs = sorted(answer.outputs, key=lambda output: output.index)
     responses = [_response(output, with_logprobs="logprobs" in asked) for output in outputs]
-    return compact_answer.encode(request, responses)
+    return compact_answer.encode(request, responses, prompt if images else ())
 
 
 def _request(body: bytes) -> tuple[dict[str, Any], list[int]]:
@@ -118,13 +130,93 @@ def _sampling_options(app: Any, asked: dict[str, Any], room: int) -> dict[str, A
     return options
 
 
-def _engine_input(prompt: list[int]) -> Any:
-    """Returns a prompt of token ids as this release takes it."""
+@dataclasses.dataclass(frozen=True)
+class _Image:
+    """An image of a request, see pa_npu.engines.images.RequestImage."""
+
+    place: int
+    key: str
+    data: str
+
+
+def _images(asked: dict[str, Any], prompt: Sequence[int]) -> list[_Image]:
+    """Returns the images of a request. Raises RequestRefused."""
+    try:
+        images = [_Image(**image) for image in asked.get("images") or ()]
+        before = -1
+        for image in images:
+            if not before < image.place < len(prompt):
+                raise ValueError("their places must ascend within the prompt")
+            before = image.place
+    except (TypeError, ValueError) as error:
+        raise VllmRequestRefused(f"images: {error}") from None
+    return images
+
+
+async def _engine_input(
+    engine: Any, prompt: list[int], images: Sequence[_Image]
+) -> tuple[Any, list[int]]:
+    """Returns a prompt of token ids as this release takes it, and its tokens with all placeholders.
+
+    Raises ValueError for an image that it does not have or cannot read.
+    """
+    if images:
+        return await _with_images(engine.renderer, prompt, images)
     try:
         from vllm.inputs.engine import tokens_input
     except ImportError:  # a release that renders it itself
-        return {"prompt_token_ids": prompt}
-    return tokens_input(prompt)
+        return {"prompt_token_ids": prompt}, prompt
+    return tokens_input(prompt), prompt
+
+
+async def _with_images(
+    renderer: Any, prompt: Sequence[int], images: Sequence[_Image]
+) -> tuple[Any, list[int]]:
+    """Returns the input for a prompt with images, and its tokens with all placeholders."""
+    from vllm.inputs.engine import mm_input
+    from vllm.multimodal.inputs import MultiModalKwargsItems
+
+    whole: list[int] = []
+    features = []
+    hashes = []
+    places = []
+    copied = 0
+    for image in images:  # in order, as the engine's own cache is filled
+        rendered = await _rendered(renderer, prompt[image.place], image)
+        whole += prompt[copied : image.place]
+        (place,) = rendered["mm_placeholders"]["image"]
+        places.append(dataclasses.replace(place, offset=len(whole) + place.offset))
+        whole += rendered["prompt_token_ids"]
+        features += rendered["mm_kwargs"]["image"]
+        hashes += rendered["mm_hashes"]["image"]
+        copied = image.place + 1
+    whole += prompt[copied:]
+    kwargs = MultiModalKwargsItems({"image": features})
+    return mm_input(whole, kwargs, {"image": hashes}, {"image": places}), whole
+
+
+async def _rendered(renderer: Any, placeholder: int, image: _Image) -> Any:
+    """Returns what vLLM makes of a prompt that is this image alone.
+
+    Raises ValueError for a key that is not kept, and for data that is no image.
+    """
+    pixels = None if not image.data else await asyncio.to_thread(_opened, image.data)
+    asked = {
+        "prompt_token_ids": [placeholder],
+        "multi_modal_data": {"image": [pixels]},
+        "multi_modal_uuids": {"image": [image.key]},
+    }
+    (rendered,) = await renderer.render_cmpl_async([asked])
+    return rendered
+
+
+def _opened(data: str) -> Any:
+    from PIL import Image
+
+    try:
+        return Image.open(io.BytesIO(base64.b64decode(data, validate=True))).convert("RGB")
+    except (binascii.Error, OSError, SyntaxError) as error:
+        raise ValueError(f"images: its data is no PNG in base64 ({error})") from None
 
 
 def _response(output: Any, *, with_logprobs: bool) -> compact_answer.CompactResponse:

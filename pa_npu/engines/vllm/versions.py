@@ -5,10 +5,10 @@ processed_logprobs, --generation-config, --worker-extension-cls, --[no-]enable-p
 --enforce-eager; with VLLM_SERVER_DEV_MODE=1 /collective_rpc and /reset_prefix_cache; and the
 layerwise reload by which pa_npu.engines.vllm.worker loads new weights.
 
-Token ids go in and out of /v1/completions (`return_token_ids`). Images need /inference/v1/generate,
-which takes them beside token ids since 0.32, behind --enable-scale-out. vLLM's own weight transfer
-changed in 0.23 and 0.28 and is not used. Asynchronous scheduling may stay as each release decides:
-a publish comes when no request is in flight.
+Token ids go in and out of /v1/completions (`return_token_ids`). Images need an engine that takes
+what its renderer makes of them, placed by the request (vllm/responses.py), and a reset of its cache
+of images. vLLM's own weight transfer changed in 0.23 and 0.28 and is not used. Asynchronous
+scheduling may stay as each release decides: a publish comes when no request is in flight.
 """
 
 from __future__ import annotations
@@ -162,8 +162,10 @@ def installed(python: str | None) -> dict[str, str]:
     return distributions(python, _DISTRIBUTIONS)
 
 
-IMAGES_FROM = (0, 32)
-"""The first release of vLLM whose /inference/v1/generate takes images."""
+IMAGES_FROM = (0, 23)
+"""The first release of vLLM that takes images here. 0.32 was run on CPU; of 0.23 inputs/engine.py and
+v1/engine/input_processor.py were read.
+"""
 
 
 def images_problem(found_versions: Mapping[str, str]) -> str | None:
@@ -174,7 +176,7 @@ def images_problem(found_versions: Mapping[str, str]) -> str | None:
     names = ", ".join(f"{name} {version}" for name, version in sorted(found_versions.items()))
     return (
         f"{names or 'no vllm'}, but images need vLLM {IMAGES_FROM[0]}.{IMAGES_FROM[1]} or later, "
-        "whose /inference/v1/generate takes them; install it, or set rollout.backend=transformers"
+        "which takes them beside token ids; install it, or set rollout.backend=transformers"
     )
 
 

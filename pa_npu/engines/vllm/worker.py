@@ -13,6 +13,7 @@ guard resets the prefix cache, which still holds keys and values of the old weig
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,9 @@ from pa_npu.engines.vllm.live import live_tensors
 from pa_npu.engines.vllm.streams import follow_streams
 from pa_npu.engines.weight_calls import WeightCalls
 from pa_npu.weight_transfer.receiver import HEAD, is_embedding, is_head
+
+_RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
+_NO_WEIGHTS = "Failed to load weights"
 
 
 class WorkerExtension(WeightCalls):
@@ -43,7 +47,7 @@ class WorkerExtension(WeightCalls):
     def _pa_load_weights(
         self, version: int, weights: Iterator[tuple[str, torch.Tensor]], kept: bool
     ) -> list[str]:
-        with _reloading(self) as model:
+        with _keeping(bool(self._pa_kept)), _reloading(self) as model:
             wanted = {name for name, _ in model.named_parameters()}
             if self._pa_get().is_tied and any(is_head(name) for name in wanted):
                 weights = with_tied_head(weights)
@@ -144,6 +148,24 @@ def _reloading(worker: Any) -> Iterator[Any]:
         finally:
             finalize_layerwise_reload(model, worker.model_config)
         pack_again(model)
+
+
+@contextmanager
+def _keeping(keeps: bool) -> Iterator[None]:
+    """Leaves out vLLM's warning of each layer that got no weights, if some keep what they have.
+
+    Which parameters got none is checked anyway.
+    """
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not (keeps and str(record.msg).endswith(_NO_WEIGHTS))
+
+    reload_logger = logging.getLogger(_RELOAD)
+    reload_logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        reload_logger.removeFilter(is_other)
 
 
 def undo_waking(worker: Any) -> None:

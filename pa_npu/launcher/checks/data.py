@@ -75,13 +75,15 @@ def check_prompts(
 
 
 def check_images(config: Config) -> None:
-    """Raises ConfigError where prompts with images meet something that would leave them out:
-    agents, whose messages have none, engines that take none, and teachers that see the text alone.
+    """Raises ConfigError where prompts with images meet something that would leave them out: worlds
+    of OpenEnv, whose policy sees nothing of a prompt, engines that take none, and teachers that see
+    the text alone.
     """
-    if config.environment.name == "agents":
+    environment = config.environment
+    if environment.name == "remote" and environment.options.get("protocol") == "openenv":
         raise ConfigError(
-            "environment.name: agents, whose messages have text alone, but the prompts have images; "
-            "take another environment, or set data.images_column=null"
+            "environment.options: protocol openenv, whose policy is shown observations alone, but "
+            "the prompts have images; take another environment, or set data.images_column=null"
         )
     kind = engine_kind(config.rollout.backend)
     if not kind.reads_images:

@@ -20,7 +20,7 @@ from pa_npu.families.model_directory import (
 from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.checks.findings import Findings
-from pa_npu.planning.known_models import KNOWN, known_spec
+from pa_npu.planning.known_models import NAMES, known_spec
 from pa_npu.planning.memory import adapter_parameters
 from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.shortages import shortages
@@ -56,7 +56,7 @@ def planned_model(config: Config, findings: Findings) -> ModelSpec:
         return check_model_files(config)
     spec = known_spec(path)
     if spec is None:
-        nearest = nearest_name(Path(path).name, KNOWN)
+        nearest = nearest_name(Path(path).name, NAMES)
         example = nearest or "Qwen2.5-7B or Qwen3-8B"
         raise ConfigError(
             f"model.path: {shown(path)} does not exist, and no public model of this name is known "
@@ -114,10 +114,19 @@ def vision_lines(config: Config, spec: ModelSpec) -> list[str]:
         return []
     processor = ImageProcessor.from_directory(spec.path, config.data.max_image_pixels)
     side = processor.token_pixels
-    return [
+    largest = processor.max_pixels // side**2
+    lines = [
         f"model.vision: {config.model.vision}, {tower:,} of {spec.num_parameters:,} parameters read "
-        f"images of up to {processor.max_pixels:,} pixels, a token for {side} x {side} of them"
+        f"images of up to {processor.max_pixels:,} pixels, a token for {side} x {side} of them, "
+        f"{largest:,} for the largest"
     ]
+    longest = config.data.max_prompt_tokens
+    if largest >= longest:
+        lines.append(
+            f"images: the largest takes more than data.max_prompt_tokens = {longest:,}; "
+            f"data.max_image_pixels={longest // 2 * side**2} makes images half of a prompt at most"
+        )
+    return lines
 
 
 def check_teachers(config: Config, spec: ModelSpec | None) -> None:

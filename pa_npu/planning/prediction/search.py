@@ -20,6 +20,7 @@ from typing import Any
 
 from pa_npu.config.mesh import nodes_of
 from pa_npu.config.schema import Config
+from pa_npu.dispatch.roles import role_units
 from pa_npu.errors import ConfigError
 from pa_npu.planning.amounts import work
 from pa_npu.planning.memory import (
@@ -51,6 +52,9 @@ _NOT_OVERLAPPED = 0.2
 _TAIL_LEFT = 0.5
 # Combinations whose estimate exceeds the best of their mode by this factor are not predicted.
 _WORTH_PREDICTING = 1.25
+
+# Engine sizes whose best estimates differ by less than this are all predicted.
+_NEARLY_EQUAL = 1.05
 
 Changes = dict[str, dict[str, Any]]  # section -> key -> value
 
@@ -115,27 +119,70 @@ class Fitting:
 def fastest(
     basis: Basis, sizes: Sizes, max_predicted: int, *, iterations: int | None = None
 ) -> list[tuple[Predicted, Config]]:
-    """Predicts the `max_predicted` combinations of each mode that look best.
+    """Predicts the `max_predicted` combinations of each mode that look best, and then as many
+    with the engines of the fastest of these.
 
     Returns (prediction, configuration) of each, the fastest first; nothing where nothing fits.
     """
     combinations = fitting(basis, sizes)
     tried: list[tuple[Predicted, Config]] = []
+    left: list[Config] = []
+
+    def predict(configs: Sequence[Config]) -> None:
+        for config in configs:
+            tried.append((basis.predict(config, iterations=iterations), config))
+        tried.sort(key=lambda item: item[0].iteration_s)
+
     for together in dict.fromkeys(combination.together for combination in combinations):
         mode = [combination for combination in combinations if combination.together == together]
-        for config in itertools.islice(_allowed(basis, mode), max_predicted):
-            tried.append((basis.predict(config, iterations=iterations), config))
-    return sorted(tried, key=lambda item: item[0].iteration_s)
+        worth = _worth_predicting(basis, mode)
+        predict(worth[:max_predicted])
+        left += worth[max_predicted:]
+    if tried:
+        engines = _engines(tried[0][1])
+        predict([config for config in left if _engines(config) == engines][:max_predicted])
+    return tried
+
+
+def _engines(config: Config) -> tuple[bool, int, int]:
+    """Returns what tells engines apart: whether they are on trainers' devices, number and size."""
+    rollout = config.rollout
+    return config.placement.colocate, rollout.engines, rollout.tensor_parallel
+
+
+def _worth_predicting(basis: Basis, combinations: Sequence[Fitting]) -> list[Config]:
+    """Returns the allowed combinations, the best of each engine size before all others where the
+    estimates are nearly equal.
+
+    The estimate knows no waves: engines with few places for sequences have a last one that is
+    nearly empty, which only the prediction sees.
+    """
+    firsts: list[Config] = []
+    others: list[Config] = []
+    engine_sizes = set()
+    best_s = None
+    for seconds, config in _allowed(basis, combinations):
+        best_s = best_s or seconds
+        shards = config.rollout.tensor_parallel
+        if shards not in engine_sizes and seconds <= _NEARLY_EQUAL * best_s:
+            engine_sizes.add(shards)
+            firsts.append(config)
+        else:
+            others.append(config)
+    return firsts + others
 
 
 def first_allowed(basis: Basis, combinations: Sequence[Fitting]) -> Config | None:
     """Returns the best combination that breaks no rule; None where all do."""
-    return next(_allowed(basis, combinations), None)
+    for _, config in _allowed(basis, combinations):
+        return config
+    return None
 
 
-def _allowed(basis: Basis, combinations: Sequence[Fitting]) -> Iterator[Config]:
-    """Yields the combinations, given the fastest first, that break no rule and are worth a
-    prediction; for each layout only the best recomputation and offload.
+def _allowed(basis: Basis, combinations: Sequence[Fitting]) -> Iterator[tuple[float, Config]]:
+    """Yields (estimate in seconds, configuration) of the combinations, given the fastest first,
+    that break no rule and are worth a prediction; for each layout only the best recomputation and
+    offload.
     """
     best_s = None
     layouts = set()
@@ -149,7 +196,7 @@ def _allowed(basis: Basis, combinations: Sequence[Fitting]) -> Iterator[Config]:
             continue
         best_s = best_s or combination.seconds
         layouts.add(combination.layout)
-        yield config
+        yield combination.seconds, config
 
 
 def fitting(basis: Basis, sizes: Sizes) -> list[Fitting]:
@@ -265,7 +312,9 @@ class _Search:
             generate_s, tail_s = self._generating_s(_with_unchecked(whole, {"rollout": rollout}))
             device_s = generate_s * decoding + train_s * config.trainer.devices
             if together:
-                seconds = generate_s + _TAIL_LEFT * tail_s + train_s
+                # devices that all change their roles together hide nothing
+                is_in_turns = len(role_units(whole)) == 1
+                seconds = generate_s + train_s + (1.0 if is_in_turns else _TAIL_LEFT) * tail_s
             else:
                 decode_s = generate_s + tail_s
                 seconds = max(decode_s, train_s) + _NOT_OVERLAPPED * min(decode_s, train_s)
@@ -287,8 +336,9 @@ class _Search:
         return share if share <= left else 0.0
 
     def _max_sequences(self, config: Config, together: bool) -> int | None:
-        """Returns the sequences that an engine's cache holds at their mean length, as a power of
-        two; None where they are too few, or the model cannot be divided so.
+        """Returns the configured number of sequences if an engine's cache holds them at their mean
+        length, else what it holds, as a power of two; None where that is too few, or the model
+        cannot be divided so.
         """
         try:
             check_engine(config, self.basis.spec)
@@ -301,10 +351,10 @@ class _Search:
         sequences = tokens / self.mean_held
         if sequences < MIN_SEQUENCES:
             return None
-        max_sequences = min(MAX_SEQUENCES, 2 ** int(math.log2(sequences)))
-        if self.sizes.max_sequences is None:
-            return max_sequences
-        return min(max_sequences, self.sizes.max_sequences)
+        configured = self.sizes.max_sequences
+        if configured is not None and configured <= sequences:
+            return configured
+        return min(MAX_SEQUENCES, 2 ** int(math.log2(sequences)))
 
     def _generating_s(self, config: Config) -> tuple[float, float]:
         """Returns the seconds of full engines, and of the steps that the longest response takes

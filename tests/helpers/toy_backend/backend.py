@@ -291,7 +291,7 @@ class PublishedTensors:
             contents.add(name, parameter)
         return contents.read()
 
-    def buckets(self, deadline: Deadline) -> Iterator[torch.Tensor]:
+    def buckets(self, deadline: Deadline, *, whole: bool = True) -> Iterator[torch.Tensor]:
         for name, start, size in self._runs:
             yield self._tensors[name].detach().view(-1)[start : start + size]
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import openai
 import pytest
@@ -51,6 +52,14 @@ async def test_sessions_cannot_use_each_other_and_strangers_can_use_none(
     assert (await mine.send("/reward", {"reward": 2.0}, agents.sessions.key))[0] == 200, (
         "the run's key may"
     )
+    # a program may send a key of its own beside the session's, in either header
+    other = {"Authorization": "Bearer EMPTY", "x-api-key": mine.key}
+    for headers in (other, {"Authorization": f"Bearer {mine.key}", "x-api-key": "EMPTY"}):
+        async with (
+            aiohttp.ClientSession() as http,
+            http.get(f"{mine.root}/v1/models", headers=headers) as reply,
+        ):
+            assert reply.status == 200
     for reward in (float("nan"), "1", True, None, 1e39, 1e308, -1e16, 10**400, [1.0], {}):
         assert (await mine.send("/reward", {"reward": reward}))[0] == 400
     await agents.sessions.remove(mine.session)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import aiohttp
 import anthropic
 import numpy as np
 import openai
 import pytest
 
+from pa_npu.agents import gateway
 from pa_npu.agents.environment import AgentEnvironment
 from tests.helpers.agents import (
     CALL,
@@ -260,3 +262,68 @@ async def test_options_of_the_template_that_the_run_has_are_accepted(
         await client.chat(
             [user("q")], extra_body={"chat_template_kwargs": {"enable_thinking": True}}
         )
+
+
+NESTED = {depth: "[" * depth + "]" * depth for depth in (300, 900, 980, 20_000)}
+HOSTILE = [
+    ("responses", '{"input": "x\\ud800"}'),
+    ("responses", '{"input": [{"role": "user", "content": [{"type": "input_text", "text": "\\udfff"}]}]}'),
+    ("responses", '{"input": "q", "metadata": {"\\uDC00": 1}}'),
+    ("messages", '{"max_tokens": 5, "messages": [{"role": "user", "content": "x\\ud800"}]}'),
+    ("messages", '{"max_tokens": 5, "messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}'),
+    ("responses", '{"input": [{"type": "function_call_output", "call_id": "c", "output": 3}]}'),
+    ("responses", '{"input": [{"type": "function_call", "call_id": "c", "name": 3, "arguments": 4}]}'),
+    ("responses", '{"input": "q", "max_output_tokens": 1%s}' % ("0" * 5_000)),
+    ("messages", '{"max_tokens": -1, "messages": [{"role": "user", "content": "x"}]}'),
+    *(
+        (path, body % nested)
+        for nested in NESTED.values()
+        for path, body in (
+            ("responses", '{"input": %s}'),
+            ("responses", '{"input": "q", "tools": %s}'),
+            ("responses", '{"input": "q", "tool_choice": %s}'),
+            ("responses", '{"input": "q", "text": {"format": %s}}'),
+            ("responses", '{"input": "q", "previous_response_id": %s}'),
+            ("responses", '{"input": [{"type": "function_call", "name": "f", "arguments": %s}]}'),
+            ("responses", '{"input": [{"role": "user", "content": %s}]}'),
+            ("messages", '{"max_tokens": 5, "messages": %s}'),
+            ("messages", '{"max_tokens": 5, "messages": [{"role": "user", "content": %s}]}'),
+            ("messages", '{"max_tokens": 5, "messages": [{"role": "user", "content": "q"}], "tools": %s}'),
+            ("messages", '{"max_tokens": 5, "messages": [{"role": "user", "content": "q"}], "thinking": %s}'),
+        )
+    ),
+]  # fmt: skip
+
+
+async def test_hostile_bodies_of_other_apis_are_refused_in_their_form(
+    agents: AgentEnvironment,
+) -> None:
+    client = await client_of(agents, Policy(asks_then_answers))
+    headers = {"Authorization": f"Bearer {client.key}", "Content-Type": "application/json"}
+    async with aiohttp.ClientSession() as http:
+        for path, body in HOSTILE:
+            url = f"{client.root}/v1/{path}"
+            async with http.post(url, data=body.encode(), headers=headers) as reply:
+                answer = await reply.json()
+            about = (path, body[:80], answer)
+            assert reply.status == 400, about
+            message = answer["error"]["message"]
+            assert message and "\n" not in message and len(message) < 500, about
+            assert answer["error"]["type"] == "invalid_request_error", about
+            assert (answer.get("type") == "error") == (path == "messages"), about
+    assert len(client.session.tree.nodes) == 1 and not client.session.conversations
+
+
+async def test_what_is_too_long_for_any_branch_is_refused_by_other_apis_before_it_is_parsed(
+    agents: AgentEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await client_of(agents, Policy(asks_then_answers))
+    parsed: list[int] = []
+    loads = gateway.json.loads
+    monkeypatch.setattr(gateway.json, "loads", lambda data: parsed.append(len(data)) or loads(data))
+    status, answer = await client.send("/v1/responses", {"input": [user("q")] * 10**5})
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        status, answer = await client.send(path, {"messages": [user("q")] * 10**5})
+        assert status == 400 and answer["error"]["message"].startswith("prompt is too long")
+    assert max(parsed, default=0) < 2**16, "the client's own answers are parsed here too"

@@ -57,9 +57,9 @@ async def test_what_is_too_long_for_any_limit_is_refused_before_the_template_see
 ) -> None:
     client = await client_of(agents, Policy(asks_then_answers))
     rendered: list[str] = []
-    render = agents._chat.render
+    render = agents._chat.rendered
     monkeypatch.setattr(
-        agents._chat, "render", lambda *args, **more: rendered.append("") or render(*args, **more)
+        agents._chat, "rendered", lambda *args, **more: rendered.append("") or render(*args, **more)
     )
     for long in ([user("x" * 64 * 400)], [user("x")] * 64 * 400):
         with pytest.raises(

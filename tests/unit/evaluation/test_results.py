@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from pa_npu.config.schema import Config
 from pa_npu.errors import DataError
+from pa_npu.evaluation.harness_file import harness_results
 from pa_npu.evaluation.results import (
     EvaluationProgress,
     Judged,
@@ -116,3 +119,18 @@ def test_a_run_says_what_each_version_gained_since_the_first_and_since_the_one_b
             "a": {metric: asdict(value) for metric, value in expected.items()}
         }
     assert last["first"]["sets"]["a"]["avg@4"]["value"] == pytest.approx(0.75 / 3)
+
+
+def test_numbers_in_lm_evals_layout_have_its_standard_errors() -> None:
+    """The deviation of the questions' numbers, divided by the root of how many there are."""
+    responses = four_samples([4, 2, 0]) + [judged(q, 0, q != 2, kind="greedy") for q in range(3)]
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
+    written = harness_results(responses, config)
+    row = written["results"]["a"]
+    assert row["exact_match,none"] == pytest.approx(2 / 3)
+    assert row["exact_match_stderr,none"] == pytest.approx(np.std([1, 1, 0], ddof=1) / 3**0.5)
+    assert row["avg@4,none"] == pytest.approx(0.5)
+    assert row["avg@4_stderr,none"] == pytest.approx(np.std([1, 0.5, 0], ddof=1) / 3**0.5)
+    assert written["n-samples"] == {"a": {"original": 3, "effective": 3}}
+    alone = harness_results([judged(0, 0, True, kind="greedy")], config)
+    assert alone["results"]["a"]["exact_match_stderr,none"] == "N/A"

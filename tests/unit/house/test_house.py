@@ -19,7 +19,7 @@ from tests.helpers.house import PACKAGE, Import, circles, imports, modules, pack
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("api",),
     ("launcher",),
-    ("coordinator", "trainer", "viewer", "agents"),
+    ("coordinator", "trainer", "viewer", "agents", "service"),
     ("engines", "backends", "publish", "environments", "checkpoints"),
     ("samples", "families", "planning", "dispatch"),
     ("attention", "algorithm", "data", "rewards", "evaluation", "vision"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from pa_npu.families.model_directory import load_tokenizer
 from pa_npu.families.spec import ModelSpec
 from pa_npu.launcher.checks.data import check_images, check_training
 from pa_npu.launcher.checks.model import vision_lines
+from pa_npu.planning.known_models import known_spec
 from pa_npu.planning.memory import trainer_memory
 from pa_npu.planning.model_rules import check_division
 from tests.helpers.vision import make_vision, vision_config, write_squares
@@ -40,12 +42,15 @@ def line_of(call: Callable[[], Any]) -> str:
     return str(refused.value)
 
 
-def test_engines_and_agents_without_images_are_refused(model: Path, squares: Path) -> None:
-    config = vision_config(model, squares, environment={"name": "agents"}, agent={"command": "x"})
-    assert "whose messages have text alone, but the prompts have images" in line_of(
+def test_a_world_that_shows_nothing_of_a_prompt_is_refused(model: Path, squares: Path) -> None:
+    options = {"url": "http://127.0.0.1:1", "protocol": "openenv"}
+    remote = {"name": "remote", "options": options}
+    config = vision_config(model, squares, environment=remote)
+    assert "protocol openenv, whose policy is shown observations alone, but the prompts" in line_of(
         lambda: check_images(config)
     )
-    check_images(vision_config(model, squares))
+    agents = {"environment": {"name": "agents"}, "agent": {"command": "x"}}
+    check_images(vision_config(model, squares, **agents))
 
 
 def test_a_teacher_that_sees_the_text_alone_is_refused(
@@ -110,6 +115,60 @@ def test_a_text_model_and_rows_with_images_are_refused(
     assert "model.vision: trained, but" in line_of(lambda: vision_lines(trained, spec))
 
 
+def test_models_that_attend_both_ways_inside_an_image_and_videos_are_refused(
+    model: Path, squares: Path, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(str(model))
+    gemma = tmp_path / "gemma"
+    gemma.mkdir()
+    raw = {"model_type": "gemma3", "vision_config": {"hidden_size": 8}}
+    (gemma / "config.json").write_text(json.dumps(raw))
+    line = line_of(lambda: check_training(tokenizer, vision_config(gemma, squares)))
+    assert "a model of gemma3 may attend both ways inside an image" in line
+    assert "set model.path to one of qwen2_5_vl" in line
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "<video>A", "answer": "1", "videos": ["1.mp4"]}) + "\n")
+    line = line_of(lambda: check_training(tokenizer, vision_config(model, rows)))
+    assert "rows.jsonl:1: videos, which are not supported; remove the column, or the row" in line
+
+
+def test_a_published_model_is_planned_by_its_name_alone() -> None:
+    for name, total, tower in (
+        ("Qwen2.5-VL-7B-Instruct", 8_292_166_656, 676_550_144),
+        ("Qwen3-VL-8B-Instruct", 8_767_123_696, 576_388_336),
+    ):
+        spec = known_spec(f"models/{name.lower()}")
+        assert spec is not None and spec.num_parameters == total
+        assert spec.num_tower_parameters == tower
+        config = vision_config(Path(f"models/{name}"), data={"max_prompt_tokens": 2048})
+        first, second = vision_lines(config, spec)
+        assert "16,384 for the largest" in first
+        assert "the largest takes more than data.max_prompt_tokens = 2,048" in second
+        megatron = {"trainer": {"backend": "megatron"}}
+        refused = vision_config(Path(f"models/{name}"), **megatron)
+        line = line_of(lambda config=refused, spec=spec: check_division(config, spec))
+        assert (
+            line.startswith("trainer.backend: megatron, but") and "set trainer.backend=fsdp" in line
+        )
+
+
+def test_a_trained_tower_keeps_its_blocks_and_a_frozen_one_has_one_at_a_time() -> None:
+    spec = known_spec("Qwen2.5-VL-7B-Instruct")
+    assert spec is not None
+    sizes = {}
+    for vision in ("frozen", "trained"):
+        config = vision_config(
+            Path("models/Qwen2.5-VL-7B-Instruct"),
+            model={"vision": vision, "dtype": "bf16"},
+            data={"max_prompt_tokens": 1024},
+        )
+        sizes[vision] = dict(trainer_memory(config, spec).parts)["images"]
+    patches = 4 * 1024
+    block = (8 * 1280 + 3 * 3420) * 2  # bytes of a patch in a block, in bf16
+    assert sizes["frozen"] == patches * (3 * 2 * 14 * 14 * 4 + block)
+    assert sizes["trained"] - sizes["frozen"] == patches * 32 * block
+
+
 def test_rows_that_are_trained_as_they_are_refuse_images(squares: Path, model: Path) -> None:
     from pa_npu.data.row_layouts import read_conversations
 
@@ -127,7 +186,7 @@ def test_a_plan_says_what_images_cost_and_a_frozen_tower_needs_no_optimizer(
     for vision in ("frozen", "trained"):
         config = vision_config(model, squares, model={"vision": vision})
         spec = ModelSpec.from_config(config)
-        (line,) = vision_lines(config, spec)
+        line, *_ = vision_lines(config, spec)
         assert line.startswith(f"model.vision: {vision}, 244,928 of 737,600 parameters read images")
         sizes[vision] = dict(trainer_memory(config, spec).parts)
     assert sizes["trained"]["optimizer"] - sizes["frozen"]["optimizer"] == 2 * 4 * 244_928

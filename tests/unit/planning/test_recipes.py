@@ -30,6 +30,7 @@ from tests.helpers.recipes import (
     ROOT,
     SIZED,
     STAGES,
+    WITH_IMAGES,
     claims,
     dry_run,
     planned,
@@ -105,7 +106,13 @@ def test_the_arithmetic_in_a_recipe_is_what_dry_run_prints(recipe: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("recipe", "devices"), zip(STAGES, (8, 16), strict=True), ids=["sft", "distill"]
+    ("recipe", "devices"),
+    [
+        *zip(STAGES, (8, 16), strict=True),
+        # read by transformers; their shapes in CI: launcher/test_images.py
+        *(pytest.param(recipe, 8, marks=pytest.mark.nightly) for recipe in WITH_IMAGES),
+    ],
+    ids=["sft", "distill", "qwen2.5 with images", "qwen3 with images"],
 )
 def test_the_recipe_of_a_stage_fits_and_says_what_dry_run_prints(
     recipe: Path, devices: int

@@ -77,7 +77,9 @@ class Source:
             contents.add(name, tensor)
         return contents.read()
 
-    def buckets(self, deadline: transport.Deadline) -> Iterator[torch.Tensor]:
+    def buckets(
+        self, deadline: transport.Deadline, *, whole: bool = True
+    ) -> Iterator[torch.Tensor]:
         for number, bucket in enumerate(self.manifest.buckets):
             if self.stop and number == len(self.manifest.buckets) // 2:
                 self.stop = False

@@ -114,13 +114,13 @@ def test_a_file_that_changes_while_the_run_goes_on_is_noticed(
 
 
 def test_pixels_that_are_kept_are_bounded_and_bytes_of_rows_are_not_in_memory(
-    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+    reader: ImageReader,
 ) -> None:
     size = reader.processor.resized(picture(0)).nbytes
-    monkeypatch.setattr(images, "KEPT_BYTES", 3 * size)
+    reader.kept.max_bytes = 3 * size
     files = [reader.read(to_png(np.array(picture(seed))), Path()) for seed in range(8)]
     first = [reader.pixels(file).copy() for file in files]
-    assert len(reader._kept) == 3 and reader._kept_bytes == 3 * size
+    assert len(reader.kept) == 3 and reader.kept.num_bytes == 3 * size
     for file, pixels in zip(files, first, strict=True):  # decoded again from the temporary file
         assert np.array_equal(reader.pixels(file), pixels)
     again = reader.read(to_png(np.array(picture(3))), Path())

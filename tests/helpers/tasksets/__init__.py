@@ -1,0 +1,1 @@
+"""Tasksets of verifiers. The folder is on PYTHONPATH of the interpreter that has the package."""

@@ -1,0 +1,62 @@
+"""`pa-npu serve` before anything starts: keys that a service does not have, one service in a directory, its key."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pa_npu.config.schema import Config
+from pa_npu.errors import ConfigError, UserError
+from pa_npu.launcher.serve import check, service_directory, write_configuration
+
+REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
+    "megatron": ({"trainer": {"backend": "megatron"}}, "trainer.backend: megatron"),
+    "two ranks": ({"trainer": {"devices": 2}}, "trainer.devices: 2"),
+    "two engines": ({"rollout": {"engines": 2}}, "rollout.engines"),
+    "offload": ({"optimizer": {"offload": True}}, "optimizer.offload"),
+    "a reference": ({"algorithm": {"kl_coef": 0.1}}, "no reference"),
+    "a temperature": ({"rollout": {"temperature": 0.7}}, "rollout.temperature: 0.7"),
+    "entropy": ({"algorithm": {"entropy_coef": 0.1}}, "algorithm.entropy_coef"),
+}
+
+
+def config_of(**sections: dict[str, Any]) -> Config:
+    tree: dict[str, dict[str, Any]] = {
+        "model": {"path": "m"},
+        "data": {"train": "unread"},
+        "trainer": {"backend": "fsdp"},
+        "rollout": {"backend": "transformers"},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return Config.model_validate(tree)
+
+
+def test_a_service_of_defaults_is_accepted() -> None:
+    check(config_of())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_keys_that_a_service_does_not_have_are_one_line(name: str) -> None:
+    sections, words = REFUSED[name]
+    with pytest.raises(ConfigError, match=words) as refusal:
+        check(config_of(**sections))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_directory_has_one_service_and_a_key_that_stays(tmp_path: Path) -> None:
+    with service_directory(tmp_path) as key:
+        assert key.startswith("tml-") and len(key) > 40
+        assert stat.S_IMODE((tmp_path / "service" / "key").stat().st_mode) == 0o600
+        with pytest.raises(UserError, match="another service"), service_directory(tmp_path):
+            pass
+    with service_directory(tmp_path) as again:
+        assert again == key
+
+
+def test_the_configuration_is_its_owners_alone(tmp_path: Path) -> None:
+    write_configuration(tmp_path / "config.yaml", config_of())
+    assert stat.S_IMODE((tmp_path / "config.yaml").stat().st_mode) == 0o600
