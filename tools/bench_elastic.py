@@ -181,7 +181,7 @@ class Job:
         )
         roster.publish_config(self.config.model_dump(mode="json"))
         for kind, topic in (("publish", MANIFEST), ("late", LATE_MANIFEST)):
-            topic.put(self._channel, StageManifest(f"{kind}-0", {}), stage=0)
+            topic.put(self._channel, StageManifest(f"{kind}-0", {}), rank=0)
         played = TrainersRunOn(
             TRAINERS,
             "cpu",

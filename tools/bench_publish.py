@@ -3,6 +3,7 @@
 
     python tools/bench_publish.py [--layers N] [--dtype bf16|fp32] [--tensor-parallel 1,2] [--workers 1,2]
                                   [--bucket-mib 16,64] [--repeats 5] [--family qwen3_moe] [--json FILE] [--markdown FILE]
+                                  [--senders leader,shards,all] [--copies 1]
     python tools/bench_publish.py --publishes 2000                       # one connection for all: time and memory stay flat
     python tools/bench_publish.py --model 7b|32b [--link-gbps 25] [--gather-gbps 50] [--iteration-s 120]     # arithmetic only
 
@@ -15,9 +16,15 @@ other ranks must reach the leader first; the bare gather does just that, in one 
 With --family qwen3_moe the TP ranks also share the experts of a mixture, 16 in each layer, which
 are as many bytes as the dense layer.
 
-Columns: MiB sent, buckets, GB/s (10^9 bytes) of the publish, of the bare broadcast, and of bare
-gather and broadcast one after another (medians); the publish over each of the two (the aim: at
-least 0.5 of the broadcast); the share of a publish that the leader spent waiting for the transport.
+--senders says which ranks send (publish.senders): one that gathers, all TP ranks, or these of all
+--copies of the weights.
+
+Columns: who sends, and how many; MiB sent, buckets of a worker, GB/s (10^9 bytes) of the publish,
+of the bare broadcast, and of bare gather and broadcast one after another (medians); the publish
+over each of the two (the aim: at least 0.5 of the broadcast); the share of a publish that the first
+sender spent waiting for the transport; seconds of a publish; and MiB out of the busiest trainer
+rank: its share of the weights, and what the system counted that this process wrote to sockets
+(/proc/self/io, Linux), gather included.
 
 With --model nothing is sent: it prints the seconds that pa_npu.planning.prediction.costs expects on
 links of the given speed (GB/s, 10^9 bytes: a port of 200 Gbit/s is 25), for several TP and bucket
@@ -27,6 +34,7 @@ sizes, and their share of an iteration.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import statistics
@@ -38,7 +46,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -47,19 +55,22 @@ from pa_npu import platform as platforms
 from pa_npu.backends.megatron.weights import hf_map
 from pa_npu.backends.megatron.weights.buckets import StageTensors
 from pa_npu.config.mesh import Mesh
+from pa_npu.config.sections.operation import Senders
 from pa_npu.families.shape import Experts, Rope
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.prediction.costs import PublishLink, publish_seconds
 from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher
 from pa_npu.weight_transfer import transport
-from pa_npu.weight_transfer.manifest import Manifest
+from pa_npu.weight_transfer.manifest import Manifest, check_covered
 from pa_npu.weight_transfer.receiver import Receiver
 
 TIMEOUT_S = 120.0
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 COLUMNS: tuple[str, ...] = (
     "TP",
+    "copies",
+    "senders",
     "workers",
     "bucket MiB",
     "MiB",
@@ -70,12 +81,18 @@ COLUMNS: tuple[str, ...] = (
     "of broadcast",
     "of both",
     "wire wait",
+    "seconds",
+    "busiest sends MiB",
+    "busiest wrote MiB",
 )
 
 
 @dataclass(frozen=True)
 class Row:
     tensor_parallel: int
+    copies: int
+    senders: str
+    num_senders: int
     workers: int
     bucket_mib: float
     bytes: int
@@ -84,10 +101,14 @@ class Row:
     broadcast_s: float
     gather_s: float
     wire_wait_s: float
+    sent_bytes: int
+    written_bytes: float
 
     def cells(self) -> list[str]:
         return [
             str(self.tensor_parallel),
+            str(self.copies),
+            f"{self.num_senders} ({self.senders})",
             str(self.workers),
             f"{self.bucket_mib:g}",
             f"{self.bytes / 2**20:.0f}",
@@ -98,6 +119,9 @@ class Row:
             f"{self.broadcast_s / self.publish_s:.2f}",
             f"{(self.broadcast_s + self.gather_s) / self.publish_s:.2f}",
             f"{self.wire_wait_s / self.publish_s:.0%}",
+            f"{self.publish_s:.3f}",
+            f"{self.sent_bytes / 2**20:.1f}",
+            f"{self.written_bytes / 2**20:.1f}",
         ]
 
 
@@ -110,6 +134,23 @@ class Case:
     bucket_mib: tuple[float, ...]
     repeats: int
     port: int
+    senders: Senders = "leader"
+    copies: int = 1
+
+    @property
+    def mesh(self) -> Mesh:
+        size = self.tensor_parallel
+        expert = size if self.spec.experts else 1
+        return Mesh(size, data=self.copies, expert=expert, experts_tensor=1)
+
+    @property
+    def num_trainers(self) -> int:
+        return self.tensor_parallel * self.copies
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weights."""
+        return self.spec.num_parameters * DTYPES[self.dtype].itemsize
 
 
 def _spec(layers: int) -> ModelSpec:
@@ -185,6 +226,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tensor-parallel", type=_ints, default=(1, 2), help="TP sizes, separated by commas"
     )
+    parser.add_argument(
+        "--senders",
+        type=_words,
+        default=("leader",),
+        help="leader, shards, all, separated by commas (publish.senders)",
+    )
+    parser.add_argument(
+        "--copies", type=int, default=1, help="replicas, each with its own copy of the weights"
+    )
     parser.add_argument("--workers", type=_ints, default=(1, 2), help="numbers of engine workers")
     parser.add_argument("--bucket-mib", type=_floats, default=(4.0, 16.0), help="bucket sizes")
     parser.add_argument(
@@ -217,19 +267,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.publishes:
         return print_table(endurance(arguments.publishes))
     rows: list[Row] = []
-    for tensor_parallel in arguments.tensor_parallel:
-        for workers in arguments.workers:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            case = Case(
-                spec=FAMILIES[arguments.family](arguments.layers),
-                dtype=arguments.dtype,
-                tensor_parallel=tensor_parallel,
-                workers=workers,
-                bucket_mib=arguments.bucket_mib,
-                repeats=arguments.repeats,
-                port=store.port,
-            )
-            rows += run_case(case)
+    for tensor_parallel, workers, senders in itertools.product(
+        arguments.tensor_parallel, arguments.workers, arguments.senders
+    ):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        case = Case(
+            spec=FAMILIES[arguments.family](arguments.layers),
+            dtype=arguments.dtype,
+            tensor_parallel=tensor_parallel,
+            workers=workers,
+            bucket_mib=arguments.bucket_mib,
+            repeats=arguments.repeats,
+            port=store.port,
+            senders=senders,
+            copies=arguments.copies,
+        )
+        rows += run_case(case)
     table = [list(COLUMNS), *(row.cells() for row in rows)]
     print_table(table)
     if arguments.json:
@@ -255,19 +308,40 @@ def print_table(table: list[list[str]]) -> int:
 def expected(model: str, link: PublishLink, iteration_s: float | None) -> list[list[str]]:
     """Returns the seconds of one publish on such links, as a table."""
     size = 2 * MODELS[model].num_parameters  # bf16
-    table = [["model", "GB in bf16", "TP", "bucket MiB", "seconds", "GB/s", "of an iteration"]]
-    for tensor_parallel in (1, 4, 8):
-        for bucket_mib in (4, 16, 64):
-            seconds = publish_seconds(size, bucket_mib * 2**20, tensor_parallel, link)
-            share = f"{seconds / iteration_s:.1%}" if iteration_s else "-"
-            cells = [
-                model,
-                f"{size / 1e9:.1f}",
-                str(tensor_parallel),
-                str(bucket_mib),
-                f"{seconds:.2f}",
-            ]
-            table.append([*cells, f"{size / seconds / 1e9:.1f}", share])
+    table = [
+        [
+            "model",
+            "GB in bf16",
+            "TP",
+            "senders",
+            "bucket MiB",
+            "busiest sends GB",
+            "seconds",
+            "GB/s",
+            "of an iteration",
+        ]
+    ]
+    ways = [(1, 1), (4, 1), (4, 4), (8, 1), (8, 8)]
+    for (tensor_parallel, senders), bucket_mib in itertools.product(ways, (4, 16, 64)):
+        seconds = publish_seconds(
+            size,
+            bucket_mib * 2**20,
+            tensor_parallel,
+            link,
+            senders=senders,
+            gathers=senders == 1,
+        )
+        share = f"{seconds / iteration_s:.1%}" if iteration_s else "-"
+        cells = [
+            model,
+            f"{size / 1e9:.1f}",
+            str(tensor_parallel),
+            str(senders),
+            str(bucket_mib),
+            f"{size / senders / 1e9:.2f}",
+            f"{seconds:.2f}",
+        ]
+        table.append([*cells, f"{size / seconds / 1e9:.1f}", share])
     return table
 
 
@@ -353,7 +427,7 @@ def run_case(case: Case) -> list[Row]:
     results: Any = context.Queue()
     processes = [
         context.Process(target=trainer, args=(case, rank, results), name=f"trainer-{rank}")
-        for rank in range(case.tensor_parallel)
+        for rank in range(case.num_trainers)
     ]
     processes += [
         context.Process(target=worker, args=(case, rank), name=f"worker-{rank}")
@@ -375,18 +449,33 @@ def trainer(case: Case, rank: int, results: Any) -> None:
     torch.set_num_threads(1)
     size = case.tensor_parallel
     store = dist.TCPStore("127.0.0.1", case.port, is_master=False, wait_for_workers=False)
-    peers = _join(case, "tp", rank, size)
+    peers = _join(case, f"tp {rank // size}", rank % size, size)
     everyone = _join(
-        case, "everyone", rank if rank == 0 else case.workers + rank, size + case.workers
+        case,
+        "everyone",
+        rank if rank == 0 else case.workers + rank,
+        case.num_trainers + case.workers,
     )
     bare = _join(case, "bare", 0, 1 + case.workers) if rank == 0 else None
-    mesh = Mesh(size, expert=size if case.spec.experts else 1, experts_tensor=1)
+    mesh = case.mesh
+    place = mesh.place(rank)
+    publishers = mesh.publishers(case.senders)
+    takes_part = place.sends or rank in publishers
     module = stand_in_stage(case.spec, mesh, DTYPES[case.dtype])
     rows = []
     for bucket_mib in case.bucket_mib:
         with closing(
             Publisher(
-                StageTensors(module, case.spec, mesh.place(rank), int(bucket_mib * 2**20), peers),
+                StageTensors(
+                    module,
+                    case.spec,
+                    place,
+                    int(bucket_mib * 2**20),
+                    peers,
+                    senders=case.senders,
+                )
+                if takes_part
+                else None,
                 store_host="127.0.0.1",
                 store_port=case.port,
                 timeout_s=TIMEOUT_S,
@@ -394,19 +483,23 @@ def trainer(case: Case, rank: int, results: Any) -> None:
                 device=torch.device("cpu"),
             )
         ) as publisher:
-            if rank == 0:
-                store.set(f"manifest/{bucket_mib}", json.dumps(asdict(publisher.manifest())))
+            if publisher.is_leader:
+                store.set(f"manifest/{bucket_mib}/{rank}", json.dumps(asdict(publisher.manifest())))
             members = PublishMembers(0, case.workers)
             publisher.connect(members)
             publish_s = []
             broadcast_s = []
             gather_s = []
             wire_wait_s = []
-            flat = torch.ones(publisher.num_bytes, dtype=torch.uint8)
-            shards = torch.ones(size, publisher.num_bytes // size, dtype=torch.uint8)
+            written = []
+            num_bytes = case.num_bytes
+            flat = torch.ones(num_bytes, dtype=torch.uint8)
+            shards = torch.ones(size, num_bytes // size, dtype=torch.uint8)
             for repetition in range(case.repeats + 1):  # the first warms up
                 start = _together(everyone)
+                wrote = _written_bytes()
                 stats = publisher.publish(repetition, members)
+                written.append(_written_bytes() - wrote)
                 publish_s.append(_together(everyone) - start)
                 wire_wait_s.append(stats.wire_wait_s)
                 start = _together(everyone)
@@ -414,21 +507,34 @@ def trainer(case: Case, rank: int, results: Any) -> None:
                     transport.broadcast(bare, flat).wait()
                 broadcast_s.append(_together(everyone) - start)
                 start = _together(everyone)
-                for peer in range(1, size):
+                for peer in range(1, size if rank < size else 0):
                     transport.broadcast(peers, shards[peer], root=peer).wait()
                 gathered = _together(everyone)
                 gather_s.append(gathered - start if size > 1 else 0.0)
+        done = f"{bucket_mib}/{rank}"
+        numbers = [stats.bytes, statistics.median(written[1:]), len(stats.digests.split())]
+        store.set(f"sent/{done}", json.dumps(numbers))
+        if rank:
+            continue
+        sent = []
+        for other in range(case.num_trainers):
+            sent.append(json.loads(store.get(f"sent/{bucket_mib}/{other}")))
         rows.append(
             Row(
                 tensor_parallel=size,
+                copies=case.copies,
+                senders=case.senders,
+                num_senders=len(publishers),
                 workers=case.workers,
                 bucket_mib=bucket_mib,
-                bytes=stats.bytes,
-                buckets=len(stats.digests.split()),
+                bytes=sum(of_rank[0] for of_rank in sent),
+                buckets=sum(of_rank[2] for of_rank in sent),
                 publish_s=statistics.median(publish_s[1:]),
                 broadcast_s=statistics.median(broadcast_s[1:]),
                 gather_s=statistics.median(gather_s[1:]),
                 wire_wait_s=statistics.median(wire_wait_s[1:]),
+                sent_bytes=max(of_rank[0] for of_rank in sent),
+                written_bytes=max(of_rank[1] for of_rank in sent),
             )
         )
     if rank == 0:
@@ -438,14 +544,19 @@ def trainer(case: Case, rank: int, results: Any) -> None:
 def worker(case: Case, rank: int) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", case.port, is_master=False, wait_for_workers=False)
-    everyone = _join(case, "everyone", rank, case.tensor_parallel + case.workers)
+    everyone = _join(case, "everyone", rank, case.num_trainers + case.workers)
     bare = _join(case, "bare", rank, 1 + case.workers)
     for bucket_mib in case.bucket_mib:
-        announced = json.loads(store.get(f"manifest/{bucket_mib}"))
-        manifest = Manifest.from_json(announced["manifest"])
-        group = _join(case, transport.group_name(announced["name"], 0), rank, 1 + case.workers)
-        receiver = Receiver([manifest], [group], rank, torch.device("cpu"), TIMEOUT_S)
-        flat = torch.ones(manifest.num_bytes, dtype=torch.uint8)
+        manifests = []
+        groups = []
+        for sender in case.mesh.publishers(case.senders):
+            announced = json.loads(store.get(f"manifest/{bucket_mib}/{sender}"))
+            manifests.append(Manifest.from_json(announced["manifest"]))
+            name = transport.group_name(announced["name"], 0)
+            groups.append(_join(case, name, rank, 1 + case.workers))
+        check_covered(manifests)
+        receiver = Receiver(manifests, groups, rank, torch.device("cpu"), TIMEOUT_S)
+        flat = torch.ones(case.num_bytes, dtype=torch.uint8)
         for repetition in range(case.repeats + 1):
             _together(everyone)
             for _ in receiver.receive(repetition):
@@ -506,6 +617,18 @@ def _join(case: Case, name: str, rank: int, size: int) -> dist.ProcessGroup:
     )
 
 
+def _written_bytes() -> int:
+    """Returns the bytes that this process has written, to sockets too; 0 where nobody counts."""
+    counters = Path("/proc/self/io")
+    if not counters.exists():
+        return 0
+    for line in counters.read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(": ")
+        if name == "wchar":
+            return int(value)
+    return 0
+
+
 def _together(group: dist.ProcessGroup) -> float:
     """Returns the time after all processes have come here."""
     group.barrier().wait()
@@ -514,6 +637,14 @@ def _together(group: dist.ProcessGroup) -> float:
 
 def _ints(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
+
+
+def _words(text: str) -> tuple[Senders, ...]:
+    words = tuple(text.split(","))
+    wrong = [word for word in words if word not in get_args(Senders)]
+    if wrong:
+        raise argparse.ArgumentTypeError(f"{wrong[0]} is none of {', '.join(get_args(Senders))}")
+    return words  # type: ignore[return-value]
 
 
 def _floats(text: str) -> tuple[float, ...]:

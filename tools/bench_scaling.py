@@ -244,7 +244,7 @@ class Job:
             RolloutBuffer(self._connected(""), "run", readers=1) for _ in range(replicas)
         ]
         for kind, topic in (("publish", MANIFEST), ("late", LATE_MANIFEST)):
-            topic.put(self._channel, StageManifest(f"{kind}-0", {}), stage=0)
+            topic.put(self._channel, StageManifest(f"{kind}-0", {}), rank=0)
         played = TrainersRunOn(
             replicas,
             "cpu",

@@ -214,11 +214,13 @@ class TrainBackend(Protocol):
     def published_weights(
         self, bucket_bytes: int, late_from: str | None = None
     ) -> WeightSource | None:
-        """Returns this rank's part of a publish; None on ranks of replicas other than the first,
-        which send nothing.
+        """Returns this rank's part of a publish; None on ranks that take no part.
+
+        The ranks that send are those for which Place.is_publisher(publish.senders) is true. With
+        "leader" the other ranks whose place `sends` give their parts to their stage's leader.
 
         late_from: for engines that come inside an iteration, sent from a thread: of which model
-        ("policy", or a copy), gathered in host memory over a group of its own.
+        ("policy", or a copy), in host memory and over a group of its own.
         """
 
     def name_policy(self, weights: Weights, name: str = "policy") -> None:

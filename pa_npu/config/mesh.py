@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pa_npu.config.sections.learning import TrainerConfig
+from pa_npu.config.sections.operation import Senders
 
 Axis = Literal["tensor", "context", "data", "pipeline", "expert_tensor", "expert", "expert_data"]
 
@@ -160,6 +161,14 @@ class Mesh:
         """
         return tuple(rank for rank in range(self.size) if self.place(rank).sends)
 
+    def publishers(self, senders: Senders) -> tuple[int, ...]:
+        """Returns the ranks that send weights to engines (publish.senders), stage after stage."""
+        return tuple(rank for rank in range(self.size) if self.place(rank).is_publisher(senders))
+
+    def contributors(self, senders: Senders) -> tuple[int, ...]:
+        """Returns the ranks that send weights, or give theirs to a rank that does."""
+        return self.senders() if senders == "leader" else self.publishers(senders)
+
     def shard_groups(self) -> list[tuple[int, ...]]:
         """Returns all groups of ranks whose shards together are one copy of the weights."""
         return list(dict.fromkeys(self.place(rank).shard_group for rank in range(self.size)))
@@ -244,7 +253,7 @@ class Place:
 
     @property
     def publishes(self) -> bool:
-        """True if the rank announces and sends its stage's weights: one rank per stage."""
+        """True if the rank leads its stage in a publish and an export: one rank per stage."""
         return (
             self.coordinate("tensor") == self.coordinate("context") == self.coordinate("data") == 0
         )
@@ -255,6 +264,12 @@ class Place:
         is_copy = self.coordinate("context") > 0 and not self.mesh.context_shards
         dense = self.coordinate("data") < self.mesh.shards and not is_copy
         return dense or (self.mesh.expert > 1 and self.coordinate("expert_data") == 0)
+
+    def is_publisher(self, senders: Senders) -> bool:
+        """Returns whether the rank sends weights to engines (publish.senders)."""
+        if senders == "leader":
+            return self.publishes
+        return senders == "all" or self.sends
 
     @property
     def shard_group(self) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling
 from pa_npu.environments.protocol import Environment
 from pa_npu.planning.iteration_model.controller import ScheduleController
+from pa_npu.planning.publish import contributors_of, publishers_of
 from pa_npu.publish.coordinator_side import CoordinatorPublish
 from pa_npu.publish.engines import Connection
 from pa_npu.publish.probes import ProbePlan
@@ -115,7 +116,8 @@ def make_publication(
         rollout=config.rollout,
         timeout_s=config.publish.timeout_s,
         seed=config.run.seed,
-        senders=config.mesh.senders(),
+        senders=contributors_of(config),
+        publishers=publishers_of(config),
         membership=membership,
         pool=pool,
         channel=channel,

@@ -68,6 +68,7 @@ from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import PaNpuError, exit_code
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.subjects import Rules
+from pa_npu.planning.publish import publishers_of
 from pa_npu.publish.engines import Connection
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.rewards.pool import RewardPool
@@ -312,18 +313,16 @@ async def open_evaluated(
 async def connect_to_trainers(
     config: Config, channel: StoreChannel, store: tuple[str, int]
 ) -> tuple[Connection, TrainersRunOn]:
-    """Waits until each stage has said how engines reach its groups, and rank 0 what trainers run
+    """Waits until each sender has said how engines reach its groups, and rank 0 what trainers run
     on.
 
     Raises DeadlineExceeded.
     """
     device = platform.get(config.run.device)
     limit_s = config.run.startup_timeout_s
-    numbers = range(config.trainer.pipeline_parallel)
-    stages = [await MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers]
-    late_stages = [
-        await LATE_MANIFEST.wait_async(channel, limit_s, stage=number) for number in numbers
-    ]
+    ranks = publishers_of(config)
+    stages = [await MANIFEST.wait_async(channel, limit_s, rank=rank) for rank in ranks]
+    late_stages = [await LATE_MANIFEST.wait_async(channel, limit_s, rank=rank) for rank in ranks]
     trainers = await TRAINERS_RUN_ON.wait_async(channel, limit_s)
     computation = None
     if trainers.computation:

@@ -63,6 +63,7 @@ from pa_npu.launcher.run_directory import (
     own_run_directory,
     resolve_resume,
 )
+from pa_npu.planning.publish import publishers_of
 from pa_npu.platform.base import Platform
 from pa_npu.telemetry.chrome_trace import MERGED, merge
 from pa_npu.telemetry.progress import format_duration
@@ -232,7 +233,7 @@ class Plan:
         channel = StoreChannel(connect(store.host, store.port, limit_s), store.prefix)
         if self.early_end is not None:
             self.early_end.attempt_begins(channel)
-        announced = partial(trainers_announced, channel, config.trainer.pipeline_parallel)
+        announced = partial(trainers_announced, channel, publishers_of(config))
         if not config.rollout.has_engines:
             announced = partial(TRAINERS_RUN_ON.exists, channel)
         coordinator = coordinator_command(config, self.platform, store, self.key)

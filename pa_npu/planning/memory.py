@@ -237,10 +237,10 @@ def _stage_memory(config: Config, spec: ModelSpec, stage: int) -> Memory:
     trainer = config.trainer
     element = BYTES[config.model.dtype]
     models = trainer_models(config)
-    dense, experts = _stage_parameters(config, spec, stage)
+    dense, experts = stage_parameters(config, spec, stage)
     weights = dense + experts
     teachers = sum(
-        sum(_stage_parameters(config, teacher, stage)) for teacher in teacher_specs(config).values()
+        sum(stage_parameters(config, teacher, stage)) for teacher in teacher_specs(config).values()
     )
     frozen = weights * (len(models.computed) - len(models.directories)) + teachers
     state = 2 * FP32  # the two moments
@@ -278,7 +278,7 @@ def _reader_bytes(config: Config) -> int:
     return group_buffer_bytes(config.run.device) if config.mesh.replica_size > 1 else 0
 
 
-def _stage_parameters(config: Config, spec: ModelSpec, stage: int) -> tuple[int, int]:
+def stage_parameters(config: Config, spec: ModelSpec, stage: int) -> tuple[int, int]:
     """Returns a rank's parameters of a pipeline stage: those of all but the experts, and the
     experts'.
 

@@ -23,6 +23,7 @@ from pa_npu.planning.memory import (
 )
 from pa_npu.planning.prediction.teachers import teacher_seconds
 from pa_npu.planning.prediction.virtual_run import planned_basis
+from pa_npu.planning.publish import published_bytes
 from pa_npu.platform.typical import typical_speed
 from pa_npu.samples.expert_choices import ExpertChoices
 
@@ -62,6 +63,7 @@ def derived_lines(
             transport = "through host memory, in a gloo group of their own"
         lines.append(f"shared weights        {transport}")
     if config.rollout.has_engines:
+        lines.append(published_bytes(config, spec).line())
         lines.append(predicted_line(config, spec))
     if device_bytes is not None:
         lines.append(_device_line(config, trainers, engines, device_bytes, own_memory))

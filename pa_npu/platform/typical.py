@@ -8,6 +8,9 @@ from dataclasses import dataclass
 # The largest bucket of a publish on accelerators. At 25 GB/s it is 2.7 ms on the wire, 27 times a
 # collective's latency.
 LARGEST_BUCKET_BYTES = 64 * 2**20
+# Of all buckets that an engine worker receives at the same time, one of each sender and two more.
+# With many senders buckets are smaller.
+BYTES_ON_THE_WIRE = 512 * 2**20
 
 # MiB of HCCL's buffer in a process group for each of the two directions, unless HCCL_BUFFSIZE sets
 # another size (CANN's list of environment variables). NCCL's channels take a few MiB, and gloo's

@@ -2,7 +2,7 @@
 
     coordinator (coordinator_side)      trainer rank (trainer_side, publisher)      engine worker (weight_transfer.receiver)
     ------------------------------      --------------------------------------      ----------------------------------------
-    once                          <---  MANIFEST: StageManifest, of each stage
+    once                          <---  MANIFEST: StageManifest, of each sender
 
     at every border, version v:
     nothing is in flight (I1)
@@ -10,11 +10,12 @@
     load version v                ----------------------------------------------->  gets its model ready, waits for `begun`
                                         trains and steps meanwhile
                                   <---  READY: TrainersReady, from rank 0
-    join, where members changed   ----------------------------------------------->  joins one group per stage, and loads then
-                                        stage leaders put `begun`, then broadcast
-                                        header and buckets                      ->  hands HF tensors to the engine's loader
+    join, where members changed   ----------------------------------------------->  joins one group per sender, and loads then
+                                        senders put `begun`, then all broadcast
+                                        header and buckets at the same time     ->  takes them in turn, hands HF tensors to the
+                                                                                    engine's loader
                                   <---  SENT: SentWeights, digests of the buckets
-                                  <---  TRAINED: TrainedContents of every sending rank
+                                  <---  TRAINED: TrainedContents of every rank that takes part
                                   <-----------------------------------------------  version, digests of the buckets, contents
                                                                                     of tensors and
                                                                                     of its memory;
@@ -24,6 +25,11 @@
     tensor by tensor (I5)
     sample a probe, where due (I5)
     VERDICT: PublishVerdict       --->  compares the probe's log-probs with its own
+
+    publish.senders says who sends: every rank the shards that it holds, of one copy of the weights
+    or of all, or one rank of each pipeline stage, which gathers them. No weights move between
+    trainers unless one gathers. What a sender does not send, another one does: manifests of a stage
+    together cover each tensor once, or engines refuse them (weight_transfer.manifest).
 
     A probe is due for the first and the last version; between them the first groups are the probe
     (pa_npu.trainer.agreement).

@@ -59,6 +59,7 @@ class CoordinatorPublish:
         timeout_s: float,
         seed: int,
         senders: Sequence[int],
+        publishers: Sequence[int],
         membership: EngineMembership,
         pool: EnginePool,
         channel: StoreChannel,
@@ -66,7 +67,9 @@ class CoordinatorPublish:
         sampling: Sampling,
         probes: ProbePlan,
     ) -> None:
-        """timeout_s: publish.timeout_s. seed: of the run. senders: the trainer ranks that send."""
+        """timeout_s: publish.timeout_s. seed: of the run. senders: the trainer ranks whose weights
+        together are sent. publishers: those that send them.
+        """
         self._rollout = rollout
         self._seed = seed
         self._senders = senders
@@ -79,7 +82,7 @@ class CoordinatorPublish:
         self._trainers = TrainerReports(
             channel=channel,
             senders=senders,
-            num_stages=len(connection.stages),
+            publishers=publishers,
             deadline_s=timeout_s,
         )
         self._epoch = -1

@@ -33,7 +33,8 @@ class Connection:
     Args:
         store: host and port of the run's store.
         backend: of the groups.
-        stages: each pipeline stage's manifest, in order, for publishes to all engines.
+        stages: what each sender of each pipeline stage announced, stage after stage, for publishes
+            to all engines.
         late_stages: the same, for deliveries to one engine inside an iteration.
         device: the trainers' kind.
         computation: what the trainers' modules compute with; None if they do not say it.
@@ -100,9 +101,9 @@ class EngineProcessGroups:
         )
 
     def of_members(self, members: Sequence[Member], epoch: int) -> list[WeightGroups]:
-        """Returns the groups that each member joins, one per stage, in the order of the members.
+        """Returns the groups that each member joins, one per sender, in the order of the members.
 
-        Workers are numbered through the engines of a group; rank 0 is the stage's leader.
+        Workers are numbered through the engines of a group; rank 0 is the sender.
         """
         ways = [self.way(member) for member in members]
         joined = []
@@ -125,7 +126,7 @@ class EngineProcessGroups:
     def of_late(self, number: int) -> WeightGroups:
         """Returns the groups of late delivery `number`, which go through host memory.
 
-        One engine is alone in them with the stages' leaders.
+        One engine is alone in each of them with a sender.
         """
         return WeightGroups(
             self._connection.store,
@@ -143,7 +144,7 @@ class ArrivalCheck:
     def __init__(self, connection: Connection) -> None:
         self._stages = connection.stages
         self._late_stages = connection.late_stages
-        # the last version and its digests, per stage
+        # the last version and its digests, per sender
         self._published: tuple[int, tuple[str, ...]] | None = None
 
     @property
@@ -159,7 +160,7 @@ class ArrivalCheck:
     ) -> None:
         """Compares after a publish. Raises InvariantViolation.
 
-        sent: per stage. loaded: by the engine's name.
+        sent: per sender. loaded: by the engine's name.
         """
         self._compare(version, self._stages, sent, loaded)
         self._published = (version, tuple(stage.digests for stage in sent))
@@ -178,7 +179,7 @@ class ArrivalCheck:
             difference = first_difference(sent[number].digests, self._published[1][number])
             if difference is not None:
                 raise InvariantViolation(
-                    f"I5: stage {number} sent a late engine other weights than all others got as "
+                    f"I5: {_sender(late)} sent a late engine other weights than all others got as "
                     f"weight version {version}, first in {_bucket(late, difference)}; the trainers "
                     "changed or never refreshed what they keep for late engines"
                 )
@@ -205,10 +206,14 @@ class ArrivalCheck:
                         continue
                     raise InvariantViolation(
                         f"I5: engine {engine}, worker {worker}, did not receive weight version "
-                        f"{version} as stage {number} sent it: {_bucket(stage, difference)} has "
+                        f"{version} as {_sender(stage)} sent it: {_bucket(stage, difference)} has "
                         "another digest; look for what changes or skips weights between the "
                         "broadcast and the engine's loader"
                     )
+
+
+def _sender(stage: StageManifest) -> str:
+    return Manifest.from_json(stage.manifest).sender
 
 
 def _bucket(stage: StageManifest, index: int) -> str:

@@ -34,7 +34,7 @@ class LateDelivery:
 
     Args:
         channel: to the trainers.
-        senders: the trainer ranks that send.
+        senders: the trainer ranks whose weights together are sent.
         num_workers: of the engine.
         timeout_s: publish.timeout_s.
         connection: how engines reach the trainers' groups.

@@ -1,10 +1,10 @@
 """Engines that come late: one that was started again inside an iteration gets its weights from a thread of the trainers.
 
-    coordinator                           this thread, on all ranks of replica 0
+    coordinator                           this thread, on all ranks whose weights are sent
     LateRequest: version, workers   ->    hold the version: the optimizer may not touch its weights meanwhile
     all ranks have answered         <-    LateAnswer: whether it is still held here
     LATE_DECISION                   ->    where all hold it: join a group with this engine alone, send, let the version go
-    the engine's digests are these  <-    SentWeights of each stage; or LateBroken, and the engine waits for the next publish
+    the engine's digests are these  <-    SentWeights of each sender; or LateBroken, and the engine waits for the next publish
 
 Without it an engine that dies would be of no use before the next publish, and the only engine's
 death would end the iteration.
@@ -205,16 +205,16 @@ class LateEngineSender:
     def _deliver(self, number: int, request: LateRequest) -> None:
         """Joins the engine and sends.
 
-        All ranks of a stage do so; if one fails, the others stop waiting for it.
+        All ranks that take part do so; if one fails, the others stop waiting for it.
         """
         try:
             with self._platform.side_stream():
                 stats = self._publisher.publish(
                     request.version, PublishMembers(number, request.workers)
                 )
-            if self._place.publishes:
+            if self._publisher.is_leader:
                 sent = SentWeights(request.version, stats.digests)
-                LATE_SENT.put(self._channel, sent, number=number, stage=self._place.stage)
+                LATE_SENT.put(self._channel, sent, number=number, rank=self._place.rank)
             logger.info(
                 "late engine %d got weight version %d in %.2f s",
                 number,

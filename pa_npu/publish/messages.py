@@ -1,7 +1,7 @@
 """Messages of trainers and coordinator in a publish: each with its key in the store, defined once.
 
-pa_npu.publish draws the sequence in which they are used. Stages are pipeline stages of the
-trainers, ranks are trainer ranks; attempts of a version and late deliveries are numbered from 0.
+pa_npu.publish draws the sequence in which they are used. Ranks are trainer ranks;
+attempts of a version and late deliveries are numbered from 0.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pa_npu.weight_transfer.transport import Way, group_name
 
 @dataclass(frozen=True)
 class StageManifest:
-    """Tells an engine how to join a stage's groups and to read its buckets.
+    """Tells an engine how to join the groups of one sender of a stage and to read its buckets.
 
     name: beginning of the groups' names. manifest: Manifest.to_json().
     """
@@ -31,11 +31,11 @@ class StageManifest:
 
 
 MANIFEST = Topic(
-    "publish/manifest/{stage}",
+    "publish/manifest/{rank}",
     StageManifest,
-    "trainers: the leader of pipeline stage {stage} to announce its weights",
+    "trainers: rank {rank} to announce the weights that it sends",
 )
-LATE_MANIFEST = Topic("late/manifest/{stage}", StageManifest, MANIFEST.description)
+LATE_MANIFEST = Topic("late/manifest/{rank}", StageManifest, MANIFEST.description)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ MEMBERS = Topic(
 
 @dataclass(frozen=True)
 class SentWeights:
-    """Says what a stage's leader has sent as `version`.
+    """Says what a rank has sent as `version`.
 
     digests: of every bucket, as Digests.read returns them.
     """
@@ -95,9 +95,9 @@ class SentWeights:
 
 
 SENT = Topic(
-    "publish/{version}/{attempt}/sent/{stage}",
+    "publish/{version}/{attempt}/sent/{rank}",
     SentWeights,
-    "trainers: the leader of stage {stage} to say what it sent as weight version {version}",
+    "trainers: rank {rank} to say what it sent as weight version {version}",
 )
 
 
@@ -105,7 +105,8 @@ SENT = Topic(
 class TrainedContents:
     """Says what a sending rank holds of `version` in the model that trains.
 
-    contents: by tensor (weight_transfer.contents). The sum over all sending ranks is the tensor's.
+    contents: by tensor (weight_transfer.contents). The sum over all ranks that take part is the
+        tensor's.
     """
 
     version: int
@@ -233,6 +234,6 @@ LATE_DECISION = Topic(
     "late/{number}/decision", LateDecision, "the coordinator to decide about late delivery {number}"
 )
 LATE_SENT = Topic(
-    "late/{number}/sent/{stage}", SentWeights, "stage {stage} to say what it sent to a late engine"
+    "late/{number}/sent/{rank}", SentWeights, "rank {rank} to say what it sent to a late engine"
 )
 LATE_BROKEN = Topic("late/{number}/broken", PublishBroken, BROKEN.description)

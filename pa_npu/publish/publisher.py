@@ -1,19 +1,23 @@
-"""The trainer's end of a weight publish: one Publisher per rank, of which each stage's tensor-parallel leader sends.
+"""The trainer's end of a weight publish: one Publisher per rank that takes part. publish.senders says who sends.
 
-    every rank                Publisher(...)             knows its place; replicas other than the first do nothing below
-    stage leader              manifest() -> store        what will be sent, for the coordinator to hand to the engines
-    stage leader              connect(members)           one group with all engine workers, blocks until they are there
-    TP ranks of replica 0     publish(version, members)  collective over TP; connects where members have changed, then gathers
-                                                         bucket i+1 while bucket i is on the wire
+    every rank that takes part    Publisher(...)             knows its place
+    senders                       manifest() -> store        what will be sent, for the coordinator to hand to the engines
+    senders                       connect(members)           one group with all engine workers, blocks until they are there
+    every rank that takes part    publish(version, members)  connects where members have changed, then makes bucket i+1 while
+                                                             bucket i is on the wire
+
+With publish.senders=leader one rank of each stage sends, and `publish` is collective over the ranks
+that hold the stage's shards, which gather buckets on it. Otherwise each rank sends its own shards,
+and no weights move between trainers.
 
 An engine that dies or joins changes the members, and with them the epoch. After a publish that
-raised WeightSyncError, which it does on the leader alone, the weights are untouched: publish again
-to the members that are left.
+raised WeightSyncError, which it does on senders alone, the weights are untouched: publish again to
+the members that are left.
 
 What never changes (Manifest.sent_once) is sent with the first version of an epoch only; contents()
 and digests go on to speak of it, so that an engine which lost it is found.
 
-The stages publish independently of each other; the engines read them in stage order.
+The senders publish independently of each other; the engines take their buckets in turn.
 """
 
 from __future__ import annotations
@@ -43,12 +47,12 @@ class PublishStats:
 
     Args:
         seconds: that it took.
-        bytes: sent by a leader; 0 on other ranks.
-        wire_wait_s: the part of `seconds` for which a leader waited for the engines.
-        digests: of a leader's buckets (Digests.read), also of those that were sent before; empty on
-            other ranks.
-        policy: digest of the weights that this rank trains. TrainerPublish adds it, to see that
-            what is sent follows them.
+        bytes: that this rank sent to each engine worker.
+        wire_wait_s: the part of `seconds` for which a sender waited for the engines.
+        digests: of this rank's buckets (Digests.read), also of those that were sent before; empty
+            if it has none.
+        policy: digest of the weights that this rank trains of what it sends. TrainerPublish adds
+            it, to see that what is sent follows them.
     """
 
     seconds: float = 0.0
@@ -59,38 +63,41 @@ class PublishStats:
 
 
 class WeightSource(Protocol):
-    """A stage's weights as the training backend hands them out, and this rank's part in that.
+    """This rank's part in sending a stage's weights, as the training backend hands it out.
 
-    All TP ranks read it together.
+    If one rank sends what several hold, all of them read it together.
     """
 
     @property
     def is_leader(self) -> bool:
-        """Returns whether this rank sends its stage's weights."""
+        """Returns whether this rank sends weights of its stage: all, or a share of them."""
 
     @property
     def manifest(self) -> Manifest:
-        """Returns the manifest of what will be sent, equal on all TP ranks."""
+        """Returns the manifest of what this rank sends, or its leader."""
 
     def contents(self) -> dict[str, str]:
         """Sums up this rank's part of each of the manifest's tensors (weight_transfer.contents).
 
         It reads the model that trains, not what was sent. A tensor's contents are those of all
-        ranks together. Collective over TP.
+        ranks together. A rank that sends a share sums up that share. Collective over the ranks
+        that hold the weights.
         """
 
     def buckets(
         self, deadline: transport.Deadline, *, whole: bool = True
     ) -> Iterator[torch.Tensor | None]:
-        """Yields the manifest's buckets in order: a flat tensor on the leader, None on its TP peers.
+        """Yields the manifest's buckets in order: a flat tensor on a sender, None on ranks that
+        give it their parts.
 
-        whole: False leaves out those that are sent once. Collective over TP. A yielded bucket is
-        read only, and overwritten when the one after the next is asked for.
+        whole: False leaves out those that are sent once. Collective over the ranks that hold the
+        weights. A yielded bucket is read only, and overwritten when the one after the next is asked
+        for.
         """
 
 
 class Publisher:
-    """Sends a stage's weights to all engine workers. Close it."""
+    """Sends weights of a stage to all engine workers. Close it."""
 
     def __init__(
         self,
@@ -125,7 +132,7 @@ class Publisher:
 
     @property
     def is_leader(self) -> bool:
-        """Returns whether this rank sends its stage's weights, and puts manifest() into the store."""
+        """Returns whether this rank sends weights, and puts manifest() into the store."""
         return self._source is not None and self._source.is_leader
 
     @property
@@ -133,19 +140,25 @@ class Publisher:
         return self._source.manifest.stage if self._source is not None else None
 
     @property
+    def _sender(self) -> str:
+        return "no stage" if self._source is None else self._source.manifest.sender
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of the stage's weights, what the first publish sends; 0 on ranks of other replicas."""
+        """Bytes of the manifest's weights, what the first publish sends; 0 on ranks that take no
+        part.
+        """
         return self._source.manifest.num_bytes if self._source is not None else 0
 
     def manifest(self) -> StageManifest:
-        """Returns what an engine needs to join and read this stage."""
-        assert self._source is not None, "only replica 0 publishes"
+        """Returns what an engine needs to join this sender and to read its buckets."""
+        assert self._source is not None, "this rank takes no part"
         return StageManifest(self._name, self._source.manifest.to_json())
 
     def connect(self, members: PublishMembers) -> None:
         """Forms the group of this epoch.
 
-        Ranks that do not send return at once, as does a leader that is in it already. Raises
+        Ranks that do not send return at once, as does a sender that is in it already. Raises
         DeadlineExceeded with the missing workers.
         """
         if not self.is_leader or members.epoch == self._epoch:
@@ -177,18 +190,18 @@ class Publisher:
             backend=backend,
             device=device,
             timeout_s=self._timeout_s,
-            describe=f"stage {self._stage} publishes to {_workers(workers, name)}",
+            describe=f"{self._sender} publishes to {_workers(workers, name)}",
         )
         return _Wire(group, workers, device, name)
 
     def publish(self, version: int, members: PublishMembers) -> PublishStats:
-        """Sends all weights as `version` to these members, if it is the first of their epoch;
-        otherwise all but what is sent once.
+        """Sends this rank's weights as `version` to these members: all of them if it is the first
+        version of their epoch, otherwise all but what is sent once.
 
-        Collective over the TP ranks of replica 0; other ranks return at once. Raises
-        WeightSyncError on a leader that lost an engine or was told to give up, and DeadlineExceeded
-        if that was not noticed in time. The group is dropped then, and the engines that are left
-        hold no version.
+        Collective over the ranks whose weights one of them sends; ranks that take no part return at
+        once. Raises WeightSyncError on a sender that lost an engine or was told to give up, and
+        DeadlineExceeded if that was not noticed in time. The group is dropped then, and the engines
+        that are left hold no version.
         """
         if self._source is None:
             return PublishStats()
@@ -253,7 +266,7 @@ class Publisher:
             return self._broadcast(buckets, version, digests, wire, whole)
         except (transport.WeightSyncError, DeadlineExceeded, RuntimeError):
             self._drop()
-            # the TP peers are somewhere in the gather of these and must come to its end
+            # ranks that gather with this one are somewhere in that and must come to its end
             for _ in buckets:
                 pass
             raise
@@ -312,7 +325,7 @@ class Publisher:
             transport.wait(
                 work,
                 deadline,
-                f"publish of version {version}, stage {self._stage}, {sending}: broadcast to "
+                f"publish of version {version}, {self._sender}, {sending}: broadcast to "
                 f"{_workers(wire.workers, wire.name)}",
                 "check in the engines' logs that each is alive and in pa_receive of this version, "
                 "or raise publish.timeout_s",
@@ -322,7 +335,7 @@ class Publisher:
 
 @dataclass(frozen=True)
 class _Wire:
-    """A group that this leader sends in.
+    """A group that this rank sends in.
 
     workers: engine workers that receive. device: whose memory its tensors are in.
     """

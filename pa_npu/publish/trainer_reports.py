@@ -28,13 +28,15 @@ class TrainerReports:
         *,
         channel: StoreChannel,
         senders: Sequence[int],
-        num_stages: int,
+        publishers: Sequence[int],
         deadline_s: float,
     ) -> None:
-        """senders: the trainer ranks that send. num_stages: their pipeline stages."""
+        """senders: the trainer ranks whose weights together are sent. publishers: those that send
+        them.
+        """
         self._channel = channel
         self._senders = senders
-        self._num_stages = num_stages
+        self._publishers = publishers
         self._deadline_s = deadline_s
 
     async def ready(self, version: int, within_s: float) -> float:
@@ -43,13 +45,13 @@ class TrainerReports:
         return time.perf_counter()
 
     async def sent(self, topic: Topic[SentWeights], place: dict[str, int]) -> list[SentWeights]:
-        """Waits for each stage's leader to report what it sent.
+        """Waits for each sender to report what it sent.
 
-        A leader reports it when the last engine has the last bucket.
+        It reports it when the last engine has its last bucket.
         """
         return [
-            await topic.wait_async(self._channel, self._deadline_s, stage=stage, **place)
-            for stage in range(self._num_stages)
+            await topic.wait_async(self._channel, self._deadline_s, rank=rank, **place)
+            for rank in self._publishers
         ]
 
     async def trained(self, place: dict[str, int]) -> dict[str, str]:

@@ -32,6 +32,7 @@ from pa_npu.publish.messages import (
 )
 from pa_npu.publish.publisher import PublishStats
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.weight_transfer.contents import summed
 from pa_npu.weight_transfer.transport import WeightSyncError
 
 logger = logging.getLogger(__name__)
@@ -82,12 +83,12 @@ class TrainerPublish:
         trained: returns the digest of the weights that this rank trains; called after they were
             sent, while the engines load them.
         rank: of this trainer.
-        stage: the pipeline stage that this rank sends; None if it is no stage's leader.
+        stage: the pipeline stage of which this rank sends weights; None if it sends nothing.
         timeout_s: of every wait for the coordinator, which in that time starts engines and makes
             attempts that fail.
         timeline: gets the spans of sending and of waiting.
         contents: sums up what this rank trains of what is sent (Publisher.contents); None on a
-            rank that sends nothing.
+            rank that takes no part.
         """
         self._channel = channel
         self._send = send
@@ -121,7 +122,12 @@ class TrainerPublish:
                 break
             logger.warning("weight version %d is published again: %s", version, verdict.reason)
         sent = self._last.bytes if self._last is not None else 0
-        logger.info("published version %d, %.1f MiB, in %.2f s", version, sent / 2**20, send_s)
+        logger.info(
+            "published version %d, %.1f MiB of it from here, in %.2f s",
+            version,
+            sent / 2**20,
+            send_s,
+        )
         wait_s = time.perf_counter() - start - send_s
         return Published(verdict.probe, send_s, wait_s, members.delayed, self._policy)
 
@@ -156,15 +162,18 @@ class TrainerPublish:
             return time.perf_counter() - start
         if self._stage is not None and stats is not None:
             sent = SentWeights(version, stats.digests)
-            SENT.put(self._channel, sent, version=version, attempt=attempt, stage=self._stage)
+            SENT.put(self._channel, sent, version=version, attempt=attempt, rank=self._rank)
         send_s = time.perf_counter() - start
         # from here on engines load
+        trained_here = ""
         if self._contents is not None:
-            trained = TrainedContents(version, self._contents())
+            contents = self._contents()
+            trained_here = summed(contents.values())
+            trained = TrainedContents(version, contents)
             TRAINED.put(self._channel, trained, version=version, attempt=attempt, rank=self._rank)
         self._policy = self._trained()
         if self._stage is not None and stats is not None:
-            stats = replace(stats, policy=self._policy)
+            stats = replace(stats, policy=trained_here or self._policy)
             check_follows(version, self._stage, stats, self._last)
             self._last = stats
         return send_s
@@ -173,12 +182,13 @@ class TrainerPublish:
 def check_follows(
     version: int, stage: int, stats: PublishStats, before: PublishStats | None
 ) -> None:
-    """Checks that what was sent changed since the publish `before`, if what trains did (I5).
+    """Checks that what a rank sent changed since the publish `before`, if what it trains of that
+    did (I5).
 
     Raises InvariantViolation. The check is exact: an update too small to change any weight in its
     type changes neither.
     """
-    if before is None or not stats.policy:
+    if before is None or not stats.policy or not stats.digests:
         return
     if stats.digests == before.digests and stats.policy != before.policy:
         raise InvariantViolation(

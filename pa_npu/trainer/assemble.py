@@ -23,7 +23,9 @@ from pa_npu.control.freshness import Freshness
 from pa_npu.control.messages import DISPATCHED, TRAINERS_RUN_ON, UPDATE_SIZE, TrainersRunOn
 from pa_npu.control.milestones import Milestones
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.publish import publishers_of
 from pa_npu.platform.base import Platform
+from pa_npu.platform.typical import BYTES_ON_THE_WIRE
 from pa_npu.publish.late_engines import LateEngineSender
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.publish.probes import ProbePlan
@@ -182,7 +184,7 @@ def publication_of(
 
 @dataclass(frozen=True)
 class WeightSender:
-    """Sends a stage's weights. publisher: at borders. late: to engines that come late."""
+    """Sends a rank's weights. publisher: at borders. late: to engines that come late."""
 
     publisher: Publisher
     late: Publisher
@@ -191,10 +193,10 @@ class WeightSender:
 def make_sender(
     config: Config, platform: Platform, store: dist.TCPStore, backend: TrainBackend
 ) -> WeightSender | None:
-    """Makes the sender of this rank's weights; None on a rank whose weights another rank has too.
+    """Makes the sender of this rank's weights; None on a rank that takes no part in a publish.
     Collective: the weights' sources make process groups on all ranks.
     """
-    num_bytes = bucket_bytes(platform, backend)
+    num_bytes = bucket_bytes(platform, backend, len(publishers_of(config)))
     weights = backend.published_weights(num_bytes)
     late_weights = backend.published_weights(num_bytes, trainer_models(config).published_source)
     if weights is None or late_weights is None:
@@ -206,12 +208,12 @@ def make_sender(
 
 
 def announce(sender: WeightSender, channel: StoreChannel, backend: TrainBackend) -> None:
-    """Tells the coordinator, from the leader of each stage, how engines reach its weights."""
+    """Tells the coordinator, from each rank that sends, how engines reach its weights."""
     if not sender.publisher.is_leader:
         return
-    stage = backend.place.stage
-    LATE_MANIFEST.put(channel, sender.late.manifest(), stage=stage)
-    MANIFEST.put(channel, sender.publisher.manifest(), stage=stage)
+    rank = backend.place.rank
+    LATE_MANIFEST.put(channel, sender.late.manifest(), rank=rank)
+    MANIFEST.put(channel, sender.publisher.manifest(), rank=rank)
 
 
 def make_publisher(
@@ -236,22 +238,30 @@ def make_publisher(
     )
 
 
-def bucket_bytes(platform: Platform, backend: TrainBackend) -> int:
+def bucket_bytes(platform: Platform, backend: TrainBackend, num_senders: int) -> int:
     """Returns the bytes of a publish's bucket, the same on all ranks of a tensor-parallel group.
     Collective over these.
     """
-    largest = auto_bucket_bytes(platform.free_memory_bytes(), platform.largest_bucket_bytes)
+    largest = auto_bucket_bytes(
+        platform.free_memory_bytes(), platform.largest_bucket_bytes, num_senders
+    )
     size = torch.tensor([largest], dtype=torch.int64, device=backend.device)
     if backend.tensor_group is not None:
         dist.all_reduce(size, op=dist.ReduceOp.MIN, group=backend.tensor_group)
     return int(size.item())
 
 
-def auto_bucket_bytes(free_bytes: int, largest_bytes: int) -> int:
-    """Returns the bytes of a publish's bucket on a device with `free_bytes`. largest_bytes: the
-    size from which on larger buckets gain nothing.
+def auto_bucket_bytes(free_bytes: int, largest_bytes: int, num_senders: int = 1) -> int:
+    """Returns the bytes of a publish's bucket on a device with `free_bytes`.
+
+    An engine has a bucket of each sender on the wire at the same time. With many senders buckets
+    are smaller, so that these take no more than BYTES_ON_THE_WIRE.
+
+    largest_bytes: the size from which on larger buckets gain nothing.
     """
-    return min(largest_bytes, max(SMALLEST_BUCKET_BYTES, int(free_bytes * SHARE_OF_FREE_MEMORY)))
+    largest_bytes = min(largest_bytes, BYTES_ON_THE_WIRE // num_senders)
+    wanted = min(largest_bytes, int(free_bytes * SHARE_OF_FREE_MEMORY))
+    return max(min(SMALLEST_BUCKET_BYTES, largest_bytes), wanted)
 
 
 def rollout_source(

@@ -94,8 +94,8 @@ class BlockingTrainerPublication(TrainerPublication):
         timeline: Timeline,
         timeout_s: float,
     ) -> None:
-        """Makes the policy. publisher: sends this rank's weights; None on ranks of replicas other
-        than the first, whose weights are copies. timeout_s: of every wait for the coordinator.
+        """Makes the policy. publisher: sends this rank's weights, or gives them to the rank that
+        does; None on ranks that take no part. timeout_s: of every wait for the coordinator.
         """
         self._learner = learner
         self._publisher = publisher
@@ -103,9 +103,9 @@ class BlockingTrainerPublication(TrainerPublication):
         self._protocol = TrainerPublish(
             channel,
             self._send,
-            no_digest if publisher is None else learner.backend.digest,
+            learner.backend.digest if place.sends else no_digest,
             place.rank,
-            place.stage if place.publishes else None,
+            place.stage if publisher is not None and publisher.is_leader else None,
             timeout_s,
             timeline,
             contents=None if publisher is None else publisher.contents,

@@ -1,4 +1,6 @@
-"""The engine's end of a publish: joins the stages' groups, receives every bucket, returns HF tensors.
+"""The engine's end of a publish: joins the senders' groups, receives every bucket, returns HF tensors.
+
+All senders send at the same time, and their buckets are taken in turn, so that each link is busy.
 
 It knows nothing of any engine: code inside an engine calls it and gives the tensors to its loader.
 What never changes (Manifest.sent_once) comes with the first version only.
@@ -22,17 +24,24 @@ from pa_npu.errors import DeadlineExceeded
 from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.adapters import BaseDirectory
 from pa_npu.weight_transfer.digest import Digests, KeptDigests
-from pa_npu.weight_transfer.manifest import Assembler, Bucket, Manifest
+from pa_npu.weight_transfer.manifest import (
+    Assembler,
+    Bucket,
+    Manifest,
+    assemblers,
+    check_covered,
+)
 from pa_npu.weight_transfer.transport import Abandonment, Deadline, WeightSyncError
 
 HEAD = "lm_head.weight"
-# Broadcasts posted ahead of the one being loaded, so that the wire does not wait for the loader.
+# Broadcasts posted ahead of the one being loaded, so that the wire does not wait for the loader; of
+# several senders, one of each is posted in addition.
 _AHEAD = 2
 # Polls for the beginning of a publish, which is noticed late by half a percent of the wait at most.
 _OF_THE_BEGINNING: transport.Polls = (0.02, 0.005)
 
 Received = tuple[list[tuple[str, torch.Tensor]], tuple[str, ...]]
-"""(HF name, tensor) of all that was sent, and the digests of each stage."""
+"""(HF name, tensor) of all that was sent, and the digests of each sender."""
 
 
 def is_embedding(name: str) -> bool:
@@ -51,11 +60,12 @@ def is_head(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Message:
-    """One broadcast of a stage: its header (no bucket) or a bucket.
+    """One broadcast of a sender: its header (no bucket) or a bucket.
 
-    buffer: filled once the broadcast has arrived.
+    sender: its number among the manifests. buffer: filled once the broadcast has arrived.
     """
 
+    sender: int
     manifest: Manifest
     assembler: Assembler
     bucket: Bucket | None
@@ -64,7 +74,7 @@ class Message:
 
 
 class Receiver:
-    """Reads the buckets of all stages, in stage order, and puts the HF tensors together."""
+    """Reads the buckets of all senders in turn, and puts the HF tensors together."""
 
     def __init__(
         self,
@@ -98,7 +108,7 @@ class Receiver:
         model: object,
         directory: str,
     ) -> Receiver:
-        """Joins one group per stage; blocks until the stages' leaders are there.
+        """Joins one group per sender; blocks until the senders are there.
 
         Args:
             joined: pa_npu.engines.protocol.WeightGroups as JSON.
@@ -126,7 +136,7 @@ class Receiver:
         groups: list[Any] = []
         try:
             for name, manifest in zip(names, manifests, strict=True):
-                describe = f"engine worker {rank} receives from trainer stage {manifest.stage}"
+                describe = f"engine worker {rank} receives from trainer {manifest.sender}"
                 group = transport.join_group(
                     host,
                     port,
@@ -159,7 +169,7 @@ class Receiver:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Digests of every bucket as of the last `receive`, one text per stage (Digests.read).
+        """Digests of every bucket as of the last `receive`, one text per sender (Digests.read).
 
         Those of buckets that are sent once are of the first one.
         """
@@ -211,11 +221,10 @@ class Receiver:
         self._unfinished = True
         self._digests = [Digests() for _ in self._manifests]
         for message in self._messages(version, deadline):
-            stage = self._manifests.index(message.manifest)
             if message.bucket is None:
                 self._check_header(message.buffer, message.manifest, version)
             else:
-                self._digests[stage].add(message.buffer)
+                self._digests[message.sender].add(message.buffer)
                 yield from message.assembler.completed(message.bucket, message.buffer)
         self._unfinished = False
         self._has_whole = True
@@ -239,7 +248,7 @@ class Receiver:
         ).start()
 
     def prepared(self, version: int) -> tuple[str, ...] | None:
-        """Returns the digests of each stage once all of `version` has arrived; None before.
+        """Returns the digests of each sender once all of `version` has arrived; None before.
 
         Raises what went wrong with it.
         """
@@ -281,7 +290,7 @@ class Receiver:
         self._groups = []
 
     def _wait_for_begin(self, version: int, within_s: float) -> None:
-        """Waits until the first stage is about to send.
+        """Waits until the first sender is about to send. The others are told at the same time.
 
         Raises DeadlineExceeded, or WeightSyncError if the publish is given up.
         """
@@ -302,30 +311,50 @@ class Receiver:
         return None
 
     def _messages(self, version: int, deadline: Deadline) -> Iterator[Message]:
-        """Yields header and buckets of each stage in the order of sending.
+        """Yields header and buckets of each sender in the order of sending, one of each in turn.
 
-        The next ones are always posted already.
+        The next ones are always posted already. All workers post them in the same order, as
+        backends want it of collectives in several groups.
         """
         pending: deque[tuple[dist.Work, Message]] = deque()
-        for group, manifest in zip(self._groups, self._manifests, strict=True):
-            assembler = Assembler(manifest)
-            sent = manifest.sent(whole=not self._has_whole)
-            buckets: list[Bucket | None] = [None, *sent]
-            for index, bucket in enumerate(buckets):
-                if len(pending) > _AHEAD:
+        ahead = _AHEAD + len(self._manifests) - 1
+        by_stage = assemblers(self._manifests)
+        sent = [manifest.sent(whole=not self._has_whole) for manifest in self._manifests]
+        longest = max((len(buckets) for buckets in sent), default=0)
+        for turn in range(1 + longest):
+            for sender, (group, manifest) in enumerate(
+                zip(self._groups, self._manifests, strict=True)
+            ):
+                if turn > len(sent[sender]):
+                    continue
+                if len(pending) > ahead:
                     yield self._arrived(*pending.popleft(), version, deadline)
-                if bucket is None:
-                    name = f"stage {manifest.stage}, header"
-                    buffer = torch.empty(3, dtype=torch.int64, device=self._device)
-                else:
-                    name = (
-                        f"stage {manifest.stage}, bucket {index} of {len(sent)} ({bucket.summary})"
-                    )
-                    buffer = assembler.buffer(bucket, self._device)
-                work = transport.broadcast(group, buffer)
-                pending.append((work, Message(manifest, assembler, bucket, buffer, name)))
+                assembler = by_stage[manifest.stage]
+                message = self._message(sender, manifest, assembler, sent[sender], turn)
+                pending.append((transport.broadcast(group, message.buffer), message))
         while pending:
             yield self._arrived(*pending.popleft(), version, deadline)
+
+    def _message(
+        self,
+        sender: int,
+        manifest: Manifest,
+        assembler: Assembler,
+        sent: tuple[Bucket, ...],
+        number: int,
+    ) -> Message:
+        """Returns what a sender sends as its message of this number: number 0 is the header, and
+        its buckets of this version, `sent`, follow.
+        """
+        if number == 0:
+            header = torch.empty(3, dtype=torch.int64, device=self._device)
+            name = f"{manifest.sender}, header"
+            return Message(sender, manifest, assembler, None, header, name)
+        bucket = sent[number - 1]
+        buffer = assembler.buffer(bucket, self._device)
+        count = f"bucket {number} of {len(sent)}"
+        name = f"{manifest.sender}, {count} ({bucket.summary})"
+        return Message(sender, manifest, assembler, bucket, buffer, name)
 
     def _arrived(
         self, work: dist.Work, message: Message, version: int, deadline: Deadline
@@ -334,8 +363,8 @@ class Receiver:
             work,
             deadline,
             f"engine worker {self._rank} waits for weight version {version}, {message.name}",
-            "check in the trainer's logs that the leader of this stage is alive and publishing, or "
-            "raise publish.timeout_s",
+            "check in the trainer's log that it is alive and publishing, or raise "
+            "publish.timeout_s",
         )
         return message
 
@@ -343,20 +372,20 @@ class Receiver:
         sent_version, digest, num_buckets = header.tolist()
         if sent_version != version:
             raise WeightSyncError(
-                f"trainer stage {manifest.stage} sent weight version {sent_version} to engine "
+                f"trainer {manifest.sender} sent weight version {sent_version} to engine "
                 f"worker {self._rank}, which was asked to load version {version}; publishes and "
                 "pa_receive calls must come in the same order"
             )
         num_expected = len(manifest.sent(whole=not self._has_whole))
         if num_buckets != num_expected:
             raise WeightSyncError(
-                f"trainer stage {manifest.stage} sends {num_buckets} buckets of weight version "
+                f"trainer {manifest.sender} sends {num_buckets} buckets of weight version "
                 f"{version} to engine worker {self._rank}, which expects {num_expected}: they "
                 "disagree on whether it has what is sent once; connect the engine again"
             )
         if digest != manifest.digest:
             raise WeightSyncError(
-                f"trainer stage {manifest.stage} sends other buckets than the manifest that engine "
+                f"trainer {manifest.sender} sends other buckets than the manifest that engine "
                 f"worker {self._rank} was given; call pa_connect with the manifest of this run"
             )
 
@@ -364,20 +393,14 @@ class Receiver:
 def check_model(manifests: list[Manifest], hf_config: Any) -> None:
     """Raises WeightSyncError unless trainer and engine have the same model.
 
-    Each tensor must come from one stage.
+    Each tensor must come from one stage, and all of it from the stage's senders.
     """
-    names = [name for manifest in manifests for name in manifest.shapes]
-    if len(names) != len(set(names)):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise WeightSyncError(
-            f"weight tensor {twice} is announced by two trainer stages; give each stage's manifest "
-            "once"
-        )
+    check_covered(manifests)
     for manifest in manifests:
         for key, value in manifest.model.items():
             if int(getattr(hf_config, key, value)) != value:
                 raise WeightSyncError(
-                    f"trainer stage {manifest.stage} has {key}={value}, the engine's model "
+                    f"trainer {manifest.sender} has {key}={value}, the engine's model "
                     f"{getattr(hf_config, key)}; engine and trainer must be given the same model "
                     "directory"
                 )

@@ -1,15 +1,17 @@
 """The groups through which weights travel, and waits with a deadline, for both ends of a publish.
 
-Imports torch only. There is one group per pipeline stage: rank 0 is the stage's tensor-parallel
-leader, ranks 1.. are the workers of all engines. Rank 0 broadcasts everything. A publish is, in
-each stage's group and in this order on every rank:
+Imports torch only. There is one group per sender, of which each pipeline stage has one or more:
+rank 0 is the sender, ranks 1.. are the workers of all engines. Rank 0 broadcasts everything. A
+publish is, in each sender's group and in this order on every rank:
 
     header       int64 [2]: weight version, digest of the manifest
     bucket 0..n  one flat tensor each; its segments, one after another, are pieces of flattened HF
-                 tensors
+                 tensors, or blocks of their columns
+
+All senders send at the same time; workers take the messages of all groups in turn.
 
 Some backends do not let two ranks of a group share a device. Engines on the trainers' devices are
-then in a second group of each stage, in which the same leader sends the same messages another way
+then in a second group of each sender, in which it sends the same messages another way
 (Way):
 
     group     the usual one

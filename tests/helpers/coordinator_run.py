@@ -254,7 +254,7 @@ class Run:
 
     def announce_weights(self) -> None:
         for kind, topic in (("publish", MANIFEST), ("late", LATE_MANIFEST)):
-            topic.put(self.channel, StageManifest(f"{kind}-0", {}), stage=0)
+            topic.put(self.channel, StageManifest(f"{kind}-0", {}), rank=0)
         TRAINERS_RUN_ON.put(self.channel, trainers_run_on())
 
     def published(self, version: int, attempt: int = 0) -> dict[str, Any]:

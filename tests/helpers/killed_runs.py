@@ -142,7 +142,7 @@ class Watched:
         """After a kill: an engine holds weights again, or another attempt has begun."""
         if kind in WORKERS:
             self._until(
-                lambda: self.attempt > attempt and self._there(MANIFEST.at(stage=0)),
+                lambda: self.attempt > attempt and self._there(MANIFEST.at(rank=0)),
                 f"recovery from {kind}",
             )
         elif kind != "reward worker":  # which is missed by its pool alone

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from pa_npu.backends.megatron.weights.buckets import StageTensors
 from pa_npu.config.mesh import Place
+from pa_npu.config.sections.operation import Senders
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher
@@ -35,9 +36,11 @@ class World:
         stages: int = 1,
         workers: int = 1,
         ep_size: int = 1,
+        copies: int = 1,
+        senders: Senders = "leader",
     ) -> None:
-        self.spec, self.workers = spec, workers
-        self.stages = [Stage(tp_size, stage, stages, ep_size) for stage in range(stages)]
+        self.spec, self.workers, self.senders = spec, workers, senders
+        self.stages = [Stage(tp_size, stage, stages, ep_size, copies) for stage in range(stages)]
         self.store = dist.HashStore()
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.modules: list[torch.nn.Module] = []
@@ -53,12 +56,18 @@ class World:
         self, bucket_bytes: int = 4096, timeout_s: float = 30.0, dtype: torch.dtype = torch.float32
     ) -> list[Publisher]:
         """All trainer ranks, stage by stage; the TP leader first in each."""
-        everyone = [(stage, rank) for stage in self.stages for rank in range(stage.num_ranks)]
+        everyone = [
+            (stage, rank) for stage in self.stages for rank in range(stage.copies * stage.num_ranks)
+        ]
         deadline_s = timeout_s + BACKEND_MARGIN_S
         groups = run_threads(
             *(
                 lambda s=stage, r=rank: gloo_group(
-                    self.store, f"shards of {s.stage}", r, s.num_ranks, deadline_s
+                    self.store,
+                    f"shards of {s.stage}, copy {r // s.num_ranks}",
+                    r % s.num_ranks,
+                    s.num_ranks,
+                    deadline_s,
                 )
                 for stage, rank in everyone
             )
@@ -77,6 +86,7 @@ class World:
                     timeout_s,
                     self.server.port,
                     group,
+                    self.senders,
                 )
             )
         return made
@@ -116,9 +126,13 @@ def publisher(
     timeout_s: float = 30.0,
     store_port: int = 1,
     tensor_group: dist.ProcessGroup | None = None,
+    senders: Senders = "leader",
 ) -> Publisher:
+    source = None
+    if place.sends or place.is_publisher(senders):
+        source = StageTensors(module, spec, place, bucket_bytes, tensor_group, senders=senders)
     return Publisher(
-        StageTensors(module, spec, place, bucket_bytes, tensor_group) if place.sends else None,
+        source,
         store_host="127.0.0.1",
         store_port=store_port,
         timeout_s=timeout_s,

@@ -97,22 +97,23 @@ def make_checkpoint(
 @dataclass(frozen=True)
 class Stage:
     """Which share of the model a stand-in stage holds. ep_size ranks share its experts, over
-    replicas where TP has fewer.
+    replicas where TP has fewer. copies: of its weights, each on num_ranks ranks.
     """
 
     tp_size: int = 1
     stage: int = 0
     num_stages: int = 1
     ep_size: int = 1
+    copies: int = 1
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that together hold all of the stage."""
+        """Ranks that together hold all of the stage once."""
         return max(self.tp_size, self.ep_size)
 
     def place(self, rank: int) -> Place:
-        """Returns the place of one of these ranks."""
-        data = self.num_ranks // self.tp_size
+        """Returns the place of one of these ranks, or of those of another copy."""
+        data = self.copies * self.num_ranks // self.tp_size
         mesh = Mesh(self.tp_size, self.num_stages, data, expert=self.ep_size, experts_tensor=1)
         return mesh.at(tensor=rank % self.tp_size, data=rank // self.tp_size, pipeline=self.stage)
 

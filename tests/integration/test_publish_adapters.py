@@ -22,7 +22,7 @@ SAME = ("loss", "reward_mean", "grad_norm", "logprob_diff_max", "logprob_diff_me
 def run(
     tiny: Path, directory: Path, **keys: object
 ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor], float]:
-    """Its records, the adapters that it ends with, and MiB of a publish."""
+    """Its records, the adapters that it ends with, and MiB of a publish that rank 0 sends."""
     directory.mkdir()
     launched = Launched(directory, "run", *settings(tiny, directory / "run", **keys))
     try:
@@ -33,7 +33,10 @@ def run(
         json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     logs = "".join(file.read_text() for file in (directory / "run").rglob("*trainer-0*.log"))
-    sent = {float(size) for size in re.findall(r"published version \d+, ([0-9.]+) MiB", logs)}
+    sent = {
+        float(size)
+        for size in re.findall(r"published version \d+, ([0-9.]+) MiB of it from here", logs)
+    }
     assert len(sent) == 1, logs[-3000:]
     return records, load_file(directory / "run" / "hf" / "adapter_model.safetensors"), sent.pop()
 

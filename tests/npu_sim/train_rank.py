@@ -129,7 +129,7 @@ def train(
         learner.publish(iteration)
         reports.append(numbers(consume(learner, rollouts(iteration), 1).report))
     backend.export(directory / "hf")
-    automatic = bucket_bytes(platform, backend)
+    automatic = bucket_bytes(platform, backend, num_senders=1)
     actual = {
         "logprobs": logprobs,
         "reports": reports,
@@ -156,13 +156,13 @@ def train(
                     (late_weights, "gloo", torch.device("cpu")),
                 )
             ]
-            actual |= publish(publishers[0], channel, backend.place.stage, engine_workers)
+            actual |= publish(publishers[0], channel, backend.place.rank, engine_workers)
             serve_late(publishers[1], channel, learner, platform)
     backend.close()
     return actual
 
 
-def publish(publisher: Any, channel: Any, stage: int, engine_workers: int) -> dict[str, Any]:
+def publish(publisher: Any, channel: Any, rank: int, engine_workers: int) -> dict[str, Any]:
     """To an engine that gives up, and again; returns why the first failed here, and what was said
     about its group.
     """
@@ -176,7 +176,7 @@ def publish(publisher: Any, channel: Any, stage: int, engine_workers: int) -> di
     failure = None
     with closing(publisher):
         if publisher.is_leader:
-            MANIFEST.put(channel, publisher.manifest(), stage=stage)
+            MANIFEST.put(channel, publisher.manifest(), rank=rank)
         try:
             publisher.publish(ITERATIONS, PublishMembers(BROKEN_EPOCH, engine_workers))
         except WeightSyncError as error:
@@ -193,7 +193,7 @@ def serve_late(publisher: Any, channel: Any, learner: Any, platform: Any) -> Non
     place = learner.backend.place
     with LateEngineSender(publisher, channel, learner.gate, platform, place, TIMEOUT_S / 2):
         if publisher.is_leader:
-            LATE_MANIFEST.put(channel, publisher.manifest(), stage=place.stage)
+            LATE_MANIFEST.put(channel, publisher.manifest(), rank=place.rank)
         channel.wait_bytes(LATE_OVER, TIMEOUT_S, "the test to have received late")
 
 

@@ -50,7 +50,9 @@ from pa_npu.backends.widened import widened
 from pa_npu.checkpoints.directories import CheckpointMeta, read_meta
 from pa_npu.config.mesh import Place
 from pa_npu.config.schema import Config
+from pa_npu.config.sections.operation import Senders
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.publish import senders_of
 from pa_npu.platform.base import Platform
 from pa_npu.samples.microbatch import Microbatch, filler
 from pa_npu.telemetry.timeline import Timeline, now
@@ -133,15 +135,21 @@ class FsdpBackend:
                 for ranks in self.place.mesh.shard_groups()
             }
             group = groups[self.place.shard_group]
-        if not self.place.sends:
+        senders = senders_of(self._config)
+        if not self.place.sends and not self.place.is_publisher(senders):
             return None
         model, dtype = self._models[late_from or "policy"], DTYPES[self._config.model.dtype]
         if not isinstance(model, Adapted) or self._config.publish.lora == "merged":
             # engines that sleep lose all weights
             is_kept = self._config.model.vision == "frozen" and not self._config.placement.colocate
-            sent_once = TOWER if self._module.reads_images and is_kept else ""
-            on_host = late_from is not None
-            return self._whole(model, bucket_bytes, group, sent_once=sent_once, on_host=on_host)
+            return self._whole(
+                model,
+                bucket_bytes,
+                group,
+                sent_once=TOWER if self._module.reads_images and is_kept else "",
+                on_host=late_from is not None,
+                senders=senders,
+            )
         base = base_of(model, self._config.model.path, dtype) if self.place.publishes else None
         return ShardedWeights(
             model,
@@ -152,6 +160,7 @@ class FsdpBackend:
             group,
             base=base,
             on_host=late_from is not None,
+            senders=senders,
         )
 
     def name_policy(self, weights: Weights, name: str = "policy") -> None:
@@ -310,6 +319,7 @@ class FsdpBackend:
         *,
         sent_once: str = "",
         on_host: bool = False,
+        senders: Senders = "leader",
     ) -> ShardedWeights:
         """Returns a model's weights, adapters merged into them."""
         source, dtype = (
@@ -325,6 +335,7 @@ class FsdpBackend:
             group,
             sent_once=sent_once,
             on_host=on_host,
+            senders=senders,
         )
 
     def _logprobs(self, name: str, microbatches: list[Microbatch]) -> list[torch.Tensor]:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from pa_npu.backends.buckets import GatheredWeights, Outgoing, Part
+from pa_npu.backends.buckets import GatheredWeights, Outgoing, Part, Region
 from pa_npu.backends.fsdp.optimizer import local
 from pa_npu.config.mesh import Place
+from pa_npu.config.sections.operation import Senders
 from pa_npu.families.spec import ModelSpec
 from pa_npu.families.wire_names import WireWeight
 from pa_npu.weight_transfer.adapters import Base
+from pa_npu.weight_transfer.manifest import row_size
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class ShardedWeights(GatheredWeights):
         base: Base | None = None,
         sent_once: str = "",
         on_host: bool = False,
+        senders: Senders = "leader",
     ) -> None:
         self._model = model
         self._weights = model.wire_weights()
@@ -97,6 +100,7 @@ class ShardedWeights(GatheredWeights):
             base=base,
             sent_once=sent_once,
             on_host=on_host,
+            senders=senders,
         )
 
     def parts(self, leads: bool) -> Mapping[str, Rows]:
@@ -109,6 +113,36 @@ class ShardedWeights(GatheredWeights):
             name: self._model.rows(weight, whole, leads)
             for name, weight, whole in self._model.wire_weights()
         }
+
+    def regions(self) -> Mapping[str, Sequence[Region]]:
+        """See GatheredWeights."""
+        mesh = self._place.mesh
+        num_shards = len(self._place.shard_group)
+        everyone = tuple(range(mesh.size))
+        regions: dict[str, list[Region]] = {}
+        for name, weight, whole in self._weights:
+            if not isinstance(whole, DTensor):
+                regions[name] = [Region.whole(weight.shape, everyone)]
+                continue
+            regions[name] = [
+                _region(weight, whole, shard, num_shards, everyone[shard::num_shards])
+                for shard in range(num_shards)
+            ]
+        return regions
+
+
+def _region(
+    weight: WireWeight, whole: DTensor, shard: int, num_shards: int, holders: tuple[int, ...]
+) -> Region:
+    """Returns the rows of a weight that shard number `shard` of its parameter has."""
+    rows = -(-whole.shape[0] // num_shards)  # as torch.chunk cuts
+    elements = math.prod(whole.shape[1:])
+    first = shard * rows * elements - weight.start
+    last = (shard + 1) * rows * elements - weight.start
+    begin = min(max(0, first), weight.size)
+    end = min(max(0, last), weight.size)
+    width = row_size(weight.shape)
+    return Region(begin, (end - begin) // width, width, holders)
 
 
 def rows_of(whole: torch.Tensor, start: int, alone: bool) -> Rows:

@@ -55,6 +55,7 @@ from pa_npu.backends.protocol import (
 from pa_npu.checkpoints.directories import CheckpointMeta
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.publish import senders_of
 from pa_npu.platform.base import Platform
 from pa_npu.samples.expert_choices import EXPERT_CHOICES
 from pa_npu.samples.microbatch import Microbatch, filler
@@ -157,11 +158,18 @@ class MegatronBackend:
         # of host memory for a thread beside training; on all ranks, because making a group is
         # collective
         group = self._shard_group if late_from is None else parallel.shard_group(HOST_BACKEND)
-        if not place.sends:
+        senders = senders_of(self._config)
+        if not place.sends and not place.is_publisher(senders):
             return None
         model = self._stage.model(late_from or "policy")
         return StageTensors(
-            model, self._spec, place, bucket_bytes, group, on_host=late_from is not None
+            model,
+            self._spec,
+            place,
+            bucket_bytes,
+            group,
+            on_host=late_from is not None,
+            senders=senders,
         )
 
     def name_policy(self, weights: Weights, name: str = "policy") -> None:

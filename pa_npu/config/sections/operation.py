@@ -10,6 +10,7 @@ from pa_npu.config.sections import FilePath, Section, Several
 from pa_npu.config.sections.inputs import Dataset
 
 AgreementCheck = Literal["mean", "square", "slope", "strays", "drawn"]
+Senders = Literal["leader", "shards", "all"]
 
 
 class ScheduleConfig(Section):
@@ -174,6 +175,16 @@ class EvaluateConfig(Section):
 
 class PublishConfig(Section):
     timeout_s: float = Field(300.0, gt=0, description="Deadline of one weight publish.")
+    senders: Senders | None = Field(
+        None,
+        description="Trainer ranks that send weights to engines. shards: every rank of one copy of "
+        "the weights sends the shards that it holds, all at the same time. all: the ranks of all "
+        "data-parallel replicas take part, so that each sends less. leader: one rank of each "
+        "pipeline stage gathers the stage's weights and sends them. null: shards, or "
+        "leader where engines have NPUs of their own and there would be more than 5 senders, since "
+        "an engine is in a process group with each of them, and each group's buffers take 400 MiB "
+        "of its device.",
+    )
     lora: Literal["merged", "adapter"] = Field(
         "merged",
         description="What engines receive of LoRA adapters. merged sends all weights with the "

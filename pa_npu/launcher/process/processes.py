@@ -84,6 +84,6 @@ def engine_answers(url: str) -> bool:
         return False
 
 
-def trainers_announced(channel: StoreChannel, num_stages: int) -> bool:
-    """Returns whether every pipeline stage has loaded its weights and said what it will publish."""
-    return all(MANIFEST.exists(channel, stage=stage) for stage in range(num_stages))
+def trainers_announced(channel: StoreChannel, publishers: Sequence[int]) -> bool:
+    """Returns whether every rank that sends weights has loaded them and said what it will send."""
+    return all(MANIFEST.exists(channel, rank=rank) for rank in publishers)

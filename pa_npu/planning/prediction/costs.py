@@ -17,7 +17,8 @@ from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.iteration_model.subjects import EngineSpeed
 from pa_npu.planning.memory import BYTES, FP32, kv_bytes_per_token, trainer_memory
-from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, TypicalSpeed
+from pa_npu.planning.publish import published_bytes, senders_of
+from pa_npu.platform.typical import BYTES_ON_THE_WIRE, LARGEST_BUCKET_BYTES, TypicalSpeed
 
 # The share of the arithmetic of decoding that is not hidden behind reading the weights.
 _NOT_HIDDEN = 0.5
@@ -123,11 +124,14 @@ def typical_trainer(config: Config, spec: ModelSpec, typical: TypicalSpeed) -> T
     if mesh.weight_shards <= config.devices.devices_per_node:
         gather_bytes = typical.node_bytes
     dispatch_s = typical.group_s * _layers_factor(spec, typical)
+    published = published_bytes(config, spec)
     publish_s = publish_seconds(
-        weight_bytes=spec.num_parameters * element,
-        bucket_bytes=LARGEST_BUCKET_BYTES,
+        weight_bytes=published.worker,
+        bucket_bytes=min(LARGEST_BUCKET_BYTES, BYTES_ON_THE_WIRE // published.num_senders),
         tensor_parallel=config.trainer.tensor_parallel,
         link=PublishLink(wire=typical.wire_bytes, gather=typical.node_bytes),
+        senders=published.num_senders,
+        gathers=senders_of(config) == "leader",
     )
     return TrainerCost(
         microbatch_s=dispatch_s + gather_seconds(config, spec, element, gather_bytes),
@@ -153,7 +157,7 @@ def _update_s(config: Config, typical: TypicalSpeed, parameters: float, copies: 
 class PublishLink:
     """The links that carry a publish. Rates are in bytes per second, latency in seconds per bucket.
 
-    wire: the slowest link from a stage's leader to an engine worker; workers pass on what they get.
+    wire: the slowest link from a sender to an engine worker; workers pass on what they get.
     gather: the link between the ranks of a tensor-parallel group.
     """
 
@@ -163,21 +167,33 @@ class PublishLink:
 
 
 def publish_seconds(
-    weight_bytes: int, bucket_bytes: int, tensor_parallel: int, link: PublishLink
+    weight_bytes: int,
+    bucket_bytes: int,
+    tensor_parallel: int,
+    link: PublishLink,
+    senders: int = 1,
+    gathers: bool = True,
 ) -> float:
     """Returns the seconds in which all stages' weights reach every engine worker.
 
-    Engines read the stages one after another, so that all bytes pass the same wire. The gather of
-    bucket i + 1 runs while bucket i is on the wire; only the first one's has nothing to hide
-    behind:
+    Several senders send at the same time. The n buckets of each take n * wire seconds, with wire =
+    bucket / rate + latency, and all weights pass the link of each worker:
 
-        gather + n * max(gather, wire)      per bucket, with gather = (TP - 1) / TP * bucket / rate,
-                                            wire = bucket / rate + latency
+        max(weights / rate + latency, n * wire)
+
+    If a sender gathers what it sends over TP, the gather of bucket i + 1 runs while bucket i is on
+    the wire; only the first one's has nothing to hide behind:
+
+        gather + n * max(gather, wire)      with gather = (TP - 1) / TP * bucket / rate
     """
     buckets = math.ceil(weight_bytes / bucket_bytes)
     bucket = weight_bytes / buckets
-    gather = (tensor_parallel - 1) / tensor_parallel * bucket / link.gather
-    return gather + buckets * max(gather, bucket / link.wire + link.latency_s)
+    gather = 0.0
+    if gathers:
+        gather = (tensor_parallel - 1) / tensor_parallel * bucket / link.gather
+    wire = bucket / link.wire + link.latency_s
+    in_turn = gather + math.ceil(buckets / senders) * max(gather, wire)
+    return max(weight_bytes / link.wire + link.latency_s, in_turn)
 
 
 def gather_seconds(config: Config, spec: ModelSpec, element: int, wire_bytes: float) -> float:

@@ -216,7 +216,7 @@ class EngineWorker:
         self.store = run.stores[layout]
         self.channel = StoreChannel(self.store)
         self.mesh = make_config(run.model(layout), "npu", LAYOUTS[layout]).mesh
-        self.stages = range(self.mesh.pipeline)
+        self.publishers = self.mesh.publishers("shards")
 
     def receive(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors that arrived after the publish that was given up, and late."""
@@ -242,8 +242,8 @@ class EngineWorker:
             LATE_DECISION.put(self.channel, LateDecision(True), number=0)
             late, digests = self._read(self._join(late_manifests, 0, "gloo"), "cpu")
         sent = [
-            LATE_SENT.wait(self.channel, TIMEOUT_S, number=0, stage=stage).digests
-            for stage in self.stages
+            LATE_SENT.wait(self.channel, TIMEOUT_S, number=0, rank=rank).digests
+            for rank in self.publishers
         ]
         assert sent == digests, "what arrived late is not what was sent"
         self.channel.put_bytes(LATE_OVER, b"over")
@@ -251,14 +251,14 @@ class EngineWorker:
 
     def _wait_for(self, topic: Topic[StageManifest]) -> list[StageManifest]:
         written, deadline = -1, 0.0
-        while not all(topic.exists(self.channel, stage=stage) for stage in self.stages):
+        while not all(topic.exists(self.channel, rank=rank) for rank in self.publishers):
             if self.run.written != written:  # ranks that get on have as long again
                 written, deadline = self.run.written, time.monotonic() + TIME_LIMIT_S
             assert time.monotonic() < deadline and self.run.healthy, (
                 f"{self.layout}: no manifest\n{self.run.logs}"
             )
             time.sleep(0.02)
-        return [topic.get(self.channel, stage=stage) for stage in self.stages]
+        return [topic.get(self.channel, rank=rank) for rank in self.publishers]
 
     def _join(self, manifests: list[StageManifest], epoch: int, backend: str = "hccl") -> Receiver:
         stages = [manifest.group(epoch) for manifest in manifests]

@@ -18,6 +18,7 @@ from pa_npu.engines.membership import EngineMembership
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.errors import ConfigError, DeadlineExceeded
+from pa_npu.planning.publish import contributors_of, publishers_of
 from pa_npu.publish.engines import Connection
 from pa_npu.publish.messages import READY, VERDICT, StageManifest, TrainersReady
 from tests.helpers.policies import probe_plan
@@ -67,7 +68,8 @@ class Job:
             rollout=self.config.rollout,
             timeout_s=self.config.publish.timeout_s,
             seed=self.config.run.seed,
-            senders=self.config.mesh.senders(),
+            senders=contributors_of(self.config),
+            publishers=publishers_of(self.config),
             membership=self.membership,
             pool=self.pool,
             channel=self.channel,

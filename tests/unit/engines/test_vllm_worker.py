@@ -54,14 +54,14 @@ class FakeReceiver(Receiver):
         manifest = self.tensors.manifest
         assembler = Assembler(manifest)
         header = torch.tensor([version, manifest.digest, len(manifest.buckets)])
-        yield Message(manifest, assembler, None, header, "header")
+        yield Message(0, manifest, assembler, None, header, "header")
         for index, (bucket, buffer) in enumerate(
             zip(manifest.buckets, self.tensors.buckets(deadline), strict=True)
         ):
             if self.fail and index == 3:
                 raise self.fail
             assert buffer is not None
-            yield Message(manifest, assembler, bucket, buffer.clone(), "bucket")
+            yield Message(0, manifest, assembler, bucket, buffer.clone(), "bucket")
 
 
 @pytest.fixture

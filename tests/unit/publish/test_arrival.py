@@ -240,8 +240,8 @@ def test_an_attempt_that_fails_is_told_and_made_again(error: Exception) -> None:
     assert [members.epoch for members in trainers.members] == [0, 1]
     assert READY.get(trainers.channel, version=3).version == 3
     assert BROKEN.get(trainers.channel, version=3, attempt=0).reason == str(error)
-    assert not SENT.exists(trainers.channel, version=3, attempt=0, stage=0)
-    assert SENT.get(trainers.channel, version=3, attempt=1, stage=0) == SentWeights(3, "ab")
+    assert not SENT.exists(trainers.channel, version=3, attempt=0, rank=0)
+    assert SENT.get(trainers.channel, version=3, attempt=1, rank=0) == SentWeights(3, "ab")
 
 
 def test_a_rank_that_sends_nothing_says_nothing() -> None:
@@ -249,7 +249,7 @@ def test_a_rank_that_sends_nothing_says_nothing() -> None:
     trainers.decide(0, True)
     trainers.side.publish(0)
     assert not READY.exists(trainers.channel, version=0)
-    assert not SENT.exists(trainers.channel, version=0, attempt=0, stage=0)
+    assert not SENT.exists(trainers.channel, version=0, attempt=0, rank=0)
 
 
 def test_a_stale_publish_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from pa_npu.engines.membership import EngineMembership
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Sampling
 from pa_npu.errors import InvariantViolation
+from pa_npu.planning.publish import contributors_of, publishers_of
 from pa_npu.publish.engines import Connection
 from pa_npu.publish.messages import VERDICT, PublishVerdict
 from pa_npu.publish.publisher import Publisher
@@ -130,7 +131,8 @@ class Job:
             rollout=self.config.rollout,
             timeout_s=self.config.publish.timeout_s,
             seed=self.config.run.seed,
-            senders=self.config.mesh.senders(),
+            senders=contributors_of(self.config),
+            publishers=publishers_of(self.config),
             membership=self.membership,
             pool=self.pool,
             channel=self.channel,

@@ -40,6 +40,8 @@ def make_channel() -> StoreChannel:
 class Publisher:
     """Notes what it is asked; publishing does `work`."""
 
+    is_leader = True
+
     def __init__(self, work: Callable[[], None] = lambda: None) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self._work = work
@@ -92,9 +94,9 @@ def test_a_late_engine_is_sent_the_version_when_all_ranks_hold_it(fails: bool) -
         "the first was called off, the third is outdated"
     )
     assert LATE_BROKEN.exists(channel, number=1) == fails
-    assert LATE_SENT.exists(channel, number=1, stage=0) != fails
+    assert LATE_SENT.exists(channel, number=1, rank=0) != fails
     if not fails:
-        assert LATE_SENT.get(channel, number=1, stage=0) == SentWeights(4, "ab")
+        assert LATE_SENT.get(channel, number=1, rank=0) == SentWeights(4, "ab")
 
 
 @pytest.mark.parametrize(
@@ -120,4 +122,4 @@ def test_whatever_breaks_a_delivery_is_told_and_the_next_engine_is_served(error:
             and "rank 0" in broken.reason
         )
         assert ask(channel, 1, version=0, go=True)
-        LATE_SENT.wait(channel, WAIT_S, number=1, stage=0)
+        LATE_SENT.wait(channel, WAIT_S, number=1, rank=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from pa_npu.backends import buckets
 from pa_npu.backends.fsdp.model import ScoredModel, load_model
 from pa_npu.backends.fsdp.weights import ShardedWeights
 from pa_npu.config.mesh import Mesh
@@ -24,6 +25,7 @@ from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher, PublishStats
 from pa_npu.vision.family import TOWER, is_of_tower
 from pa_npu.weight_transfer import transport
+from pa_npu.weight_transfer.contents import added
 from pa_npu.weight_transfer.manifest import Manifest, WeightSyncError
 from tests.helpers.vision import make_vision, vision_config
 
@@ -70,47 +72,70 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> None:
 class Both:
     """Trainers with a frozen tower, and one engine, in one process."""
 
-    def __init__(self, path: Path, *, sent_once: str = TOWER) -> None:
+    def __init__(self, path: Path, *, num_senders: int = 1, tower_alone: bool = False) -> None:
+        """tower_alone: the last sender sends the tower, and nothing else."""
         self.trained = load_model(str(path), torch.float32)
         self.served = load_model(str(path), torch.float32)
         with torch.no_grad():  # the engine begins with other weights
             for parameter in self.served.parameters():
                 parameter.zero_()
         spec = ModelSpec.from_config(vision_config(path))
-        place = Mesh().place(0)
+        mesh = Mesh(data=num_senders)
         scored = ScoredModel(self.trained, "auto")
-        self.source = ShardedWeights(
-            scored, spec, place, 2**15, torch.float32, None, sent_once=sent_once
-        )
-        self.publisher = Publisher(
-            self.source,
-            store_host="127.0.0.1",
-            store_port=1,
-            timeout_s=30.0,
-            backend="gloo",
-            device=torch.device("cpu"),
-        )
+        with pytest.MonkeyPatch.context() as patch:
+            if tower_alone:
+                patch.setattr(buckets, "divide", _tower_to_the_last)
+            self.sources = [
+                ShardedWeights(
+                    scored,
+                    spec,
+                    mesh.place(rank),
+                    2**15,
+                    torch.float32,
+                    None,
+                    sent_once=TOWER,
+                    senders="all" if num_senders > 1 else "leader",
+                )
+                for rank in range(num_senders)
+            ]
+        self.publishers = [
+            Publisher(
+                source,
+                store_host="127.0.0.1",
+                store_port=1,
+                timeout_s=30.0,
+                backend="gloo",
+                device=torch.device("cpu"),
+            )
+            for source in self.sources
+        ]
+        self.source, self.publisher = self.sources[0], self.publishers[0]
         self.worker = ModelWorker(self.served, torch.device("cpu"), str(path), False, True)
         self.check = LiveMemoryCheck()
         self.epoch = -1
 
     def connected(self) -> dict[str, Any]:
         self.epoch += 1
-        stages = [self.publisher.manifest().group(self.epoch)]
+        stages = [publisher.manifest().group(self.epoch) for publisher in self.publishers]
         return vars(WeightGroups(("127.0.0.1", 1), 1, 2, stages, "gloo", 30.0))
 
     def publish(self, version: int, groups: dict[str, Any] | None = None) -> PublishStats:
+        """As publish_all, of one sender."""
+        (stats,) = self.publish_all(version, groups)
+        return stats
+
+    def publish_all(self, version: int, groups: dict[str, Any] | None = None) -> list[PublishStats]:
         """groups: that the engine joins first. Compares all that a run compares."""
         members = PublishMembers(self.epoch, 1)
-        stats = self.publisher.publish(version, members)
+        sent = [publisher.publish(version, members) for publisher in self.publishers]
         if groups is not None:
             self.worker.pa_connect(groups)
         answer = self.worker.pa_receive(version)
         loaded: LoadedWeights = loaded_weights([answer], "e")
-        assert loaded.digests == ((stats.digests,),)
-        self.check.expect(version, self.publisher.contents())
+        assert loaded.digests == (tuple(stats.digests for stats in sent),)
+        self.check.expect(version, added(publisher.contents() for publisher in self.publishers))
         self.check.check(version, {"e": loaded})
-        return stats
+        return sent
 
     def step(self) -> None:
         with torch.no_grad():
@@ -121,6 +146,16 @@ class Both:
     def are_equal(self) -> bool:
         ours, theirs = self.trained.state_dict(), self.served.state_dict()
         return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def _tower_to_the_last(
+    tensors: Mapping[str, Any], regions: Mapping[str, Any], senders: Sequence[int]
+) -> dict[int, dict[str, Any]]:
+    """Divides as buckets.divide does, in another way."""
+    shares: dict[int, dict[str, Any]] = {rank: {} for rank in senders}
+    for name in tensors:
+        shares[senders[-1] if is_of_tower(name) else senders[0]][name] = list(regions[name])
+    return shares
 
 
 @pytest.fixture
@@ -187,3 +222,35 @@ def test_a_bucket_is_sent_once_as_a_whole_or_not_at_all(both: Both) -> None:
     raw["sent_once"] = "norm"
     with pytest.raises(WeightSyncError, match="of which one is sent once"):
         Manifest.from_json(raw)
+
+
+def test_two_senders_send_a_tower_once_in_all(tmp_path: Path) -> None:
+    """Each sends its share of the tower with the first version. What an engine loses is found."""
+    both = Both(make_vision(tmp_path), num_senders=2)
+    first = both.publish_all(0, both.connected())
+    assert both.are_equal()
+    tower = sum(p.numel() * 4 for n, p in both.trained.named_parameters() if is_of_tower(n))
+    whole = sum(stats.bytes for stats in first)
+    shares = [publisher.num_bytes for publisher in both.publishers]
+    assert [stats.bytes for stats in first] == shares and min(shares) > 0
+    for source in both.sources:
+        assert any(source.manifest.once) and not all(source.manifest.once)
+    for version in (1, 2):
+        both.step()
+        later = both.publish_all(version)
+        assert both.are_equal()
+        assert sum(stats.bytes for stats in later) == whole - tower
+    both.step()
+    place = next(n for n, _ in both.served.named_parameters() if is_of_tower(n))
+    with torch.no_grad():
+        both.served.get_parameter(place).zero_()
+    with pytest.raises(InvariantViolation, match=r"e holds other values .*visual"):
+        both.publish_all(3)
+
+
+def test_a_sender_of_only_the_tower_still_sends_its_header(tmp_path: Path) -> None:
+    both = Both(make_vision(tmp_path), num_senders=2, tower_alone=True)
+    both.publish_all(0, both.connected())
+    both.step()
+    stats = both.publish_all(1)
+    assert stats[1].bytes == 0 and stats[1].digests and both.are_equal()

@@ -39,6 +39,11 @@ def test_expected_seconds_by_hand() -> None:
     slow_gather = PublishLink(wire=2e9, gather=0.5e9, latency_s=0.0)
     assert publish_seconds(10**10, 10**9, 2, slow_gather) == pytest.approx(1.0 + 10 * 1.0)
     assert publish_seconds(10**10, 10**9, 1, slow_gather) == pytest.approx(5.0)
+    # two senders take turns of half the buckets, which all pass the link of each worker
+    both = {"senders": 2, "gathers": False}
+    assert publish_seconds(10**10, 10**9, 2, slow_gather, **both) == pytest.approx(5.0)
+    late = PublishLink(wire=2e9, gather=1e9, latency_s=0.9)
+    assert publish_seconds(10**10, 10**9, 2, late, **both) == pytest.approx(5 * (0.5 + 0.9))
 
 
 def test_benchmarks_models_have_as_many_parameters_as_the_published_ones() -> None:
