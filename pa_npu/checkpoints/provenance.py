@@ -37,7 +37,7 @@ _KEYS: dict[Change, dict[str, str]] = {
         "rollout": "request_timeout_s probe_timeout_s",
         "reward": "workers judge.concurrency judge.timeout_s",
         "trainer": "wait_timeout_s",
-        "publish": "timeout_s lora",
+        "publish": "timeout_s lora senders",
         "buffer": "shards",
         "checkpoint": "every load resume keep_last keep_best export_hf",
         "telemetry": "samples trackers project metric_names profile_iterations",

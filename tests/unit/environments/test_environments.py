@@ -410,7 +410,7 @@ async def test_a_broken_environment_is_one_line_that_names_it(kind: str, message
     [
         (
             {"name": "chess"},
-            "'chess' is none of single_turn, tools, agents, remote, tool_class and not module:Class",
+            "'chess' is none of single_turn, tools, agents, remote, verifiers, tool_class and not module:Class",
         ),
         ({"name": "no_such_module:Class"}, "cannot be imported"),
         ({"name": "json:loads"}, "cannot be made"),
