@@ -31,6 +31,8 @@ from pa_npu.samples.group import Group
 
 # Two answers with different seeds and the same tokens: less likely than e^-40 is no chance.
 _NO_CHANCE = -40.0
+# Of a context that is kept as it is, which takes less time than its digest.
+_SHORT_BYTES = 2048
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,9 @@ class Answers:
         answers are one.
         """
         fault = f"I2 exactly once: group {index} of iteration {iteration}"
+        group_seed = _hash(b"pa_npu.rollout", run_seed, iteration, index)
         for answer in self._answers:
-            expected = _seed_of(run_seed, iteration, index, answer.sample, answer.turn)
+            expected = _seed_of(group_seed, answer.sample, answer.turn)
             if answer.seed != expected:
                 raise InvariantViolation(
                     f"{fault}: sample {answer.sample}, turn {answer.turn} was asked for with the "
@@ -153,8 +156,9 @@ class Answers:
                     f"{first} on, are no answers of an engine: {why}; an environment that "
                     "trains parts of answers sets trains_whole_answers = False on its class"
                 )
-            left.subtract(parts)
-            for length, content, _ in parts:
+            for part in parts:
+                left[part] -= 1
+                length, content, _ = part
                 version = known[length, content].version
                 versions = group.versions[start + first : start + first + length]
                 if version is not None and (versions != version).any():
@@ -251,7 +255,11 @@ def _split(
 
 
 def _context(tokens: npt.NDArray[Any]) -> bytes:
-    return hashlib.blake2b(np.ascontiguousarray(tokens, np.int32).data, digest_size=16).digest()
+    """Returns the tokens' bytes, or the digest of many, as an agent's turns have them."""
+    content = np.ascontiguousarray(tokens, np.int32)
+    if content.nbytes <= _SHORT_BYTES:
+        return content.tobytes()
+    return hashlib.blake2b(content.data, digest_size=16).digest()
 
 
 def _content(tokens: npt.NDArray[Any], logprobs: npt.NDArray[Any]) -> bytes:
@@ -286,12 +294,13 @@ def _trained_stretches(
     yield from zip(numbers.tolist(), begins.tolist(), ends.tolist(), strict=True)
 
 
-def _seed_of(run_seed: int, iteration: int, index: int, sample: int, turn: int) -> int:
-    """Returns the seed of a sample's turn, written out from its definition: a hash of the place,
-    and for first turns of samples the next numbers.
+def _seed_of(group_seed: int, sample: int, turn: int) -> int:
+    """Returns the seed of a sample's turn, written out from its definition: a hash of the group's
+    place, and for first turns of samples the next numbers.
     """
-    group = _hash(b"pa_npu.rollout", run_seed, iteration, index)
-    return group + sample if turn == 0 else _hash(b"pa_npu.turn", group, sample, turn)
+    if turn == 0:
+        return group_seed + sample
+    return _hash(b"pa_npu.turn", group_seed, sample, turn)
 
 
 def _hash(purpose: bytes, *numbers: int) -> int:
