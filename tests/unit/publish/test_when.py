@@ -160,7 +160,8 @@ def test_every_iteration_is_produced_once_and_fresh_whatever_the_divergences(
 def test_without_the_key_every_version_is_published_and_nothing_is_measured() -> None:
     config = config_of(2, publish={"divergence": None})
     place = config.mesh.place(0)
-    learner: Any = SimpleNamespace(backend=SimpleNamespace(place=place), publish=lambda _: None)
+    backend = SimpleNamespace(place=place, digest=lambda: "")
+    learner: Any = SimpleNamespace(backend=backend, publish=lambda _: None)
 
     def policy(chosen: Config) -> TrainerPublication:
         return make_publication(
