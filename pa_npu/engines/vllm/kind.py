@@ -157,6 +157,8 @@ def server_command(
         host_argv, host_env = _on_host_memory(rollout, spec)
         argv += host_argv
         env |= host_env
+        if "--enforce-eager" in graph_arguments(config, version):
+            env |= _without_compiler()
     else:
         argv += ["--gpu-memory-utilization", str(config.devices.memory_fraction)]
         if config.devices.engines_sleep:
@@ -187,6 +189,18 @@ def check_model(config: Config, spec: ModelSpec) -> None:
             f"model.path: {config.model.path}: head_dim {spec.head_dim} is not one that vLLM's CPU "
             f"attention supports ({', '.join(map(str, _HOST_HEAD_SIZES))}); use another model"
         )
+
+
+def _without_compiler() -> dict[str, str]:
+    """Returns the variables of an engine on CPU that compiles nothing.
+
+    vLLM's sampler compiles the function that counts a token's rank by itself, whatever
+    --enforce-eager says (v1/sample/ops/logprobs.py of 0.32). That needs a C++ compiler on the
+    machine, and 11 s of each engine's first answer, since torch precompiles its headers into
+    TMPDIR, which is a new directory in each run.
+    """
+    name = "TORCHDYNAMO_DISABLE"
+    return {} if name in os.environ else {name: "1"}
 
 
 def _on_host_memory(rollout: RolloutConfig, spec: ModelSpec) -> tuple[list[str], dict[str, str]]:

@@ -117,6 +117,19 @@ def test_host_memory_engine_never_chunks_a_prompt_and_fixes_its_cache():
     assert "--gpu-memory-utilization" not in command.argv
 
 
+def test_host_memory_engine_compiles_nothing_unless_it_is_asked_to(monkeypatch):
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    assert server_command(config(), SPEC, 0, 1).env["TORCHDYNAMO_DISABLE"] == "1", (
+        "each run would compile C++ for 11 s before its first answer, and need a compiler"
+    )
+    captures = server_command(config({"graph_mode": True}), SPEC, 0, 1)
+    assert "TORCHDYNAMO_DISABLE" not in captures.env
+    of_run = server_command(config({"env": {"TORCHDYNAMO_DISABLE": "0"}}), SPEC, 0, 1)
+    assert of_run.env["TORCHDYNAMO_DISABLE"] == "0"
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    assert "TORCHDYNAMO_DISABLE" not in server_command(config(), SPEC, 0, 1).env
+
+
 def test_host_memory_engine_of_one_worker_has_no_process_of_its_own_for_it():
     alone, two = (server_command(config({"tensor_parallel": n}), SPEC, 0, 1).argv for n in (1, 2))
     assert option(alone, "--distributed-executor-backend").endswith("UniProcExecutor")
