@@ -149,11 +149,11 @@ class WatchedHeads:
 
     def __init__(self, first: int, expected: int = 0) -> None:
         """first: moves the sample; another one in every update. expected: the microbatches of the
-        update before. If half as many come, at least _HEADS are still watched.
+        update before. If as many come, at least _HEADS are watched; if half as many, half of that.
         """
         self._first = first
         self._distance = 1
-        while expected >= 4 * _HEADS * self._distance:
+        while expected >= 2 * _HEADS * self._distance:
             self._distance *= 2
         self._num_given = 0
         self._watched: list[tuple[int, GivenLoss]] = []
