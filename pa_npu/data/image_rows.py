@@ -13,6 +13,7 @@ from pa_npu.data.records import Record
 from pa_npu.errors import DataError
 from pa_npu.vision.family import VisionModel, read_vision, why_not
 from pa_npu.vision.images import BadImage, ImageFile, ImageReader, ShownImage
+from pa_npu.vision.memory import give_back_large_arrays
 from pa_npu.vision.placeholders import expanded
 from pa_npu.vision.processor import ImageProcessor
 
@@ -46,6 +47,7 @@ class ImageInput:
             return f"trainer.backend={config.trainer.backend} trains text alone"
         bound = config.data.max_image_pixels
         processor = ImageProcessor.from_directory(config.model.path, bound)
+        give_back_large_arrays()
         if processor.merged != model.merged:
             raise DataError(
                 f"model.path: {config.model.path}: merge_size {processor.merged} of its image "
