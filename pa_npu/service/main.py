@@ -19,6 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
+from pa_npu.checkpoints.whole_files import write_whole
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
@@ -28,7 +29,6 @@ from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.service import commands
 from pa_npu.service.acceptance import Acceptance, Subject
 from pa_npu.service.commands import Trainers
-from pa_npu.service.files import write_whole
 from pa_npu.service.log import Log, Record
 from pa_npu.service.registry import Registry
 from pa_npu.service.sampler import ProbeLengths, Sampler

@@ -27,6 +27,7 @@ from pa_npu.algorithm.model_outputs import Outputs, Targets, token_batch
 from pa_npu.algorithm.objective import Objective
 from pa_npu.algorithm.policy_losses import TokenBatch
 from pa_npu.backends.protocol import Step, StepOptions, TrainBackend
+from pa_npu.checkpoints.whole_files import write_whole
 from pa_npu.config.plain_file import reason
 from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
@@ -34,7 +35,6 @@ from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import Traffic
 from pa_npu.service.datums import DEFAULT_TOKENS, microbatches
-from pa_npu.service.files import write_whole
 from pa_npu.service.losses import OWNER, PLACE, ServedLoss, loss_named
 from pa_npu.service.ranks import Ranks
 from pa_npu.service.wire import AdamParameters, ForwardBackward, Refused
