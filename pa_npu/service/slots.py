@@ -131,7 +131,8 @@ class Slots:
 
     def forward_backward(self, name: str, call: ForwardBackward) -> CallOutputs:
         """Adds a call's gradient to the slot's. Raises Refused if it is not finite: the slot keeps
-        what it had. Raises InvariantViolation unless every datum's gradient passed once (I2).
+        what it had. Raises InvariantViolation unless every datum's gradient passed once (I2),
+        and what ranks brought is what their sum has (I7).
         """
         algorithm, source = self._prepared(call)
         slot = self._slot(name)
@@ -145,9 +146,6 @@ class Slots:
         )
         reduced = self._backend.accumulate(_Ready(source, self._backend.device), objective)
         objective.finish()
-        GradientSum(f"a call of {name}").check_reduced(
-            reduced, self.ranks.num_ranks, self._backend.reductions
-        )
         numbers = self.ranks.all_of([response.number for response in objective.trained])
         trained = sorted(number for of_rank in numbers for number in of_rank)
         if trained != list(range(len(call.data))):
@@ -167,6 +165,9 @@ class Slots:
                 "datums' log-probs, advantages and weights"
             )
         self.ranks.agree(refusal)
+        GradientSum(f"a call of {name}").check_reduced(
+            reduced, self.ranks.num_ranks, self._backend.reductions
+        )
         kept = slot.parts.get(GRADIENT)
         if kept is None:
             slot.parts[GRADIENT] = {key: value.clone() for key, value in gradients.items()}

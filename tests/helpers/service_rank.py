@@ -37,9 +37,7 @@ def calls(vocab: int) -> list[list[Datum]]:
 def main() -> None:
     rank, ranks, port = map(int, sys.argv[1:4])
     model, out = Path(sys.argv[4]), Path(sys.argv[5])
-    config = service_config(
-        model, out, trainer={"backend": "fsdp", "devices": ranks}, microbatch={"max_tokens": 128}
-    )
+    config = service_config(model, out, trainer={"backend": "fsdp", "devices": ranks})
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     spec = ModelSpec.from_config(config)
     timeline = Timeline(None, "")
