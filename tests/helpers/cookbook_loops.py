@@ -29,35 +29,55 @@ def main() -> None:
     (out / "seen.json").write_text(json.dumps(seen))
 
 
+def conversations(given: dict[str, str]) -> Any:
+    """Returns a builder of the sums as conversations, in the cookbook's form."""
+    import chz
+    from tinker_cookbook.renderers import TrainOnWhat, get_renderer
+    from tinker_cookbook.supervised.data import conversation_to_datum
+    from tinker_cookbook.supervised.types import SupervisedDataset, SupervisedDatasetBuilder
+    from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+    size = int(given.get("batch", 32))
+
+    class Sums(SupervisedDataset):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.renderer = get_renderer(RENDERER, tokenizer=get_tokenizer(given["model"]))
+            self.lines = Path(given["train"]).read_text().splitlines()
+
+        def get_batch(self, index: int) -> list[Any]:
+            data = []
+            for line in self.lines[index * size : (index + 1) * size]:
+                row = json.loads(line)
+                messages = [
+                    {"role": "user", "content": row["question"].replace("+", " + ")},
+                    {"role": "assistant", "content": row["answer"]},
+                ]
+                what = TrainOnWhat.ALL_ASSISTANT_MESSAGES
+                data.append(conversation_to_datum(messages, self.renderer, 160, what))
+            return data
+
+        def set_epoch(self, seed: int = 0) -> None: ...
+
+        def __len__(self) -> int:
+            return len(self.lines) // size
+
+    @chz.chz
+    class Builder(SupervisedDatasetBuilder):  # type: ignore[misc]
+        def __call__(self) -> tuple[Any, None]:
+            return Sums(), None
+
+    return Builder()
+
+
 def supervised(url: str, out: Path, given: dict[str, str]) -> list[dict[str, Any]]:
     from tinker_cookbook.supervised import train
-    from tinker_cookbook.supervised.data import FromConversationFileBuilder
-    from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
 
-    conversations = out / "conversations.jsonl"
-    lines = []
-    for line in Path(given["train"]).read_text().splitlines():
-        row = json.loads(line)
-        messages = [
-            {"role": "user", "content": row["question"].replace("+", " + ")},
-            {"role": "assistant", "content": row["answer"]},
-        ]
-        lines.append(json.dumps({"messages": messages}))
-    conversations.write_text("\n".join(lines))
-    common = ChatDatasetBuilderCommonConfig(
-        model_name_for_tokenizer=given["model"],
-        renderer_name=RENDERER,
-        max_length=160,
-        batch_size=int(given.get("batch", 32)),
-    )
     config = train.Config(
         log_path=str(out / "supervised"),
         model_name=given["model"],
         recipe_name="sl",
         renderer_name=RENDERER,
-        dataset_builder=FromConversationFileBuilder(
-            file_path=str(conversations), common_config=common
-        ),
+        dataset_builder=conversations(given),
         learning_rate=float(given.get("rate", 5e-3)),
         lora_rank=8,
         base_url=url,
