@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pa_npu.backends.protocol import TrainBackend
 from pa_npu.config.schema import Config
@@ -86,7 +88,7 @@ def _datum(prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[fl
     written = np.zeros(len(tokens) - 1, np.float32)
     values[len(prompt) - 1 :] = logprobs
     written[len(prompt) - 1 :] = 1.0
-    inputs = {
+    inputs: dict[str, npt.NDArray[Any]] = {
         "target_tokens": tokens[1:].astype(np.int64),
         "logprobs": values,
         "advantages": written,
