@@ -331,7 +331,7 @@ def build_pass(
     name: str, case: Case, config: Config, platform: Any, microbatches: list[Microbatch]
 ) -> Pass:
     from pa_npu.backends.in_step import Turn
-    from pa_npu.backends.megatron.backend import run_pipelined, run_sequential
+    from pa_npu.backends.megatron.passes import run_pipelined, run_sequential
     from pa_npu.backends.megatron.stage import build_stage, data_parallel
     from pa_npu.backends.megatron.weights.hf_map import load_hf
 

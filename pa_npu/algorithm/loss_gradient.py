@@ -147,10 +147,14 @@ class WatchedHeads:
     What is judged is one factor over all rows of the update, of which these are a sample.
     """
 
-    def __init__(self, first: int) -> None:
-        """first: moves the sample; another one in every update."""
+    def __init__(self, first: int, expected: int = 0) -> None:
+        """first: moves the sample; another one in every update. expected: the microbatches of the
+        update before. If as many come, at least _HEADS are watched; if half as many, half of that.
+        """
         self._first = first
         self._distance = 1
+        while expected >= 2 * _HEADS * self._distance:
+            self._distance *= 2
         self._num_given = 0
         self._watched: list[tuple[int, GivenLoss]] = []
 

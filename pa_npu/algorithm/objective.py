@@ -95,6 +95,7 @@ class Objective:
         keep: Keep | None = None,
         *,
         first_sampled: int = 0,
+        num_expected: int = 0,
         reference: PolicyState | None = None,
         before_first: Callable[[], None] = lambda: None,
         algorithm: Algorithm | None = None,
@@ -105,9 +106,9 @@ class Objective:
         length, as where it lies; it may raise.
 
         reference: the weights that the reference must be of; None: nobody knows. before_first:
-        called
-        before the first microbatch's backward, on every stage. algorithm: the configuration's; None
-        makes it. watch_all: keep the choices of all targets, not of a sample.
+        called before the first microbatch's backward, on every stage. algorithm: the
+        configuration's; None makes it. watch_all: keep the choices of all targets, not of a sample.
+        num_expected: the microbatches of the update before, 0 if nobody knows.
         """
         self._config = config
         self._device = device
@@ -131,7 +132,7 @@ class Objective:
         self.trained: list[TrainedResponse] = []
         self.given: list[GivenLoss] = []
         self._references: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._heads = WatchedHeads(self.first_sampled)
+        self._heads = WatchedHeads(self.first_sampled, num_expected)
 
     @property
     def entropy_gradient(self) -> bool:

@@ -107,6 +107,8 @@ class Learner:
         self._reference_digest: str | None = None
         self._replay = StepReplay(config, backend.place.rank)
         self._gradient_at_start: torch.Tensor | None = None
+        # of the update before
+        self._num_microbatches = 0
         self._computed_with: str | None = None
         self._name_reference()
         for name, directory in self._models.directories.items():
@@ -136,6 +138,7 @@ class Learner:
             judge_first=judge_first,
             keep=keep,
             first_sampled=self._first_sampled,
+            num_expected=self._num_microbatches,
             reference=self._reference_state(),
             before_first=self._look_at_start,
             algorithm=self._algorithm,
@@ -146,6 +149,7 @@ class Learner:
         traffic_before = self._seen_traffic if microbatches is self._source else Traffic()
         reduced = self.backend.accumulate(microbatches, self._objective)
         self._objective.finish()
+        self._num_microbatches = len(self._objective.given)
         for notice in microbatches.by_rule:
             self._objective.totals.add_by_rule(notice.leading_tokens)
         self._wait_s = microbatches.waited_s - waited_s

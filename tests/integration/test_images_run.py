@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from pa_npu.checkpoints.directories import directory_name
 from pa_npu.telemetry.image_store import DIRECTORY
+from pa_npu.telemetry.sample_store import read_samples, sample_iterations
 from tests.helpers.engine_process import KEY
 from tests.helpers.launched import ROOT, Launched, settings
 from tests.helpers.vision import make_vision, write_squares
@@ -163,8 +164,13 @@ def test_agents_that_show_images_in_two_turns_train_alike_in_periodic_and_synchr
     ours, theirs = weights(periodic), weights(synchronous)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert all(record["logprob_diff_max"] < 1e-5 for record in records), records
-    samples = [json.loads(line) for line in (periodic / "samples.jsonl").read_text().splitlines()]
-    assert samples and all(len(sample["attachments"]) == 2 for sample in samples)
+    samples = [
+        sample
+        for iteration in sample_iterations(periodic)
+        for sample in read_samples(periodic, iteration)
+    ]
+    assert len(samples) == 8
+    assert all(len(sample["attachments"]) == 2 for sample in samples), "one image a turn"
 
 
 @pytest.mark.nightly  # after each of ten publishes, with controls: test_images_vllm.py

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -15,7 +15,6 @@ import megatron.core
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from pa_npu.algorithm.choices import asked_models, chosen_tokens
 from pa_npu.algorithm.model_outputs import Logprobs, Outputs, Weights
@@ -41,6 +40,13 @@ from pa_npu.backends.megatron.optimizer import (
     set_rates,
     state_tensors,
 )
+from pa_npu.backends.megatron.passes import (
+    Forward,
+    Loss,
+    run_pipelined,
+    run_sequential,
+    with_spans,
+)
 from pa_npu.backends.megatron.routing import Replay, RoutingWatch, replay_of
 from pa_npu.backends.megatron.stage import ModelOutput, TriModel, data_parallel
 from pa_npu.backends.megatron.weights.buckets import StageTensors, export_hf
@@ -59,7 +65,7 @@ from pa_npu.planning.publish import senders_of
 from pa_npu.platform.base import Platform
 from pa_npu.samples.expert_choices import EXPERT_CHOICES
 from pa_npu.samples.microbatch import Microbatch, filler
-from pa_npu.telemetry.timeline import Timeline, now
+from pa_npu.telemetry.timeline import Timeline
 from pa_npu.weight_transfer.computation import Computation
 from pa_npu.weight_transfer.digest import digest_of
 from pa_npu.weight_transfer.transport import HOST_BACKEND
@@ -67,9 +73,6 @@ from pa_npu.weight_transfer.transport import HOST_BACKEND
 # Gradients are reduced over replicas in buckets of this size, each as soon as the last backward of
 # an update has made it.
 _GRADIENT_BUCKET_MIB = 160.0
-
-Forward = Callable[[Microbatch], Any]  # ModelOutput on the last stage, hidden states before it
-Loss = Callable[[Microbatch, Any], torch.Tensor]  # of what the forward gives on the last stage
 
 
 class MegatronBackend:
@@ -482,87 +485,3 @@ def _replay(microbatch: Microbatch, part: Part) -> Replay | None:
         return None
     replay = replay_of(microbatch)
     return Replay(ids=part.of_rows(replay.ids, -1), leads=part.of_rows(replay.leads, False))
-
-
-# One pass over microbatches that arrive one by one, by a plain loop or by Megatron's 1F1B over
-# pipeline stages. Both accumulate unnormalised gradients, let their reduction over replicas begin
-# inside the last backward, and call the model configuration's finalize_model_grads_func once, at
-# the end. The loop ends when its microbatches do; 1F1B has to know their number in advance.
-
-
-def run_sequential(
-    model: Any, turns: Iterable[Turn], forward: Forward, loss: Loss, *, forward_only: bool
-) -> None:
-    """One turn after another on a model without pipeline stages. Gradients begin to be reduced in
-    the backward of the last one.
-    """
-    if forward_only:
-        for turn in turns:
-            if turn.kind != "close":
-                loss(turn.microbatch, forward(turn.microbatch))
-        return
-    opened: list[torch.Tensor] = []
-    for turn in turns:
-        with nullcontext() if turn.is_last else model.config.no_sync_func():
-            if turn.kind == "close":
-                opened.pop().backward()
-                continue
-            result = loss(turn.microbatch, forward(turn.microbatch))
-            if turn.kind == "open":
-                opened.append(result)
-            else:
-                result.backward()
-    model.config.finalize_model_grads_func([model])
-
-
-def run_pipelined(
-    model: Any,
-    microbatches: Iterator[Microbatch],
-    num_microbatches: int,
-    forward: Forward,
-    loss: Loss,
-    *,
-    forward_only: bool,
-) -> None:
-    """Megatron's schedule over the stages of a pipeline; every stage takes all microbatches."""
-
-    def forward_step(
-        iterator: Iterator[Microbatch], model: Any
-    ) -> tuple[Any, Callable[[Any], Any]]:
-        microbatch = next(iterator)
-        return forward(microbatch), partial(loss_step, microbatch)
-
-    def loss_step(
-        microbatch: Microbatch, output: ModelOutput
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        # three values mean: the first is a sum over as many tokens as the second says, leave it
-        # undivided
-        return (
-            loss(microbatch, output),
-            torch.tensor(microbatch.targets.numel(), dtype=torch.int),
-            {},
-        )
-
-    # lengths vary, so the schedule exchanges shapes (variable_seq_lengths) and its seq_length is
-    # unused
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=microbatches,
-        model=[model],
-        num_microbatches=num_microbatches,
-        seq_length=1,
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
-
-
-def with_spans(turns: Iterable[Turn], timeline: Timeline) -> Generator[Turn, None, None]:
-    """Yields the same turns, with a timeline span for each: from the moment it is at hand until the
-    next one is asked for.
-    """
-    for turn in turns:
-        start_s = now()
-        try:
-            yield turn
-        finally:
-            timeline.complete(turn.label, start_s, now(), lane="microbatches", turn=turn.kind)

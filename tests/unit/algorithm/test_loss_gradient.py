@@ -160,20 +160,45 @@ def test_the_gradient_behind_the_log_probs_is_told_from_one_that_is_doubled_turn
 def test_heads_are_watched_at_equal_distances_however_many_microbatches_come(
     num_microbatches: int, first: int
 ) -> None:
-    batch = batch_of(AlgorithmConfig(), 0)
-    heads = WatchedHeads(first)
-    losses = []
-    for number in range(num_microbatches):
-        head = HeadGradient()
-        head.offer(torch.ones(3, 2, requires_grad=True) * 1.0)
-        loss = GivenLoss(
-            batch, ((number, 0),), (3,), head, denominators=batch.logprobs, advantages=batch.weights
-        )
-        heads.add(loss)
-        losses.append(loss)
+    losses, _ = given_to_heads(WatchedHeads(first), num_microbatches)
     kept = [number for number, loss in enumerate(losses) if loss.head is not None]
     assert all(losses[number].head.is_watched for number in kept)  # type: ignore[union-attr]
     assert min(8, num_microbatches) <= len(kept) < 16
     assert len(set(np.diff(kept).tolist())) <= 1
     if num_microbatches < 16:
         assert len(kept) == num_microbatches
+
+
+@pytest.mark.parametrize("first", [0, 5, 60])
+@pytest.mark.parametrize("share", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("expected", [16, 31, 32, 96, 1000])
+def test_heads_are_chosen_ahead_where_an_updates_number_of_microbatches_is_known(
+    expected: int, share: float, first: int
+) -> None:
+    num_microbatches = int(share * expected)
+    losses, heads = given_to_heads(WatchedHeads(first, expected), num_microbatches)
+    kept = [number for number, loss in enumerate(losses) if loss.head is not None]
+    assert min(8, expected) * min(share, 1.0) <= len(kept) < 16
+    assert len(set(np.diff(kept).tolist())) <= 1
+    if share <= 1.0:
+        num_watched = sum(head.is_watched for head in heads)
+        assert num_watched <= 16, "each costs as much as all else that is kept of a microbatch"
+
+
+def given_to_heads(
+    watched: WatchedHeads, num_microbatches: int
+) -> tuple[list[GivenLoss], list[HeadGradient]]:
+    """Returns the losses, and their heads, whether or not these are still watched."""
+    batch = batch_of(AlgorithmConfig(), 0)
+    losses = []
+    heads = []
+    for number in range(num_microbatches):
+        head = HeadGradient()
+        head.offer(torch.ones(3, 2, requires_grad=True) * 1.0)
+        loss = GivenLoss(
+            batch, ((number, 0),), (3,), head, denominators=batch.logprobs, advantages=batch.weights
+        )
+        watched.add(loss)
+        losses.append(loss)
+        heads.append(head)
+    return losses, heads

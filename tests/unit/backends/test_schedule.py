@@ -12,7 +12,7 @@ import pytest
 from pa_npu.backends.in_step import Turn
 from tests.helpers.megatron import PLATFORM  # noqa: F401 - prepares megatron
 
-from pa_npu.backends.megatron.backend import run_sequential  # isort: skip
+from pa_npu.backends.megatron.passes import run_sequential  # isort: skip
 
 
 class Loss:
