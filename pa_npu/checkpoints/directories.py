@@ -20,7 +20,6 @@ the files, so that each is read once, however many ranks there are.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -35,6 +34,7 @@ from typing import Any
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
+from pa_npu.checkpoints.whole_files import sync_directory
 from pa_npu.config.plain_file import read_plain
 from pa_npu.config.words import counted
 from pa_npu.errors import DataError, UserError
@@ -194,13 +194,13 @@ def commit(temporary: Path, meta: CheckpointMeta) -> Path:
         file.write(meta.dump())
         file.flush()
         os.fsync(file.fileno())
-    _sync_directory(temporary)
+    sync_directory(temporary)
     replaced = _hidden(parent, meta.version, _REPLACED)
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     temporary.rename(final)
-    _sync_directory(parent)
+    sync_directory(parent)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
 
@@ -411,13 +411,3 @@ def _named(parent: Path) -> list[Path]:
 
 def _hidden(parent: Path, version: int, suffix: str) -> Path:
     return parent / f".{directory_name(version)}{suffix}"
-
-
-def _sync_directory(directory: Path) -> None:
-    """Makes names in `directory` durable, if the file system can."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

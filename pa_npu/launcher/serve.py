@@ -36,6 +36,7 @@ from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree, TreeProce
 from pa_npu.launcher.process.supervisor import StopSignals, stop_signals
 from pa_npu.launcher.run_directory import CONFIG_FILE
 from pa_npu.platform.base import Platform
+from pa_npu.service.wire import MAX_LIKELY_TOKENS
 
 SERVICE_KEY_VARIABLE = "PA_NPU_SERVICE_KEY"
 _POLL_S = 0.1
@@ -49,7 +50,7 @@ def serve(config: Config) -> int:
     config, platform = resolve_device(config)
     check(config)
     placement = check_engines(config, platform)
-    config = fitted(config)
+    config = with_likely_tokens(fitted(config))
     directory = Path(config.run.dir)
     with (
         service_directory(directory) as key,
@@ -70,8 +71,16 @@ def check(config: Config) -> None:
     problem = None
     if config.trainer.backend != "fsdp":
         problem = f"trainer.backend: {config.trainer.backend}; a service trains with fsdp"
-    elif config.trainer.devices != 1:
-        problem = f"trainer.devices: {config.trainer.devices}; a service has one trainer rank"
+    elif config.mesh.weight_shards != config.trainer.devices or config.mesh.context > 1:
+        problem = (
+            f"trainer.devices: {config.trainer.devices} ranks hold {config.mesh.weight_shards} "
+            "shards of the weights; in a service each rank holds a shard of its own, without "
+            "context parallelism"
+        )
+    elif config.trainer.devices > 1 and config.publish.senders != "leader":
+        problem = (
+            "publish.senders: the first trainer rank sends a service's weights; set it to leader"
+        )
     elif config.rollout.engines != 1 or config.rollout.tensor_parallel != 1:
         problem = "rollout.engines: a service samples with one engine on one device; set both to 1"
     elif config.optimizer.offload:
@@ -101,6 +110,17 @@ def fitted(config: Config) -> Config:
     for line in lines:
         print(line, file=sys.stderr)
     return config
+
+
+def with_likely_tokens(config: Config) -> Config:
+    """Returns the configuration with an engine that gives as many likely tokens as clients may ask
+    for. vLLM's own limit is 20.
+    """
+    if config.rollout.backend != "vllm":
+        return config
+    arguments = (*config.rollout.extra_args, "--max-logprobs", str(MAX_LIKELY_TOKENS))
+    rollout = config.rollout.model_copy(update={"extra_args": arguments})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def write_configuration(file: Path, config: Config) -> None:

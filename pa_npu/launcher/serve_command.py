@@ -16,7 +16,12 @@ from collections.abc import Sequence
 from pa_npu.algorithm.rules import load_config
 from pa_npu.launcher.subcommands import configuration_options, configured_overrides
 
-_DEFAULTS = ("trainer.backend=fsdp", "rollout.backend=transformers", "checkpoint.export_hf=false")
+_DEFAULTS = (
+    "trainer.backend=fsdp",
+    "rollout.backend=transformers",
+    "checkpoint.export_hf=false",
+    "publish.senders=leader",
+)
 
 
 def serve_options(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,8 @@
 Compatible with the wire of tinker's SDK 0.38, without any affiliation; `wire` is all that knows it.
 `losses` are the documented formulas, `datums` packs a call's data with shared prefixes, `slots`
 holds each client's weights, moments and gradient and loads them into the backend in turn,
-`trainer` is the process of a trainer rank, `commands` what it is told. `log` is written before
+`ranks` deals a call to several trainer ranks, `trainer` is the process of one, `commands` what it is
+told, `probe` compares the engine's log-probs with the trainers'. `log` is written before
 anything is acknowledged, `registry` what follows from it, `turns` who is next, `sampler` the
 engine, `server` the routes, `main` the process.
 """

@@ -71,6 +71,20 @@ class Publish(msgspec.Struct, tag=True):
     workers: int
 
 
+class Probe(msgspec.Struct, tag=True):
+    """Compares log-probs of responses that the engine wrote as `version` with those of a file's
+    weights; answered with nothing, or with the difference in words.
+
+    prompt: its tokens. tokens, logprobs: of each response.
+    """
+
+    file: str
+    version: int
+    prompt: list[int]
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+
+
 class Export(msgspec.Struct, tag=True):
     """Writes a file's weights as a directory that other programs load: of peft, or of the whole model."""
 
@@ -78,7 +92,7 @@ class Export(msgspec.Struct, tag=True):
     directory: str
 
 
-Command = Create | Drop | Compute | Optimize | Save | Load | Publish | Export
+Command = Create | Drop | Compute | Optimize | Save | Load | Publish | Probe | Export
 
 
 class Answer(msgspec.Struct):
@@ -93,14 +107,16 @@ class Answer(msgspec.Struct):
 
 
 class Ready(msgspec.Struct):
-    """A rank's first words. manifest: of its publisher, name and content; backend: of its groups."""
+    """A rank's first words. Of the rank that sends weights, which is the first, also manifest: of its
+    publisher, name and content; backend: of its groups.
+    """
 
     vocab_size: int
     base: str
     software: str
-    manifest_name: str
-    manifest: dict[str, Any]
-    backend: str
+    manifest_name: str = ""
+    manifest: dict[str, Any] = {}
+    backend: str = ""
 
 
 def ready_key(rank: int) -> str:

@@ -11,7 +11,7 @@ bits alone and beside others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,8 @@ from pa_npu.service.wire import Datum, Refused
 
 MIN_SHARED = 16
 """Tokens from which on a common beginning is kept once: a segment is a kernel call of its own."""
+DEFAULT_TOKENS = 16384
+"""Packed tokens of a microbatch where neither microbatch.tokens nor max_tokens says it."""
 _MAX_TARGETS = 1024
 
 
@@ -97,6 +99,7 @@ def microbatches(
     max_tokens: int,
     shared: bool,
     pad_multiple: int = 1,
+    share: Callable[[Iterable[int]], list[int]] | None = None,
 ) -> list[Microbatch]:
     """Returns a call's microbatches; `sources` of each are (0, number of the datum in the call).
 
@@ -104,10 +107,14 @@ def microbatches(
         max_tokens: packed tokens of a microbatch; a longer datum is alone.
         shared: whether a common beginning is kept once.
         pad_multiple: packed lengths are multiples of it.
+        share: returns which of the datums of these lengths are packed here, where ranks share a
+            call; None: all.
     """
     order = sorted(range(len(data)), key=lambda number: data[number].tokens.astype(">i4").tobytes())
     if not shared:
         order = list(range(len(data)))
+    if share is not None:
+        order = [order[place] for place in share(len(data[number].tokens) for number in order)]
     pieces: list[list[int]] = []
     used = 0
     for number in order:

@@ -22,8 +22,8 @@ from types import TracebackType
 
 import msgspec
 
+from pa_npu.checkpoints.whole_files import sync_directory, write_whole
 from pa_npu.errors import DataError
-from pa_npu.service.files import sync_directory, write_whole
 
 _HEAD = struct.Struct("<II")
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
+from pa_npu.checkpoints.whole_files import write_whole
 from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
@@ -28,10 +29,9 @@ from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.service import commands
 from pa_npu.service.acceptance import Acceptance, Subject
 from pa_npu.service.commands import Trainers
-from pa_npu.service.files import write_whole
 from pa_npu.service.log import Log, Record
 from pa_npu.service.registry import Registry
-from pa_npu.service.sampler import Sampler
+from pa_npu.service.sampler import ProbeLengths, Sampler
 from pa_npu.service.server import Service
 from pa_npu.service.slots import WEIGHTS
 from pa_npu.service.turns import Turns
@@ -114,6 +114,7 @@ async def serve(config: Config, engine: str, port: int) -> None:
             (host, int(store_port)),
             load_timeout_s=config.publish.timeout_s,
             start_timeout_s=limit_s,
+            probe=probe_lengths(config),
         )
         subject = Subject(ready.vocab_size, config.engine_tokens, AdapterShape.from_config(config))
         acceptance = Acceptance(config, registry, subject, logged.write, directory)
@@ -165,6 +166,12 @@ async def run(
         await service.close()
         with suppress(asyncio.CancelledError):
             await runner.cleanup()
+
+
+def probe_lengths(config: Config) -> ProbeLengths | None:
+    """Returns the lengths of the probe behind each load; None where publish.probe_tokens is 0."""
+    num_tokens = min(config.publish.probe_tokens, config.engine_tokens - 1)
+    return ProbeLengths(num_tokens, config.engine_tokens) if num_tokens > 0 else None
 
 
 def check_base(file: Path, base: str) -> None:

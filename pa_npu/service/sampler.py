@@ -4,6 +4,9 @@
     requests for version 5 ─┴─> in the order of      ┴─ nothing is in flight: version 5 is published,
                                 arrival of versions      digests are compared, then its requests
 
+Behind each load a probe shows that the engine computes what the trainers compute of the snapshot
+(probe.py). Where it does not, the request that asked for it is refused, and nothing is sampled.
+
 An engine that is gone is waited for, since the launcher starts it again; a request that it did not
 answer is asked again, with its seed, and so gets the same tokens.
 """
@@ -15,6 +18,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,7 +36,8 @@ from pa_npu.engines.protocol import (
 )
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.publish.messages import StageManifest
-from pa_npu.service.commands import Publish, Ready, Trainers
+from pa_npu.publish.probes import MIN_RESPONSES
+from pa_npu.service.commands import Probe, Publish, Ready, Trainers
 from pa_npu.service.wire import Refused
 from pa_npu.weight_transfer.digest import first_difference
 
@@ -40,6 +45,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _PAUSE_S = 0.5
 _ATTEMPTS = 5
+
+
+@dataclass(frozen=True)
+class ProbeLengths:
+    """num_tokens: of each response of a probe. max_tokens: of its prompt and response together."""
+
+    num_tokens: int
+    max_tokens: int
 
 
 class Sampler:
@@ -54,6 +67,7 @@ class Sampler:
         *,
         load_timeout_s: float,
         start_timeout_s: float,
+        probe: ProbeLengths | None = None,
     ) -> None:
         self._make_client = make_client
         self._trainers = trainers
@@ -62,6 +76,7 @@ class Sampler:
         self._store = store
         self._load_timeout_s = load_timeout_s
         self._start_timeout_s = start_timeout_s
+        self._probe_lengths = probe
         self._client: RolloutEngine | None = None
         self._epoch = 0
         self._loaded: int | None = None
@@ -90,13 +105,13 @@ class Sampler:
     ) -> list[Generation]:
         """Returns `count` responses by `version`, whose weights `file` has.
 
-        Raises EngineError or DeadlineExceeded.
+        Raises DeadlineExceeded, or Refused where a probe shows other weights.
         """
 
         async def ask(client: RolloutEngine, left_s: float) -> list[Generation]:
             return await client.generate(prompt, count, seed, sampling, deadline_s=left_s)
 
-        return await self._asked(version, file, ask, deadline_s)
+        return await self._asked(version, file, prompt, ask, deadline_s)
 
     async def score(
         self,
@@ -111,12 +126,13 @@ class Sampler:
         async def ask(client: RolloutEngine, left_s: float) -> Scores:
             return await client.score(tokens, scoring, deadline_s=left_s)
 
-        return await self._asked(version, file, ask, deadline_s)
+        return await self._asked(version, file, tokens, ask, deadline_s)
 
     async def _asked(
         self,
         version: int,
         file: str,
+        tokens: npt.NDArray[np.int32],
         ask: Callable[[RolloutEngine, float], Awaitable[T]],
         deadline_s: float,
     ) -> T:
@@ -126,10 +142,13 @@ class Sampler:
             if left_s <= 0:
                 break
             try:
-                return await asyncio.wait_for(self._ask(version, file, ask, left_s), left_s)
+                return await asyncio.wait_for(self._ask(version, file, tokens, ask, left_s), left_s)
             except asyncio.TimeoutError:
                 await self._lose()  # a load may have been cut off
                 break
+            except Refused:  # its weights are not those of the version
+                await self._lose()
+                raise
             except (EngineError, DeadlineExceeded) as error:
                 logger.warning("the engine did not answer (attempt %d): %s", attempt + 1, error)
                 await self._lose()
@@ -140,15 +159,18 @@ class Sampler:
         self,
         version: int,
         file: str,
+        tokens: npt.NDArray[np.int32],
         ask: Callable[[RolloutEngine, float], Awaitable[T]],
         left_s: float,
     ) -> T:
-        async with self._holding(version, file) as client:
+        async with self._holding(version, file, tokens) as client:
             return await ask(client, left_s)
 
     @asynccontextmanager
-    async def _holding(self, version: int, file: str) -> AsyncIterator[RolloutEngine]:
-        """Has the engine hold `version` inside."""
+    async def _holding(
+        self, version: int, file: str, tokens: npt.NDArray[np.int32]
+    ) -> AsyncIterator[RolloutEngine]:
+        """Has the engine hold `version` inside. tokens: of the request, which a probe begins with."""
         async with self._change:
             ticket = self._last_ticket = self._last_ticket + 1
             self._waiting[ticket] = version
@@ -163,7 +185,7 @@ class Sampler:
                 self._loaded = None
         try:
             if must_load:
-                await self._load(version, file)
+                await self._load(version, file, tokens)
             if self._client is None:
                 raise EngineError("the engine has ended")
             yield self._client
@@ -182,7 +204,7 @@ class Sampler:
         others = [number for number, other in self._waiting.items() if other != version]
         return ticket <= self._last_of_load or not others or ticket < others[0]
 
-    async def _load(self, version: int, file: str) -> None:
+    async def _load(self, version: int, file: str, tokens: npt.NDArray[np.int32]) -> None:
         """Publishes `version` to the engine, which nothing else asks meanwhile."""
         client = self._client
         if client is None:
@@ -211,10 +233,34 @@ class Sampler:
         finally:
             loading.cancel()
         check_arrival(version, sent, loaded)
+        await self._probe(client, version, file, tokens)
         async with self._change:
             self._loaded = version
             self._last_of_load = self._last_ticket
             self._change.notify_all()
+
+    async def _probe(
+        self, client: RolloutEngine, version: int, file: str, tokens: npt.NDArray[np.int32]
+    ) -> None:
+        """Raises Refused unless the engine computes the log-probs that the trainers compute."""
+        lengths = self._probe_lengths
+        if lengths is None:
+            return
+        prompt = tokens[: max(1, lengths.max_tokens - lengths.num_tokens)]
+        sampling = Sampling(max_tokens=lengths.num_tokens, temperature=1.0, ignore_eos=True)
+        responses = await client.generate(
+            prompt, MIN_RESPONSES, version, sampling, deadline_s=self._load_timeout_s
+        )
+        probe = Probe(
+            file=file,
+            version=version,
+            prompt=prompt.tolist(),
+            tokens=[response.tokens.tolist() for response in responses],
+            logprobs=[response.logprobs.tolist() for response in responses],
+        )
+        if difference := (await self._trainers.ask(probe)).decode():
+            logger.error("%s", difference)
+            raise Refused(difference)
 
     async def _join_and_load(
         self, client: RolloutEngine, joins: WeightGroups | None, version: int

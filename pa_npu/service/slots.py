@@ -27,21 +27,21 @@ from pa_npu.algorithm.model_outputs import Outputs, Targets, token_batch
 from pa_npu.algorithm.objective import Objective
 from pa_npu.algorithm.policy_losses import TokenBatch
 from pa_npu.backends.protocol import Step, StepOptions, TrainBackend
+from pa_npu.checkpoints.whole_files import write_whole
 from pa_npu.config.plain_file import reason
 from pa_npu.config.schema import Config
 from pa_npu.errors import InvariantViolation
 from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import Traffic
-from pa_npu.service.datums import microbatches
-from pa_npu.service.files import write_whole
+from pa_npu.service.datums import DEFAULT_TOKENS, microbatches
 from pa_npu.service.losses import OWNER, PLACE, ServedLoss, loss_named
+from pa_npu.service.ranks import Ranks
 from pa_npu.service.wire import AdamParameters, ForwardBackward, Refused
+from pa_npu.trainer.invariants import GradientSum
 from pa_npu.weight_transfer.digest import digest_of
 
 WEIGHTS, MEAN, SQUARE, GRADIENT = "weights", "mean", "square", "gradient"
-DEFAULT_TOKENS = 16384
-"""Packed tokens of a microbatch where neither microbatch.tokens nor max_tokens says it."""
 _A = ".lora_A."
 
 
@@ -74,17 +74,20 @@ class CallOutputs:
 class Slots:
     """All slots of this rank. Every method is collective over trainer ranks."""
 
-    def __init__(self, config: Config, backend: ServedBackend, base: str) -> None:
-        """base: digest of what all slots begin with."""
+    def __init__(self, config: Config, backend: ServedBackend, base: str = "") -> None:
         self._config = config
         self._backend = backend
-        self._base = base
+        self.base = base
+        """Digest of what all slots begin with; set before anything is saved or loaded."""
         self._rank = AdapterShape.from_config(config).rank
         self._slots: dict[str, Slot] = {}
         self._active: str | None = None
+        self._shown: tuple[Path, str] | None = None
+        """The file whose weights the backend has, and their digest."""
         self._initial: Tensors = {
             tensor.name: tensor.weights.clone() for tensor in backend.stepped()
         }
+        self.ranks = Ranks(self._initial)
 
     def create(self, name: str, seed: int) -> None:
         """Makes a slot with the model's own weights, or with fresh adapters by `seed`: A uniform
@@ -95,9 +98,10 @@ class Slots:
         for tensor_name, initial in self._initial.items():
             weights[tensor_name] = initial.clone()
             if _A in tensor_name and not self._config.model.adapter:
-                bound = 1.0 / math.sqrt(initial.numel() / self._rank)
-                values = torch.empty(initial.numel()).uniform_(-bound, bound, generator=generator)
-                weights[tensor_name].copy_(values)
+                size = self.ranks.size(tensor_name)
+                bound = 1.0 / math.sqrt(size / self._rank)
+                values = torch.empty(size).uniform_(-bound, bound, generator=generator)
+                weights[tensor_name].copy_(self.ranks.part(tensor_name, values))
         self._slots[name] = Slot(
             {
                 WEIGHTS: weights,
@@ -116,18 +120,19 @@ class Slots:
         algorithm, source = self._prepared(call)
         self._activate(name)
         collected = _Logprobs(call, source)
-        losses: list[torch.Tensor] = []
+        loss = torch.zeros((), dtype=torch.float64)
 
         def on_outputs(microbatch: Microbatch, outputs: Outputs) -> None:
             collected.add(0, microbatch.sources, microbatch.response_lengths, outputs.policy.values)
-            losses.append(algorithm.loss_sums(_batch(microbatch, outputs)).loss.double())
+            loss.add_(algorithm.loss_sums(_batch(microbatch, outputs)).loss.double().cpu())
 
         self._backend.evaluate(list(source), on_outputs)
-        return collected.outputs(float(torch.stack(losses).sum()))
+        return collected.outputs(sum(self.ranks.all_of(float(loss))), self.ranks)
 
     def forward_backward(self, name: str, call: ForwardBackward) -> CallOutputs:
         """Adds a call's gradient to the slot's. Raises Refused if it is not finite: the slot keeps
-        what it had. Raises InvariantViolation unless every datum's gradient passed once (I2).
+        what it had. Raises InvariantViolation unless every datum's gradient passed once (I2),
+        and what ranks brought is what their sum has (I7).
         """
         algorithm, source = self._prepared(call)
         slot = self._slot(name)
@@ -139,9 +144,10 @@ class Slots:
             keep=collected.add,
             algorithm=algorithm,
         )
-        self._backend.accumulate(_Ready(source, self._backend.device), objective)
+        reduced = self._backend.accumulate(_Ready(source, self._backend.device), objective)
         objective.finish()
-        trained = sorted(response.number for response in objective.trained)
+        numbers = self.ranks.all_of([response.number for response in objective.trained])
+        trained = sorted(number for of_rank in numbers for number in of_rank)
         if trained != list(range(len(call.data))):
             raise InvariantViolation(
                 f"I2: a call of {len(call.data)} datums has trained {len(trained)}, or one of them "
@@ -152,11 +158,16 @@ class Slots:
             assert tensor.gradient is not None, "a backward reaches every weight"
             gradients[tensor.name] = tensor.gradient
         loss = objective.sums.total("loss", self._backend.reductions)
+        refusal = None
         if not all(torch.isfinite(gradient).all() for gradient in gradients.values()):
-            raise Refused(
+            refusal = (
                 "forward_backward: the gradient is not finite, and was not added; look at the "
                 "datums' log-probs, advantages and weights"
             )
+        self.ranks.agree(refusal)
+        GradientSum(f"a call of {name}").check_reduced(
+            reduced, self.ranks.num_ranks, self._backend.reductions
+        )
         kept = slot.parts.get(GRADIENT)
         if kept is None:
             slot.parts[GRADIENT] = {key: value.clone() for key, value in gradients.items()}
@@ -164,7 +175,7 @@ class Slots:
             for key, gradient in gradients.items():
                 kept[key] += gradient
         slot.calls += 1
-        return collected.outputs(loss)
+        return collected.outputs(loss, self.ranks)
 
     def step(self, name: str, adam: AdamParameters) -> dict[str, float]:
         """Clips and applies the slot's gradient, which is zero afterwards. Returns metrics.
@@ -204,12 +215,17 @@ class Slots:
         finite = math.isfinite(step.grad_norm) and all(
             bool(torch.isfinite(tensor.weights).all()) for tensor in stepped
         )
+        refusal = None
         if not finite:
-            self._forget(name)  # the slot has the weights from before
-            raise Refused(
+            refusal = (
                 f"optim_step: the gradient's norm is {step.grad_norm} or weights are not finite "
                 "after it; the gradient was dropped and the weights are as before"
             )
+        try:
+            self.ranks.agree(refusal)
+        except Refused:
+            self._forget(name)  # the slot has the weights from before
+            raise
         for tensor in stepped:
             assert tensor.mean is not None and tensor.square is not None, "it has just stepped"
             slot.parts[WEIGHTS][tensor.name].copy_(tensor.weights)
@@ -221,20 +237,23 @@ class Slots:
 
     def digest(self, name: str) -> str:
         """Digest of the slot's weights."""
-        return digest_of(self._slot(name).parts[WEIGHTS].values())
+        return digest_of(self.ranks.joined(self._slot(name).parts[WEIGHTS]).values())
 
     def save(self, name: str, file: Path, parts: Sequence[str]) -> str:
-        """Writes parts of a slot into a file, which is there as a whole or not at all. Returns the
-        digest of the weights.
+        """Writes parts of a slot into a file, which is there as a whole or not at all; the first
+        rank writes, whole tensors. Returns the digest of the weights.
         """
         slot = self._slot(name)
         tensors = {}
         for part in parts:
-            for key, tensor in slot.parts.get(part, {}).items():
-                tensors[f"{part}/{key}"] = tensor.contiguous()
+            if part in slot.parts:
+                for key, tensor in self.ranks.joined(slot.parts[part]).items():
+                    tensors[f"{part}/{key}"] = tensor.contiguous()
         digest = self.digest(name)
+        if self.ranks.rank != 0:
+            return digest
         described = {
-            "base": self._base,
+            "base": self.base,
             "digest": digest,
             "updates": slot.updates,
             "calls": slot.calls,
@@ -245,21 +264,23 @@ class Slots:
 
     def load(self, name: str, file: Path, with_optimizer: bool) -> None:
         """Fills a slot from a file. Without the optimizer the moments are zero. Raises Refused."""
+        slot = self._slot(name)
         parts, described = self._read(file)
         if with_optimizer and MEAN not in parts:
             raise Refused(
                 f"load_weights: {file.name} has no optimizer state; load its weights alone"
             )
-        slot = self._slot(name)
         for part in (WEIGHTS, MEAN, SQUARE):
             for key, tensor in slot.parts[part].items():
                 if part == WEIGHTS or with_optimizer:
-                    tensor.copy_(parts[part][key])
+                    tensor.copy_(self.ranks.part(key, parts[part][key]))
                 else:
                     tensor.zero_()
         slot.parts.pop(GRADIENT, None)
         if with_optimizer and GRADIENT in parts:
-            slot.parts[GRADIENT] = parts[GRADIENT]
+            slot.parts[GRADIENT] = {
+                key: self.ranks.part(key, whole).clone() for key, whole in parts[GRADIENT].items()
+            }
         slot.updates = described["updates"] if with_optimizer else 0
         slot.calls = described["calls"] if with_optimizer else 0
         self._forget(name)
@@ -268,14 +289,17 @@ class Slots:
         """Puts a file's weights into the backend, to be published; no slot is active then. Returns
         their digest. Raises Refused.
         """
+        if self._shown is not None and self._shown[0] == file:
+            return self._shown[1]
         parts, described = self._read(file)
-        self._active = None
+        self.forget_active()
         for tensor in self._backend.stepped():
-            tensor.weights.copy_(parts[WEIGHTS][tensor.name])
+            tensor.weights.copy_(self.ranks.part(tensor.name, parts[WEIGHTS][tensor.name]))
         self._backend.share_weights()
         digest = digest_of(parts[WEIGHTS][key] for key in self._initial)
         if digest != described["digest"]:
             raise Refused(f"sample: {file.name} has other weights than were saved; save them again")
+        self._shown = (file, digest)
         return digest
 
     def export(self, file: Path, directory: Path) -> None:
@@ -286,6 +310,20 @@ class Slots:
         self._backend.export(directory)
 
     def _read(self, file: Path) -> tuple[dict[str, Tensors], dict[str, Any]]:
+        """Returns whole tensors by part, and what the file says of them. Raises Refused on all
+        ranks if one cannot read it.
+        """
+        refusal = None
+        parts: dict[str, Tensors] = {}
+        described: dict[str, Any] = {}
+        try:
+            parts, described = self._read_here(file)
+        except Refused as error:
+            refusal = str(error)
+        self.ranks.agree(refusal)
+        return parts, described
+
+    def _read_here(self, file: Path) -> tuple[dict[str, Tensors], dict[str, Any]]:
         parts: dict[str, Tensors] = {}
         try:
             with safe_open(str(file), "pt") as stored:
@@ -296,7 +334,7 @@ class Slots:
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             cause = reason(error) if isinstance(error, OSError) else type(error).__name__
             raise Refused(f"load: {file.name} cannot be read ({cause}); save it again") from None
-        if described["base"] != self._base:
+        if described["base"] != self.base:
             raise Refused(
                 f"load: {file.name} belongs to another base model or another rank than this "
                 "server's; serve the model that it was trained from"
@@ -315,6 +353,7 @@ class Slots:
             max_tokens=config.microbatch.budget or DEFAULT_TOKENS,
             shared=config.attention.shared_prompt,
             pad_multiple=config.trainer.pad_multiple,
+            share=self.ranks.share,
         )
         return ServedLoss(config, loss, values), source
 
@@ -330,7 +369,7 @@ class Slots:
         slot = self._slot(name)
         if self._active == name:
             return
-        self._active = None
+        self.forget_active()
         for tensor in self._backend.stepped():
             assert tensor.mean is not None and tensor.square is not None, "made with the optimizer"
             tensor.weights.copy_(slot.parts[WEIGHTS][tensor.name])
@@ -342,6 +381,7 @@ class Slots:
     def forget_active(self) -> None:
         """Says that something failed in the backend, so that it must be given a slot's tensors anew."""
         self._active = None
+        self._shown = None
 
     def _forget(self, name: str) -> None:
         """The backend has this slot's tensors no longer as they are."""
@@ -371,10 +411,14 @@ class _Logprobs:
         for (_, number), part in zip(sources, np.split(values, starts), strict=True):
             self._parts[number] = part
 
-    def outputs(self, loss: float) -> CallOutputs:
+    def outputs(self, loss: float, ranks: Ranks) -> CallOutputs:
+        """Returns what all ranks have computed of the call. Collective."""
+        parts: dict[int, npt.NDArray[np.float32]] = {}
+        for of_rank in ranks.all_of(self._parts):
+            parts |= of_rank
         arrays = []
         for number, datum in enumerate(self._call.data):
-            arrays.append(self._parts[number].reshape(datum.inputs["target_tokens"].shape))
+            arrays.append(parts[number].reshape(datum.inputs["target_tokens"].shape))
         return CallOutputs(arrays, loss)
 
 

@@ -6,40 +6,35 @@ It makes the training backend as a run's trainer does, then carries out one comm
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
 
-from pa_npu import platform as platforms
 from pa_npu.backends.registry import backend_module
-from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
-from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
+from pa_npu.control.channel import StoreChannel, attempt_prefix
 from pa_npu.errors import (
     DeadlineExceeded,
     ExportError,
     InvariantViolation,
-    PaNpuError,
-    exit_code,
     printable,
 )
 from pa_npu.families.peft_directory import AdapterShape
-from pa_npu.families.spec import ModelSpec
 from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher
 from pa_npu.service import commands
 from pa_npu.service.commands import Answer, Commands, Ready
+from pa_npu.service.probe import Probes
+from pa_npu.service.ranks import Ranks
 from pa_npu.service.slots import ServedBackend, Slots
 from pa_npu.service.wire import Refused, read_forward_backward, write_forward_backward
-from pa_npu.telemetry.logs import setup_logging
-from pa_npu.telemetry.timeline import Timeline
+from pa_npu.trainer.rank_process import RankProcess, run_rank_process
 from pa_npu.weight_transfer.transport import WeightSyncError, run_and_exit
 
 logger = logging.getLogger(__name__)
@@ -47,143 +42,159 @@ BUCKET_BYTES = 2**24
 _NO_LIMIT = 2**31
 
 
+@dataclass(frozen=True, eq=False)
+class ServedRank:
+    """What a rank carries commands out with."""
+
+    slots: Slots
+    publisher: Publisher | None
+    probes: Probes | None
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", required=True, help="resolved configuration of the service")
-    arguments = parser.parse_args()
-    rank = int(os.environ["RANK"])
-    setup_logging(f"trainer-{rank}")
-    try:
-        run_rank(load_config([arguments.config]), rank)
-    except PaNpuError as error:
-        return exit_code(error, logger)
-    return 0
+    return run_rank_process(__doc__.splitlines()[0], run_rank)
 
 
-def run_rank(config: Config, rank: int) -> None:
+def run_rank(process: RankProcess) -> None:
     """Builds this rank's share of the model and carries out commands until the store is gone."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    platform = platforms.get(config.run.device)
-    platform.set_device(local_rank)
-    host, port = os.environ["PA_NPU_STORE"].rsplit(":", 1)
-    store = connect(host, int(port), config.run.startup_timeout_s)
+    config, spec, platform, store = process.config, process.spec, process.platform, process.store
+    rank = process.rank
     channel = StoreChannel(store, attempt_prefix())
-    spec = ModelSpec.from_config(config)
     platform.seed_all(config.run.seed)
     platform.set_deterministic(True)
-    with Timeline.for_run(Path(config.run.dir), f"trainer-{rank}") as timeline:
-        module = backend_module(config.trainer.backend)
-        group_store = dist.PrefixStore(f"{attempt_prefix()}trainer", store)
-        backend = module.create(config, spec, platform, group_store, rank, local_rank, timeline)
-        publisher = Publisher(
-            backend.published_weights(BUCKET_BYTES),
-            store_host=store.host,
-            store_port=store.port,
-            timeout_s=config.publish.timeout_s,
-            backend=platform.comm_backend,
-            device=backend.device,
-            scope=attempt_prefix(),
-        )
-        base = base_digest(config, spec, publisher)
-        slots = Slots(config, cast(ServedBackend, backend), base)
-        own = Commands(channel, rank)
+    module = backend_module(config.trainer.backend)
+    group_store = dist.PrefixStore(f"{attempt_prefix()}trainer", store)
+    backend = module.create(
+        config, spec, platform, group_store, rank, process.local_rank, process.timeline
+    )
+    publisher = Publisher(
+        backend.published_weights(BUCKET_BYTES),
+        store_host=store.host,
+        store_port=store.port,
+        timeout_s=config.publish.timeout_s,
+        backend=platform.comm_backend,
+        device=backend.device,
+        scope=attempt_prefix(),
+    )
+    slots = Slots(config, cast(ServedBackend, backend))
+    base = base_digest(config, publisher, slots.ranks)
+    slots.base = base
+    served = ServedRank(slots, publisher, Probes(config, backend, slots.ranks))
+    own = Commands(channel, rank)
+    ready = Ready(vocab_size=spec.vocab_size, base=base, software=backend.software)
+    if publisher.is_leader:
         manifest = publisher.manifest()
-        own.announce(
-            Ready(
-                vocab_size=spec.vocab_size,
-                base=base,
-                software=backend.software,
-                manifest_name=manifest.name,
-                manifest=manifest.manifest,
-                backend=platform.comm_backend,
-            )
-        )
-        serve(own, slots, publisher)
+        ready.manifest_name = manifest.name
+        ready.manifest = manifest.manifest
+        ready.backend = platform.comm_backend
+    own.announce(ready)
+    serve(own, served)
 
 
-def base_digest(config: Config, spec: ModelSpec, publisher: Publisher) -> str:
-    """Digest of the model that all slots begin with, and of the shape of what is trained."""
-    parts = [json.dumps(publisher.contents(), sort_keys=True)]
+def base_digest(config: Config, publisher: Publisher, ranks: Ranks) -> str:
+    """Digest of the model that all slots begin with, and of the shape of what is trained, the same
+    on all ranks. Collective.
+    """
+    contents = ranks.all_of(publisher.contents())[0]
+    parts = [json.dumps(contents, sort_keys=True)]
     parts.append(f"{config.model.dtype} {AdapterShape.from_config(config)}")
     return hashlib.blake2b(" ".join(parts).encode(), digest_size=8).hexdigest()
 
 
-def serve(own: Commands, slots: Slots, publisher: Publisher) -> None:
+def serve(own: Commands, served: ServedRank) -> None:
     """Carries out commands. One that is refused leaves everything as it was."""
+    ranks = served.slots.ranks
     while True:
         command = own.next()
         try:
-            answer = Answer(carry_out(command, slots, publisher))
+            content = carry_out(command, served)
+            answer = Answer(content if ranks.rank == 0 else b"")
         except Refused as refusal:
             answer = Answer(refused=str(refusal))
         except InvariantViolation as error:
             own.answer(Answer(broken=str(error)))
             raise
         except RuntimeError as error:  # torch's own, such as too little memory
+            if ranks.num_ranks > 1:
+                raise  # the others wait for this rank in a collective: all start again
             logger.exception("a command failed")
-            slots.forget_active()
+            served.slots.forget_active()
             reason = printable(str(error).partition("\n")[0])[:300]
             answer = Answer(refused=f"the trainer failed: {reason}")
         own.answer(answer)
 
 
-def carry_out(command: commands.Command, slots: Slots, publisher: Publisher) -> bytes:
+def carry_out(command: commands.Command, served: ServedRank) -> bytes:
     """Returns what a command is answered with. Raises Refused."""
-    return _ACTIONS[type(command)](command, slots, publisher)
+    return _ACTIONS[type(command)](command, served)
 
 
-def _create(command: commands.Create, slots: Slots, publisher: Publisher) -> bytes:
-    slots.create(command.slot, command.seed)
+def _create(command: commands.Create, served: ServedRank) -> bytes:
+    served.slots.create(command.slot, command.seed)
     return b""
 
 
-def _drop(command: commands.Drop, slots: Slots, publisher: Publisher) -> bytes:
-    slots.drop(command.slot)
+def _drop(command: commands.Drop, served: ServedRank) -> bytes:
+    served.slots.drop(command.slot)
     return b""
 
 
-def _compute(command: commands.Compute, slots: Slots, publisher: Publisher) -> bytes:
+def _compute(command: commands.Compute, served: ServedRank) -> bytes:
     call = read_forward_backward(command.body, _NO_LIMIT)
-    run = slots.forward if call.forward_only else slots.forward_backward
+    run = served.slots.forward if call.forward_only else served.slots.forward_backward
     outputs = run(command.slot, call)
+    if served.slots.ranks.rank != 0:
+        return b""
     return write_forward_backward(outputs.logprobs, {"loss:sum": outputs.loss})
 
 
-def _optimize(command: commands.Optimize, slots: Slots, publisher: Publisher) -> bytes:
-    metrics = slots.step(command.slot, command.adam)
+def _optimize(command: commands.Optimize, served: ServedRank) -> bytes:
+    metrics = served.slots.step(command.slot, command.adam)
     return json.dumps(
         {"metrics": {f"{name}:mean": value for name, value in metrics.items()}}
     ).encode()
 
 
-def _save(command: commands.Save, slots: Slots, publisher: Publisher) -> bytes:
-    return slots.save(command.slot, Path(command.file), command.parts).encode()
+def _save(command: commands.Save, served: ServedRank) -> bytes:
+    return served.slots.save(command.slot, Path(command.file), command.parts).encode()
 
 
-def _load(command: commands.Load, slots: Slots, publisher: Publisher) -> bytes:
-    slots.load(command.slot, Path(command.file), command.optimizer)
+def _load(command: commands.Load, served: ServedRank) -> bytes:
+    served.slots.load(command.slot, Path(command.file), command.optimizer)
     return b""
 
 
-def _publish(command: commands.Publish, slots: Slots, publisher: Publisher) -> bytes:
-    slots.show(Path(command.file))
+def _publish(command: commands.Publish, served: ServedRank) -> bytes:
+    assert served.publisher is not None, "a process of a trainer rank has one"
+    served.slots.show(Path(command.file))
     members = PublishMembers(command.epoch, command.workers)
     try:
-        sent = publisher.publish(command.version, members)
+        sent = served.publisher.publish(command.version, members)
     except (WeightSyncError, DeadlineExceeded) as error:  # an engine that ended
         raise Refused(f"publish: {error}") from None
     return sent.digests.encode()
 
 
-def _export(command: commands.Export, slots: Slots, publisher: Publisher) -> bytes:
+def _probe(command: commands.Probe, served: ServedRank) -> bytes:
+    assert served.probes is not None, "a process of a trainer rank has them"
+    served.slots.show(Path(command.file))
+    difference = served.probes.difference(
+        command.version, command.prompt, command.tokens, command.logprobs
+    )
+    return (difference or "").encode()
+
+
+def _export(command: commands.Export, served: ServedRank) -> bytes:
+    refusal = None
     try:
-        slots.export(Path(command.file), Path(command.directory))
+        served.slots.export(Path(command.file), Path(command.directory))
     except ExportError as error:
-        raise Refused(f"export: {error}") from None
+        refusal = f"export: {error}"
+    served.slots.ranks.agree(refusal)
     return b""
 
 
-_ACTIONS: dict[type[Any], Callable[[Any, Slots, Publisher], bytes]] = {
+_ACTIONS: dict[type[Any], Callable[[Any, ServedRank], bytes]] = {
     commands.Create: _create,
     commands.Drop: _drop,
     commands.Compute: _compute,
@@ -191,6 +202,7 @@ _ACTIONS: dict[type[Any], Callable[[Any, Slots, Publisher], bytes]] = {
     commands.Save: _save,
     commands.Load: _load,
     commands.Publish: _publish,
+    commands.Probe: _probe,
     commands.Export: _export,
 }
 

@@ -25,6 +25,8 @@ PATH_PREFIX = "tinker://"
 MISSING_LOGPROB = -99999.0
 """The log-prob in an empty cell of a table of the most likely tokens."""
 
+MAX_LIKELY_TOKENS = 1024
+"""How many of the most likely tokens of a place a client may ask for."""
 _MAX_FIELDS = 2**22
 _VARINT_BYTES = 10
 
@@ -193,8 +195,8 @@ class Sample(Request):
     base_model: None = None
     model_path: None = None
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
-    topk_sample_logprobs: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
+    topk_prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LIKELY_TOKENS)] = 0
+    topk_sample_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LIKELY_TOKENS)] = 0
     target_prompt_logprobs: None = None
     prompt_alt_tokens_k: Literal[0] = 0
     prompt_logprobs_last_n: Annotated[int, msgspec.Meta(ge=1)] | None = None

@@ -52,6 +52,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.publish.probes import ProbePlan
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.telemetry.records import RecordFile, json_line
+from pa_npu.trainer.comparison import LogprobComparison
 from pa_npu.trainer.learner import Learner
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,9 @@ _FP32_ROUNDING = DifferenceSums(
 class Agreement:
     """Judges a rank's comparisons of log-probs, and records them."""
 
-    def __init__(self, config: Config, learner: Learner, probes: ProbePlan) -> None:
+    def __init__(
+        self, config: Config, learner: Learner | LogprobComparison, probes: ProbePlan
+    ) -> None:
         self._config = config
         self._margin = config.publish.noise_margin if config.rollout.has_engines else None
         self._rate = FALSE_STOP_RATE
@@ -132,11 +135,16 @@ class Agreement:
 
     def check_requests(self, version: int, microbatches: list[Microbatch]) -> DifferenceSums:
         """Judges a probe with requests of its own. Collective. Raises InvariantViolation."""
+        probe = self.check_alone(version, microbatches)
+        if self._config.schedule.max_staleness:
+            self._aging.append((version, microbatches))
+        return probe
+
+    def check_alone(self, version: int, microbatches: list[Microbatch]) -> DifferenceSums:
+        """Judges a probe of which nothing is kept. Collective. Raises InvariantViolation."""
         probe = self._learner.probe(microbatches)
         yardstick = None if self._margin is None else self._rounding(microbatches)
         self.check_probe(version, probe, yardstick)
-        if self._config.schedule.max_staleness:
-            self._aging.append((version, microbatches))
         return probe
 
     def check_first(self, version: int, probe: DifferenceSums, where: str) -> None:

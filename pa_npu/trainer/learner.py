@@ -20,11 +20,11 @@ import torch.distributed as dist
 from pa_npu.algorithm.agreement_sums import (
     DifferenceSums,
 )
-from pa_npu.algorithm.model_outputs import FixedWeights, Outputs, PolicyState, Targets
-from pa_npu.algorithm.objective import JudgeFirst, Objective, TrainedResponse, measure
+from pa_npu.algorithm.model_outputs import FixedWeights, PolicyState
+from pa_npu.algorithm.objective import JudgeFirst, Objective, TrainedResponse
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.algorithm.trainer_models import trainer_models
-from pa_npu.algorithm.update_sums import SAMPLED_EVERY, MetricSums, Statistics, Totals
+from pa_npu.algorithm.update_sums import SAMPLED_EVERY, Statistics, Totals
 from pa_npu.backends.protocol import MicrobatchSource, Routing, Step, TrainBackend
 from pa_npu.checkpoints.directories import damaged
 from pa_npu.checkpoints.provenance import layout_of
@@ -38,6 +38,7 @@ from pa_npu.samples.microbatch import Microbatch
 from pa_npu.samples.replica_feed import Traffic
 from pa_npu.telemetry.sample_store import TrainerLogprobs
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.trainer.comparison import LogprobComparison
 from pa_npu.trainer.copies import check_copies
 from pa_npu.trainer.finite_difference import FiniteDifference, finite_difference
 from pa_npu.trainer.invariants import GradientSum
@@ -92,6 +93,7 @@ class Learner:
         self._algorithm = build_algorithm(config)
         self._models = trainer_models(config, self._algorithm)
         self.backend = backend
+        self._comparison = LogprobComparison(config, backend)
         self._platform = platform
         self._timeline = timeline
         gate = VersionGate if self._models.published_source == "policy" else CopyGate
@@ -211,39 +213,12 @@ class Learner:
         return update
 
     def probe(self, microbatches: list[Microbatch]) -> DifferenceSums:
-        """Returns the differences between the current policy's log-probs and the engines' for the
-        same tokens, over all ranks; changes nothing.
-        """
-        sums = MetricSums(self.backend.device)
-
-        def compare(microbatch: Targets, outputs: Outputs) -> None:
-            sums.add(
-                {},
-                measure(microbatch, outputs.policy.values, outputs.entropy, self._config),
-                microbatch.ages.max(),
-            )
-
-        self.backend.evaluate(microbatches, compare)
-        return sums.over_ranks(self.backend.reductions).all
+        """See LogprobComparison."""
+        return self._comparison.probe(microbatches)
 
     def rounding(self, microbatches: list[Microbatch]) -> DifferenceSums | None:
-        """Returns how far the trainers' log-probs are from those in a wider type, over all ranks;
-        None if the device has no wider type.
-        """
-        sums = MetricSums(self.backend.device)
-        entropies: list[torch.Tensor] = []
-
-        def keep_entropy(microbatch: Targets, outputs: Outputs) -> None:
-            entropies.append(outputs.entropy)
-
-        def compare(microbatch: Targets, narrow: torch.Tensor, wide: torch.Tensor) -> None:
-            differences = measure(microbatch, narrow, entropies.pop(0), self._config, wide)
-            sums.add({}, differences, microbatch.ages.max())
-
-        self.backend.evaluate(microbatches, keep_entropy)
-        if not self.backend.rounding(microbatches, compare):
-            return None
-        return sums.over_ranks(self.backend.reductions).all
+        """See LogprobComparison."""
+        return self._comparison.rounding(microbatches)
 
     def finite_difference(
         self, microbatches: Sequence[Microbatch], advantages: Mapping[int, Sequence[np.ndarray]]

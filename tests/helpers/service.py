@@ -152,10 +152,10 @@ class InProcess:
         self.asked: list[Any] = []
 
     async def ask(self, command: Any) -> bytes:
-        from pa_npu.service.trainer import carry_out
+        from pa_npu.service.trainer import ServedRank, carry_out
 
         self.asked.append(command)
-        return carry_out(command, self._slots, None)  # type: ignore[arg-type]
+        return carry_out(command, ServedRank(self._slots, publisher=None, probes=None))
 
     def forget(self) -> None:
         """Loses every slot, as a process that ends does."""

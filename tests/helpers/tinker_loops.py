@@ -5,6 +5,7 @@
 Each loop writes what it saw into OUT as JSON. It runs in an interpreter that has the SDK, and knows
 nothing of the server.
 
+sampling     what a sampler answers of a snapshot, beside the trainer's own log-probs
 exact        steps, a custom loss, a state that is loaded, samples with log-probs: all to the bit
 supervised   cross-entropy on rows of questions and answers; accuracy before and after
 rl           samples in groups, rewards, importance sampling; plain=0 streams minibatches
@@ -99,6 +100,47 @@ def exact(service: Any, given: dict[str, str]) -> list[Any]:
         )
     assert seen[-1] == seen[-2], "a loaded state goes on as the one that was saved"
     return [digest(part) for part in seen]
+
+
+def sampling(service: Any, given: dict[str, str]) -> dict[str, Any]:
+    """Two snapshots with a step between them, the older one asked again behind the newer. An error
+    of the service is its text.
+    """
+    client = client_of(service, given)
+    tokens = [(3 * place) % 200 + 5 for place in range(24)]
+    prompt = types.ModelInput.from_ints(tokens)
+    data = [datum_of(tokens, 1)]
+    samplers = []
+    seen: dict[str, Any] = {"trained": [], "scored": []}
+    for _ in range(2):
+        client.forward_backward(data, "cross_entropy").result()
+        client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        answer = client.forward(data, "cross_entropy").result()
+        seen["trained"].append(list(answer.loss_fn_outputs[0]["logprobs"].data))
+        samplers.append(resolved(client.save_weights_and_get_sampling_client()))
+    try:
+        for sampler in (samplers[0], samplers[1], samplers[0]):
+            seen["scored"].append(sampler.compute_logprobs(prompt).result()[1:])
+    except Exception as error:
+        seen["error"] = str(error)
+        return seen
+    sampler = samplers[1]
+    parameters = types.SamplingParams(max_tokens=12, seed=5)
+    asked = {"include_prompt_logprobs": True, "topk_prompt_logprobs": 30, "topk_sample_logprobs": 3}
+    answer = sampler.sample(prompt, 3, parameters, **asked).result()
+    seen["likely"] = answer.topk_prompt_logprobs
+    seen["prompt_logprobs"] = answer.prompt_logprobs[1:]
+    seen["samples"] = [[s.tokens, s.logprobs, s.stop_reason] for s in answer.sequences]
+    seen["sample_likely"] = [s.topk_logprobs for s in answer.sequences]
+    again = sampler.sample(prompt, 3, parameters).result()
+    seen["again"] = [s.tokens for s in again.sequences]
+    stops: list[Any] = [[], [seen["samples"][0][0][0]]]
+    seen["stopped"] = []
+    for stop in stops:
+        parameters = types.SamplingParams(max_tokens=12, seed=5, stop=stop)
+        (sequence,) = sampler.sample(prompt, 1, parameters).result().sequences
+        seen["stopped"].append([len(sequence.tokens), sequence.stop_reason])
+    return seen
 
 
 def squares(data: Any, logprobs: Any) -> tuple[Any, dict[str, float]]:
@@ -322,6 +364,7 @@ def distill(service: Any, given: dict[str, str]) -> dict[str, Any]:
 
 
 LOOPS = {
+    "sampling": sampling,
     "exact": exact,
     "supervised": supervised,
     "rl": rl,

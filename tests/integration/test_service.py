@@ -59,15 +59,20 @@ class Server(Launched):
         self.url = self.output.split("ready: ")[1].split()[0]
         self.key = self.run / "service" / "key"
 
-    def pid_of(self, part: str) -> int:
-        """Returns the process whose command line has `part`, not its keeper."""
+    def pid_of(self, part: str, rank: int | None = None) -> int:
+        """Returns the process whose command line has `part`, not its keeper. rank: of a trainer."""
         found = [
             pid
             for pid, line in self.family().items()
             if f"-m {part}" in line and "keeper" not in line
+            if rank is None or f"RANK={rank}".encode() in environment_of(pid)
         ]
         assert len(found) == 1, self.family()
         return found[0]
+
+
+def environment_of(pid: int) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 class Loop:
@@ -145,6 +150,64 @@ def test_a_killed_process_changes_nothing_that_the_client_sees(
     loop.wait_for_step(2)
     os.kill(server.pid_of(part), signal.SIGKILL)
     assert loop.result() == alone
+
+
+@pytest.mark.nightly
+def test_a_killed_rank_of_two_changes_nothing_that_the_client_sees(
+    tiny: Path, tmp_path: Path
+) -> None:
+    server = Server(tiny / "model", tmp_path, trainer__devices=2)
+    try:
+        alone = Loop(server, "exact", tmp_path, label="a").result()
+        loop = Loop(server, "exact", tmp_path, label="b")
+        loop.wait_for_step(2)
+        os.kill(server.pid_of("pa_npu.service.trainer", rank=1), signal.SIGKILL)
+        assert loop.result() == alone
+        assert "starts again" in server.output
+    finally:
+        server.close()
+
+
+@pytest.mark.nightly
+def test_vllm_samples_from_the_snapshot_that_was_asked_for(tiny: Path, tmp_path: Path) -> None:
+    server = Server(tiny / "model", tmp_path, rollout__backend="vllm")
+    try:
+        seen = Loop(server, "sampling", tmp_path).result()
+    finally:
+        server.close()
+    first, second = seen["trained"]
+    assert distance(first, second) > 0.1, "control: a step has moved the log-probs"
+    for scored, trained in zip(seen["scored"], (first, second, first), strict=True):
+        assert distance(scored, trained) < 1e-3
+    assert distance(seen["prompt_logprobs"], second) < 1e-3
+    places = seen["likely"][1:]
+    assert [len(place) for place in places] == [30] * len(second), "vLLM's own limit is 20"
+    assert all(sorted(place, key=lambda entry: -entry[1]) == place for place in places)
+    assert [tokens for tokens, _, _ in seen["samples"]] == seen["again"], "seeded"
+    for (tokens, logprobs, _), likely in zip(seen["samples"], seen["sample_likely"], strict=True):
+        assert len(likely) == len(tokens) == len(logprobs)
+        for token, logprob, place in zip(tokens, logprobs, likely, strict=True):
+            assert dict(map(tuple, place)).get(token, logprob) == pytest.approx(logprob, abs=1e-3)
+    assert seen["stopped"] == [[12, "length"], [1, "stop"]]
+
+
+@pytest.mark.nightly
+def test_an_engine_that_keeps_old_weights_is_one_clear_error_to_the_client(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """Digests say that every byte has arrived; the probe says that the engine computes without."""
+    careless = "tests.helpers.careless_kind:KEEPS_WEIGHTS"
+    server = Server(tiny / "model", tmp_path, rollout__backend=careless)
+    try:
+        seen = Loop(server, "sampling", tmp_path).result()
+    finally:
+        server.close()
+    assert len(seen["scored"]) == 1, "the first snapshot is loaded"
+    assert "I5" in seen["error"] and "log-probs" in seen["error"], seen["error"]
+
+
+def distance(first: list[float], second: list[float]) -> float:
+    return max(abs(one - other) for one, other in zip(first, second, strict=True))
 
 
 @pytest.mark.nightly

@@ -10,11 +10,20 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, UserError
-from pa_npu.launcher.serve import check, service_directory, write_configuration
+from pa_npu.launcher.serve import (
+    check,
+    service_directory,
+    with_likely_tokens,
+    write_configuration,
+)
 
 REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "megatron": ({"trainer": {"backend": "megatron"}}, "trainer.backend: megatron"),
-    "two ranks": ({"trainer": {"devices": 2}}, "trainer.devices: 2"),
+    "two senders": ({"trainer": {"devices": 2}}, "publish.senders"),
+    "copies of the weights": (
+        {"trainer": {"devices": 4, "shards": 2}, "publish": {"senders": "leader"}},
+        "trainer.devices: 4 ranks hold 2 shards",
+    ),
     "two engines": ({"rollout": {"engines": 2}}, "rollout.engines"),
     "offload": ({"optimizer": {"offload": True}}, "optimizer.offload"),
     "a reference": ({"algorithm": {"kl_coef": 0.1}}, "no reference"),
@@ -37,6 +46,13 @@ def config_of(**sections: dict[str, Any]) -> Config:
 
 def test_a_service_of_defaults_is_accepted() -> None:
     check(config_of())
+    check(config_of(trainer={"devices": 2}, publish={"senders": "leader"}))
+
+
+def test_an_engine_of_vllm_gives_as_many_likely_tokens_as_clients_may_ask_for() -> None:
+    config = config_of(rollout={"backend": "vllm", "extra_args": ["--max-logprobs", "7"]})
+    assert with_likely_tokens(config).rollout.extra_args[-2:] == ("--max-logprobs", "1024")
+    assert with_likely_tokens(config_of()).rollout.extra_args == ()
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -10,8 +10,8 @@ import pytest
 
 from pa_npu.engines.protocol import EngineGone, Generation, LoadedWeights, Sampling
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
-from pa_npu.service.commands import Ready
-from pa_npu.service.sampler import Sampler
+from pa_npu.service.commands import Probe, Ready
+from pa_npu.service.sampler import ProbeLengths, Sampler
 from pa_npu.service.wire import Refused
 
 PROMPT = np.array([1, 2], np.int32)
@@ -41,6 +41,7 @@ class Engine:
         self.in_flight += 1
         await asyncio.sleep(0.005)
         self.in_flight -= 1
+        self.world.sampled.append((n, sampling.ignore_eos))
         if self.world.deaths:
             self.world.deaths -= 1
             raise EngineGone("it has ended")
@@ -52,15 +53,29 @@ class Engine:
 
 
 class World:
-    """Engines, and the trainers that publish. arrived: digest of what arrives; None: what was sent."""
+    """Engines, and the trainers that publish. arrived: digest of what arrives; None: what was sent.
+    difference: what they answer to a probe; None: there is none.
+    """
 
-    def __init__(self, deaths: int = 0, arrived: str | None = None, refusals: int = 0) -> None:
+    def __init__(
+        self,
+        deaths: int = 0,
+        arrived: str | None = None,
+        refusals: int = 0,
+        difference: str | None = None,
+    ) -> None:
         self.deaths, self.arrived, self.refusals = deaths, arrived, refusals
+        self.difference = difference
+        self.probes: list[Probe] = []
+        self.sampled: list[tuple[int, bool]] = []
         self.loads: list[int] = []
         self.epochs: list[int] = []
         self.closed = 0
 
     async def ask(self, command: Any) -> bytes:
+        if isinstance(command, Probe):
+            self.probes.append(command)
+            return (self.difference or "").encode()
         self.epochs.append(command.epoch)
         if self.refusals:
             self.refusals -= 1
@@ -76,6 +91,7 @@ class World:
             ("127.0.0.1", 1),
             load_timeout_s=1.0,
             start_timeout_s=1.0,
+            probe=None if self.difference is None else ProbeLengths(3, 4),
         )
 
 
@@ -117,3 +133,25 @@ async def test_an_engine_that_never_answers_ends_at_the_deadline() -> None:
     async with World(deaths=100).sampler() as sampler:
         with pytest.raises(DeadlineExceeded, match=r"within 0\.2 s"):
             await ask(sampler, 1, deadline_s=0.2)
+
+
+async def test_every_load_is_probed_with_the_prompt_of_its_request() -> None:
+    world = World(difference="")
+    async with world.sampler() as sampler:
+        answers = await asyncio.gather(*(ask(sampler, version) for version in (1, 1, 2)))
+    assert answers == [1, 1, 2]
+    probes = [(probe.version, probe.prompt, len(probe.tokens)) for probe in world.probes]
+    assert probes == [(1, [1], 16), (2, [1], 16)], "4 tokens have room for one of the prompt"
+    assert world.sampled.count((16, True)) == 2
+
+
+async def test_an_engine_with_other_weights_answers_nobody_and_is_replaced() -> None:
+    world = World(difference="I5: other weights")
+    async with world.sampler() as sampler:
+        for _ in range(2):
+            with pytest.raises(Refused, match="I5: other weights"):
+                await ask(sampler, 1)
+        world.difference = ""
+        assert await ask(sampler, 1) == 1
+    assert world.epochs == [1, 2, 3] and world.loads == [1, 1, 1]
+    assert [n for n, _ in world.sampled] == [16, 16, 16, 1]

@@ -277,10 +277,10 @@ def test_a_damaged_state_and_one_of_another_base_are_refused(
     slots.save("a", file, ["weights"])
     with pytest.raises(Refused, match="no optimizer state"):
         slots.load("a", file, with_optimizer=True)
-    slots._base = "another"
+    slots.base = "another"
     with pytest.raises(Refused, match="another base"):
         slots.load("a", file, with_optimizer=False)
-    slots._base = "base of the test"
+    slots.base = "base of the test"
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(Refused, match="cannot be read"):
         slots.load("a", file, with_optimizer=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -20,9 +21,10 @@ def write_whole(file: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes names in a directory outlast the machine's sudden end."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Makes names in `directory` outlast the machine's sudden end, if the file system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

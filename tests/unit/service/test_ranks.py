@@ -1,0 +1,57 @@
+"""Several trainer ranks of a service: losses, gradients, steps and files are those of one rank, and refusals are common."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.models import make_model
+from tests.helpers.rank_processes import ROOT
+
+LIMIT_S = 120.0
+
+
+def seen_by(ranks: int, model: Path, out: Path) -> dict[str, Any]:
+    """Returns what the first of so many ranks sees."""
+    out.mkdir()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    script = str(ROOT / "tests" / "helpers" / "service_rank.py")
+    processes = []
+    for rank in range(ranks):
+        argv = [sys.executable, script, str(rank), str(ranks), str(store.port), str(model)]
+        processes.append(subprocess.Popen([*argv, str(out)], env=environment))
+    try:
+        assert [process.wait(LIMIT_S) for process in processes] == [0] * ranks
+    finally:
+        for process in processes:
+            process.kill()
+    return dict(torch.load(out / "seen.pt", weights_only=False))
+
+
+def test_two_ranks_compute_what_one_computes(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3", tied=True)
+    one = seen_by(1, model, tmp_path / "one")
+    two = seen_by(2, model, tmp_path / "two")
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-5, abs=1e-5)
+    torch.testing.assert_close(two["logprobs"], one["logprobs"], rtol=1e-5, atol=1e-5)
+    for step in range(2):
+        expected, gradient = one[f"gradient {step}"], two[f"gradient {step}"]
+        assert expected.keys() == gradient.keys()
+        largest = max(float(value.abs().max()) for value in expected.values())
+        for name, value in expected.items():
+            torch.testing.assert_close(gradient[name], value, rtol=2e-5, atol=2e-6 * largest)
+    norms = [[step["grad_norm"] for step in seen["metrics"]] for seen in (one, two)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    assert one["same"] and two["same"], "a file has whole tensors, and a slot goes on from it"
+    assert one["digest"] != two["digest"], "control: a sum in another order has other last bits"
+    for seen in (one, two):
+        first, second = seen["refused"]
+        assert "not finite" in first and "cannot be read" in second, "refused on both ranks"
