@@ -296,6 +296,7 @@ def test_senders_hold_all_weights(mesh: Mesh, senders: Senders) -> None:
         assert set(mesh.contributors(senders)) == copy
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize(("family", "tp", "pp", "ep", "copies", "senders", "count"), LAYOUTS)
 def test_a_plan_says_the_bytes_that_ranks_send(
     family: str,
@@ -305,9 +306,10 @@ def test_a_plan_says_the_bytes_that_ranks_send(
     copies: int,
     senders: Senders,
     count: int,
+    tied: bool,
     tmp_path: Path,
 ) -> None:
-    spec = make_checkpoint(tmp_path, family, tied=False)
+    spec = make_checkpoint(tmp_path, family, tied=tied)
     stages = [Stage(tp, stage, pp, ep, copies) for stage in range(pp)]
     trainer = {
         "devices": pp * copies * stages[0].num_ranks,
