@@ -38,7 +38,7 @@ FAULTS = {
     r"trainer log-probs have",
     REPEATED: _OTHER_VALUES,
     DOUBLED: r"the segments of \S+ do not cover",
-    DIES: r"trainer 1 .*signal 9",
+    DIES: r"failed: trainer-1 ended: killed by SIGKILL",  # after the launcher's own restarts
     HANGS: r"weight version 1 could not be published in 4 attempts: .*rank 1 of stage",
 }
 """Faults that end a run, and what its last lines say."""
