@@ -290,10 +290,12 @@ def stage_parameters(config: Config, spec: ModelSpec, stage: int) -> tuple[int, 
     outside = vocabulary * (1 if spec.tied else 2) + spec.hidden_size
     layers = (spec.num_parameters - spec.num_expert_parameters - outside) // pipeline
     embedding = stage == 0
+    is_last = stage == pipeline - 1
     # a tied head on another stage than the embedding is a copy of it
-    head = stage == pipeline - 1 and not (spec.tied and embedding)
+    head = is_last and not (spec.tied and embedding)
+    norm = spec.hidden_size if is_last else 0
     experts = spec.num_expert_parameters // pipeline // config.mesh.expert
-    return (layers + vocabulary * (embedding + head)) // tensor, experts
+    return (layers + vocabulary * (embedding + head) + norm) // tensor, experts
 
 
 def _activation_bytes(config: Config, spec: ModelSpec, stage: int) -> tuple[int, int]:

@@ -44,6 +44,18 @@ def contributors_of(config: Config) -> tuple[int, ...]:
     return config.mesh.contributors(senders_of(config))
 
 
+def sends_tower_once(config: Config, spec: ModelSpec) -> bool:
+    """Returns whether a vision tower is sent with the first version only: engines have it then, if
+    it is frozen and they do not sleep, which loses all weights.
+    """
+    is_kept = config.model.vision == "frozen" and not config.placement.colocate
+    return spec.num_tower_parameters > 0 and is_kept and not _sends_adapters(config)
+
+
+def _sends_adapters(config: Config) -> bool:
+    return config.has_adapters and config.publish.lora == "adapter"
+
+
 @dataclass(frozen=True)
 class PublishedBytes:
     """Bytes of one publish.
@@ -53,22 +65,34 @@ class PublishedBytes:
         does not grow with their number.
     gathered: that come to the busiest sender from other trainer ranks first.
     worker: that each engine worker gets.
+    once: that each engine worker gets with the first version in addition, and not again: a frozen
+        vision tower, of which each sender sends its share.
     """
 
     num_senders: int
     sender: int
     gathered: int
     worker: int
+    once: int = 0
+
+    def of_run(self, iterations: int) -> int:
+        """Returns what each engine worker gets in a run: the first version, and one of each
+        iteration.
+        """
+        return self.once + (iterations + 1) * self.worker
 
     def line(self) -> str:
         """Returns the line of a plan about it."""
         gathered = ""
         if self.gathered:
             gathered = f", of which {format_bytes(self.gathered)} come from other ranks first"
+        once = ""
+        if self.once:
+            once = f", and {format_bytes(self.once)} of a frozen tower with the first version"
         senders = counted(self.num_senders, "sender")
         return (
             f"publish               {senders}, the busiest sends {format_bytes(self.sender)}"
-            f"{gathered}; each engine worker gets {format_bytes(self.worker)}"
+            f"{gathered}; each engine worker gets {format_bytes(self.worker)}{once}"
         )
 
 
@@ -76,14 +100,20 @@ def published_bytes(config: Config, spec: ModelSpec) -> PublishedBytes:
     """Returns the bytes of a publish, as if each tensor could be divided evenly among its holders."""
     mesh = config.mesh
     num_stages = mesh.pipeline
-    if config.has_adapters and config.publish.lora == "adapter":
+    element = BYTES[config.model.dtype]
+    if _sends_adapters(config):
         stages = [FP32 * adapter_parameters(config, spec)]
     else:
         stages = []
         for stage in range(num_stages):
             dense, experts = stage_parameters(config, spec, stage)
-            weights = dense * mesh.tensor + experts * mesh.expert
-            stages.append(weights * BYTES[config.model.dtype])
+            if spec.tied and 0 < stage == num_stages - 1:  # its copy of the embedding stays here
+                dense -= spec.vocab_size * spec.hidden_size // mesh.tensor
+            stages.append(element * (dense * mesh.tensor + experts * mesh.expert))
+    once = 0
+    if sends_tower_once(config, spec):  # on fsdp alone, which has one stage
+        once = element * spec.num_tower_parameters
+        stages = [stages[0] - once]
     publishers = publishers_of(config)
     per_stage = len(publishers) // num_stages
     busiest = max(stages)
@@ -96,4 +126,5 @@ def published_bytes(config: Config, spec: ModelSpec) -> PublishedBytes:
         sender=-(-busiest // per_stage),
         gathered=gathered,
         worker=sum(stages),
+        once=once,
     )

@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 VARIABLE = "PA_NPU_FAULT_OF_TEST"
 LAYER = "layers.1"
 
+OF_SENDERS = "one sender "
+"""How faults of one of several senders begin; tests.helpers.sender_faults has them."""
 SENT_OLD = "a tensor of a layer sent from an old copy"
 KEPT_OLD = "a tensor of a layer kept by the engine"
 PUBLISHES = {
@@ -80,6 +82,8 @@ def _place_of(fault: str) -> tuple[str, Callable[[ModuleType], None]]:
         return "pa_npu.weight_transfer.adapters", _merge_twice
     if fault == EXCHANGED:
         return "pa_npu.samples.iterator", _exchange_rewards
+    if fault.startswith(OF_SENDERS):
+        return "pa_npu.backends.buckets", lambda module: _into_sender(fault, module)
     if fault in SESSIONS:
         return "pa_npu.coordinator.episode", lambda module: into_sessions(fault, module)
     return "pa_npu.trainer.learner", lambda module: _into_learner(fault, module)
@@ -121,6 +125,12 @@ def _into_learner(fault: str, module: ModuleType) -> None:
         gradient_faults.inject(fault, self)
 
     module.Learner.__init__ = made
+
+
+def _into_sender(fault: str, module: ModuleType) -> None:
+    from tests.helpers import sender_faults
+
+    sender_faults.inject(fault, module.GatheredWeights)
 
 
 def _send_old(module: ModuleType) -> None:

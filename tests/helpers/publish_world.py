@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from pa_npu.config.mesh import Place
 from pa_npu.config.sections.operation import Senders
 from pa_npu.families.spec import ModelSpec
 from pa_npu.publish.messages import PublishMembers
-from pa_npu.publish.publisher import Publisher
+from pa_npu.publish.publisher import Publisher, PublishStats
 from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.manifest import Manifest
 from pa_npu.weight_transfer.receiver import Receiver
@@ -103,7 +103,8 @@ class World:
 
         def join(rank: int) -> Receiver:
             names = [transport.group_name(entry.name, epoch) for entry in announced]
-            groups = [gloo_group(self.store, name, rank, size, timeout_s) for name in names]
+            group_s = timeout_s + BACKEND_MARGIN_S
+            groups = [gloo_group(self.store, name, rank, size, group_s) for name in names]
             abandonments = [
                 transport.Abandonment("127.0.0.1", self.server.port, name) for name in names
             ]
@@ -116,6 +117,33 @@ class World:
         errors = [r for r in results if isinstance(r, Exception)]
         assert not errors, errors
         return results[len(leaders) :]
+
+    def publish(
+        self, version: int, publishers: Sequence[Publisher], receivers: Sequence[Receiver]
+    ) -> tuple[list[PublishStats], list[dict[str, torch.Tensor]]]:
+        """Publishes a version; returns what each trainer rank says and what each worker gets."""
+        results: list[Any] = run_threads(
+            *(lambda p=p: p.publish(version, self.members) for p in publishers),
+            *(received(receiver, version) for receiver in receivers),
+        )
+        errors = [result for result in results if isinstance(result, Exception)]
+        assert not errors, errors
+        return results[: len(publishers)], results[len(publishers) :]
+
+    def add(self, change: float) -> None:
+        """Adds `change` to every element of what the trainers train."""
+        with torch.no_grad():
+            for module in self.modules:
+                for parameter in module.parameters():
+                    parameter.add_(change)
+
+
+def assert_equal_weights(
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], version: int
+) -> None:
+    assert actual.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(actual[name], expected[name])]
+    assert not different, f"version {version}: {different}"
 
 
 def publisher(

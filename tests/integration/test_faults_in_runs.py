@@ -6,6 +6,7 @@ test_gradient_sum.py.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import step_faults
+from tests.helpers import sender_faults, step_faults
 from tests.helpers.fault_in_run import ADAPTERS as OF_ADAPTERS
 from tests.helpers.fault_in_run import GROUPS, PUBLISHES, SENT_OLD, SESSIONS, variables
 from tests.helpers.launched import Launched, settings
@@ -102,6 +103,70 @@ def test_a_fault_ends_the_run_in_its_iteration(
     environment = variables(tmp_path / "site", fault)
     launched = launch("run", environment, **{"model.dtype": dtype, **RUNS[run]})
     ends_with(launched, FAULTS[fault])
+
+
+TWO_SENDERS: dict[str, dict[str, object]] = {
+    "TP2": RUNS["TP2"],
+    "fsdp": {"trainer.backend": "fsdp", "trainer.devices": 2},
+}
+FEW_OF_SENDERS = [("TP2", "fp32", sender_faults.SHIFTED)]
+
+
+@pytest.mark.parametrize(
+    ("run", "dtype", "fault"),
+    [
+        pytest.param(
+            run,
+            dtype,
+            fault,
+            marks=[] if (run, dtype, fault) in FEW_OF_SENDERS else [pytest.mark.nightly],
+        )
+        for run in TWO_SENDERS
+        for dtype in ("fp32", "bf16")
+        for fault in sender_faults.FAULTS
+    ],
+)
+def test_a_fault_of_one_of_two_senders_ends_the_run_in_its_iteration(
+    run: str, dtype: str, fault: str, launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    launched = launch("run", variables(tmp_path / "site", fault), **_of_two_senders(run, dtype))
+    ends_with(launched, sender_faults.FAULTS[fault])
+    records = tmp_path / "run" / "run" / "metrics.jsonl"
+    num_iterations = len(records.read_text().splitlines()) if records.exists() else 0
+    # the record of iteration 0 is written while version 1 is published
+    assert num_iterations <= (0 if fault == sender_faults.DOUBLED else 1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("run", TWO_SENDERS)
+def test_a_sender_that_hung_once_sends_again_and_the_run_ends_well(
+    run: str, launch: Callable[..., Launched], tmp_path: Path
+) -> None:
+    """The weights are those of a run whose senders do not hang."""
+    keys = {**_of_two_senders(run, "fp32"), "schedule.iterations": 2}
+    fault = sender_faults.STUCK_ONCE
+    runs = {
+        "stuck": launch("stuck", variables(tmp_path / "site", fault), **keys),
+        "whole": launch("whole", **keys),
+    }
+    links = {}
+    for name, launched in runs.items():
+        assert launched.popen.wait(LIMIT_S) == 0, launched.output
+        chain = (tmp_path / name / "run" / "chain.jsonl").read_text().splitlines()
+        links[name] = [json.loads(line)["weights_after"] for line in chain]
+    assert links["stuck"] == links["whole"] and len(links["whole"]) == 2
+    again = r"weight version 1 is published again: .*rank 1 of stage 0, .*not done within"
+    logs = [file.read_text() for file in (tmp_path / "stuck" / "run").rglob("*.log")]
+    assert re.search(again, "".join(logs)), runs["stuck"].output[-3000:]
+
+
+def _of_two_senders(run: str, dtype: str) -> dict[str, object]:
+    return {
+        "model.dtype": dtype,
+        "publish.senders": "shards",
+        "publish.timeout_s": sender_faults.PUBLISH_TIMEOUT_S,
+        **TWO_SENDERS[run],
+    }
 
 
 @pytest.mark.nightly

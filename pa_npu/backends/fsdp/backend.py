@@ -52,7 +52,7 @@ from pa_npu.config.mesh import Place
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.operation import Senders
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.publish import senders_of
+from pa_npu.planning.publish import senders_of, sends_tower_once
 from pa_npu.platform.base import Platform
 from pa_npu.samples.microbatch import Microbatch, filler
 from pa_npu.telemetry.timeline import Timeline, now
@@ -140,13 +140,11 @@ class FsdpBackend:
             return None
         model, dtype = self._models[late_from or "policy"], DTYPES[self._config.model.dtype]
         if not isinstance(model, Adapted) or self._config.publish.lora == "merged":
-            # engines that sleep lose all weights
-            is_kept = self._config.model.vision == "frozen" and not self._config.placement.colocate
             return self._whole(
                 model,
                 bucket_bytes,
                 group,
-                sent_once=TOWER if self._module.reads_images and is_kept else "",
+                sent_once=TOWER if sends_tower_once(self._config, self._spec) else "",
                 on_host=late_from is not None,
                 senders=senders,
             )

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
 from pa_npu.errors import DeadlineExceeded
 from pa_npu.publish.publisher import PublishStats
 from pa_npu.weight_transfer import transport
-from tests.helpers.publish_world import World, received
+from tests.helpers.publish_world import World, assert_equal_weights, received
 from tests.helpers.weights import make_checkpoint, run_threads
 
 
@@ -220,15 +219,8 @@ def test_a_publish_that_is_given_up_ends_on_both_sides_and_leaves_the_tp_peers_r
 
     world.workers = 1
     (receiver,) = world.connect(publishers, epoch=1)
-    results: list[Any] = run_threads(
-        lambda: publishers[0].publish(1, world.members),
-        lambda: publishers[1].publish(1, world.members),
-        received(receiver, 1),
-    )
-    weights = results[-1]
-    reference = load_file(tmp_path / "model.safetensors")
-    assert set(weights) == set(reference)
-    assert all(torch.equal(weights[key], reference[key]) for key in reference)
+    _, (weights,) = world.publish(1, publishers, [receiver])
+    assert_equal_weights(weights, load_file(tmp_path / "model.safetensors"), version=1)
 
 
 def test_tp_peer_that_stops_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,104 +23,127 @@ from pa_npu.weight_transfer.contents import Contents, added
 from pa_npu.weight_transfer.manifest import Bucket, Manifest, Segment, check_covered
 from pa_npu.weight_transfer.receiver import Receiver
 from tests.helpers.megatron import model_config
-from tests.helpers.publish_world import World, received
+from tests.helpers.publish_world import World, assert_equal_weights, received
 from tests.helpers.weights import Stage, make_checkpoint, run_threads
 
-# family, TP, PP, EP, copies, who sends: how many senders that are
-LAYOUTS: list[tuple[str, int, int, int, int, Senders, int]] = [
-    ("qwen2", 2, 1, 1, 1, "shards", 2),
-    ("qwen2", 4, 1, 1, 1, "shards", 4),
-    ("qwen2", 1, 2, 1, 1, "shards", 2),
-    ("qwen3_moe", 1, 1, 2, 1, "shards", 2),
-    ("qwen3_moe", 2, 1, 4, 1, "shards", 4),
-    ("qwen2", 1, 1, 1, 2, "all", 2),
-    ("qwen2", 2, 1, 1, 2, "all", 4),
-    ("qwen3_moe", 2, 1, 2, 2, "all", 4),
-    ("qwen2", 2, 1, 1, 2, "shards", 2),
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks share a model how, who sends, and how many senders that makes."""
+
+    family: str = "qwen2"
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    copies: int = 1
+    senders: Senders = "shards"
+    count: int = 2
+
+
+TWO = Layout(tp=2)
+LAYOUTS = [
+    TWO,
+    Layout(tp=4, count=4),
+    Layout(pp=2),
+    Layout("qwen3_moe", ep=2),
+    Layout("qwen3_moe", tp=2, ep=4, count=4),
+    Layout(copies=2, senders="all"),
+    Layout(tp=2, copies=2, senders="all", count=4),
+    Layout("qwen3_moe", tp=2, ep=2, copies=2, senders="all", count=4),
+    Layout(tp=2, copies=2),
 ]
 
 
-def publish(
-    world: World, publishers: list[Publisher], receivers: list[Receiver], version: int
-) -> tuple[list[PublishStats], list[dict[str, torch.Tensor]]]:
-    results: list[Any] = run_threads(
-        *(lambda p=p: p.publish(version, world.members) for p in publishers),
-        *(received(receiver, version) for receiver in receivers),
-    )
-    errors = [result for result in results if isinstance(result, Exception)]
-    assert not errors, errors
-    return results[: len(publishers)], results[len(publishers) :]
+@dataclass
+class Connected:
+    """Trainer ranks and engine workers that have joined. directory: of the model."""
+
+    world: World
+    publishers: list[Publisher]
+    receivers: list[Receiver]
+    directory: Path
+
+    @property
+    def manifests(self) -> list[Manifest]:
+        return [Manifest.from_json(p.manifest().manifest) for p in self.publishers]
+
+    def publish(self, version: int) -> tuple[list[PublishStats], list[dict[str, torch.Tensor]]]:
+        return self.world.publish(version, self.publishers, self.receivers)
+
+    def trained(self) -> dict[str, str]:
+        """Returns the contents of what all ranks train."""
+        return added(publisher.contents() for publisher in self.publishers)
 
 
-@pytest.mark.parametrize(("family", "tp", "pp", "ep", "copies", "senders", "count"), LAYOUTS)
+@pytest.fixture
+def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Connected]:
+    """Makes trainers of a layout, by default of two senders of one stage, and their engine."""
+
+    def make(
+        layout: Layout = TWO, *, vocab: int = 64, workers: int = 1, timeout_s: float = 30.0
+    ) -> Connected:
+        spec = make_checkpoint(tmp_path, layout.family, tied=False, vocab=vocab)
+        world = World(
+            monkeypatch,
+            spec,
+            tp_size=layout.tp,
+            stages=layout.pp,
+            workers=workers,
+            ep_size=layout.ep,
+            copies=layout.copies,
+            senders=layout.senders,
+        )
+        publishers = world.publishers(bucket_bytes=2048, timeout_s=timeout_s)
+        receivers = world.connect(publishers, timeout_s=timeout_s)
+        return Connected(world, publishers, receivers, tmp_path)
+
+    return make
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_engines_get_the_same_bits_and_the_busiest_sender_sends_its_share(
-    family: str,
-    tp: int,
-    pp: int,
-    ep: int,
-    copies: int,
-    senders: Senders,
-    count: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    layout: Layout, connect: Callable[..., Connected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The vocabulary of 61 is padded under TP; the second version is another one in every element.
 
     What each tensor's contents are is summed up in the trained model, once over all senders.
     """
-    spec = make_checkpoint(tmp_path, family, tied=False, vocab=61)
-    world = World(monkeypatch, spec, tp, pp, 2, ep, copies, senders)
-    publishers = world.publishers(bucket_bytes=2048)
-    assert sum(publisher.is_leader for publisher in publishers) == count
+    run = connect(layout, vocab=61, workers=2)
+    assert sum(publisher.is_leader for publisher in run.publishers) == layout.count
     monkeypatch.setattr(
         "torch.distributed.ProcessGroup.reduce", None
     )  # no weights move between trainers
-    receivers = world.connect(publishers)
-    expected = load_file(tmp_path / "model.safetensors")
+    expected = load_file(run.directory / "model.safetensors")
     for version in (0, 1):
-        sent, arrived = publish(world, publishers, receivers, version)
+        sent, arrived = run.publish(version)
         for weights in arrived:
-            assert weights.keys() == expected.keys()
-            wrong = [name for name in expected if not torch.equal(weights[name], expected[name])]
-            assert not wrong, f"version {version}: {wrong}"
+            assert_equal_weights(weights, expected, version)
         digests = tuple(stats.digests for stats in sent if stats.bytes)
-        assert [receiver.digests for receiver in receivers] == [digests] * 2
+        assert [receiver.digests for receiver in run.receivers] == [digests] * 2
 
         num_bytes = [stats.bytes for stats in sent]
         total = sum(tensor.nbytes for tensor in expected.values())
         assert sum(num_bytes) == total, "nothing is sent twice"
-        assert max(num_bytes) < 1.15 * total / count
-
-        contents = Contents()
-        for name, tensor in expected.items():
-            contents.add(name, tensor)
-        assert added(publisher.contents() for publisher in publishers) == contents.read()
+        assert max(num_bytes) < 1.15 * total / layout.count
+        assert run.trained() == contents_of(expected)
 
         expected = {name: tensor + 1 for name, tensor in expected.items()}
-        with torch.no_grad():
-            for module in world.modules:
-                for parameter in module.parameters():
-                    parameter.add_(1)
+        run.world.add(1)
 
 
-def test_one_gathering_leader_sends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_gathering_leader_sends_all(connect: Callable[..., Connected]) -> None:
     """The control of the test above: it measures what it says."""
-    spec = make_checkpoint(tmp_path, "qwen2", tied=False, vocab=61)
-    world = World(monkeypatch, spec, tp_size=2)
-    publishers = world.publishers(bucket_bytes=2048)
-    sent, _ = publish(world, publishers, world.connect(publishers), 0)
-    total = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
-    assert [stats.bytes for stats in sent] == [total, 0]
+    run = connect(replace(TWO, senders="leader"), vocab=61)
+    sent, _ = run.publish(0)
+    weights = load_file(run.directory / "model.safetensors")
+    assert [stats.bytes for stats in sent] == [sum(t.nbytes for t in weights.values()), 0]
 
 
 def test_buckets_of_the_senders_are_taken_in_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    connect: Callable[..., Connected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A receiver that read one stage after the other would leave the second sender's link idle."""
-    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
-    world = World(monkeypatch, spec, stages=2, senders="shards")
-    publishers = world.publishers(bucket_bytes=2048)
-    (receiver,) = world.connect(publishers)
+    run = connect(Layout(pp=2))
     order: list[int] = []
     message = Receiver._message
 
@@ -127,21 +152,18 @@ def test_buckets_of_the_senders_are_taken_in_turn(
         return message(self, sender, *rest)
 
     monkeypatch.setattr(Receiver, "_message", noted)
-    publish(world, publishers, [receiver], 0)
+    run.publish(0)
     both = 2 * min(order.count(0), order.count(1))
     assert order[:both] == [0, 1] * (both // 2) and both > 20
 
 
 def test_a_sender_that_dies_ends_the_publish_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    connect: Callable[..., Connected],
 ) -> None:
     """The engine names the rank that it waits for; once it gives up, the other sender stops too."""
-    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
-    world = World(monkeypatch, spec, tp_size=2, senders="shards")
-    alive, _ = publishers = world.publishers(bucket_bytes=2048, timeout_s=3.0)
-    (receiver,) = world.connect(publishers, timeout_s=3.0)
+    run = connect(timeout_s=3.0)
     sent, arrived = run_threads(
-        lambda: alive.publish(0, world.members), received(receiver, 0)
+        lambda: run.publishers[0].publish(0, run.world.members), received(run.receivers[0], 0)
     )  # rank 1 takes no part any longer
     assert isinstance(arrived, DeadlineExceeded)
     assert "rank 1 of stage 0, header: not done within 3 s" in str(arrived)
@@ -151,63 +173,55 @@ def test_a_sender_that_dies_ends_the_publish_in_one_line(
 
 
 def test_a_sender_that_gives_up_is_not_waited_for_until_the_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    connect: Callable[..., Connected],
 ) -> None:
-    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
-    world = World(monkeypatch, spec, tp_size=2, senders="shards")
-    alive, dead = publishers = world.publishers(bucket_bytes=2048, timeout_s=60.0)
-    (receiver,) = world.connect(publishers, timeout_s=60.0)
+    run = connect(timeout_s=60.0)
+    alive, dead = run.publishers
     names = [transport.epoch_name(publisher.manifest().name, 0) for publisher in (dead, alive)]
 
     def abandon() -> None:
         for name in names:  # as the coordinator does
-            transport.Abandonment("127.0.0.1", world.server.port, name).declare("rank 1 died")
+            port = run.world.server.port
+            transport.Abandonment("127.0.0.1", port, name).declare("rank 1 died")
 
     sent, arrived, _ = run_threads(
-        lambda: alive.publish(0, world.members), received(receiver, 0), abandon
+        lambda: alive.publish(0, run.world.members), received(run.receivers[0], 0), abandon
     )
     for error in (sent, arrived):
         assert isinstance(error, transport.WeightSyncError) and "rank 1 died" in str(error)
 
 
 def test_a_sender_of_an_old_copy_is_found_by_its_tensors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    connect: Callable[..., Connected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 sends version 0 as version 1. Its digests agree; what it trains does not."""
-    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
-    world = World(monkeypatch, spec, tp_size=2, senders="shards")
-    publishers = world.publishers(bucket_bytes=2048)
-    (receiver,) = world.connect(publishers)
-    publish(world, publishers, [receiver], 0)
-    source = publishers[1]._source
+    run = connect()
+    run.publish(0)
+    source = run.publishers[1]._source
     assert source is not None
     old = [bucket for bucket in source.buckets(transport.Deadline(5.0)) if bucket is not None]
     monkeypatch.setattr(source, "buckets", lambda deadline, **_: iter(old))
-    with torch.no_grad():
-        for module in world.modules:
-            for parameter in module.parameters():
-                parameter.add_(1)
-    sent, (arrived,) = publish(world, publishers, [receiver], 1)
-    assert receiver.digests == tuple(stats.digests for stats in sent)
-    contents = Contents()
-    for name, tensor in arrived.items():
-        contents.add(name, tensor)
-    trained = added(publisher.contents() for publisher in publishers)
-    held = contents.read()
+    run.world.add(1)
+    sent, (arrived,) = run.publish(1)
+    assert run.receivers[0].digests == tuple(stats.digests for stats in sent)
+    trained = run.trained()
+    held = contents_of(arrived)
     wrong = {name for name in trained if held[name] != trained[name]}
-    assert wrong == set(publishers[1].manifest().manifest["shapes"])
+    assert wrong == set(run.manifests[1].shapes)
+
+
+def contents_of(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    contents = Contents()
+    for name, tensor in weights.items():
+        contents.add(name, tensor)
+    return contents.read()
 
 
 @pytest.mark.parametrize("fault", ["absent", "dropped tensor", "twice", "shape", "type"])
 def test_senders_that_do_not_make_up_the_stage_are_refused_before_anything_is_sent(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, connect: Callable[..., Connected]
 ) -> None:
-    spec = make_checkpoint(tmp_path, "qwen2", tied=False)
-    world = World(monkeypatch, spec, tp_size=2, senders="shards")
-    first, second = (
-        Manifest.from_json(publisher.manifest().manifest)
-        for publisher in world.publishers(bucket_bytes=2048)
-    )
+    first, second = connect().manifests
     check_covered([first, second])
     name = "model.layers.1.mlp.down_proj.weight"
     manifests = [first, second]
@@ -296,43 +310,39 @@ def test_senders_hold_all_weights(mesh: Mesh, senders: Senders) -> None:
         assert set(mesh.contributors(senders)) == copy
 
 
-@pytest.mark.parametrize(("family", "tp", "pp", "ep", "copies", "senders", "count"), LAYOUTS)
-def test_a_plan_says_the_bytes_that_ranks_send(
-    family: str,
-    tp: int,
-    pp: int,
-    ep: int,
-    copies: int,
-    senders: Senders,
-    count: int,
-    tmp_path: Path,
-) -> None:
-    spec = make_checkpoint(tmp_path, family, tied=False)
-    stages = [Stage(tp, stage, pp, ep, copies) for stage in range(pp)]
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_plan_says_the_bytes_that_ranks_send(layout: Layout, tied: bool, tmp_path: Path) -> None:
+    spec = make_checkpoint(tmp_path, layout.family, tied=tied)
+    senders = layout.senders
+    stages = [
+        Stage(layout.tp, stage, layout.pp, layout.ep, layout.copies) for stage in range(layout.pp)
+    ]
+    ranks_of_stage = range(layout.copies * stages[0].num_ranks)
     trainer = {
-        "devices": pp * copies * stages[0].num_ranks,
-        "tensor_parallel": tp,
-        "pipeline_parallel": pp,
-        "expert_parallel": ep,
+        "devices": layout.pp * len(ranks_of_stage),
+        "tensor_parallel": layout.tp,
+        "pipeline_parallel": layout.pp,
+        "expert_parallel": layout.ep,
     }
     config = model_config(tmp_path, trainer=trainer, publish={"senders": senders})
     predicted = published_bytes(config, spec)
     sent = []
     for stage in stages:
         module = stage.build(spec)
-        places = [stage.place(rank) for rank in range(copies * stage.num_ranks)]
+        places = [stage.place(rank) for rank in ranks_of_stage]
         sent += [
             StageTensors(module, spec, place, 4096, senders=senders).manifest.num_bytes
             for place in places
             if place.is_publisher(senders)
         ]
-    assert predicted.num_senders == len(sent) == count
+    assert predicted.num_senders == len(sent) == layout.count
     assert predicted.worker == pytest.approx(sum(sent), rel=0.02)
     assert predicted.sender == pytest.approx(max(sent), rel=0.15)
     assert predicted.gathered == 0
     leader = model_config(tmp_path, trainer=trainer, publish={"senders": "leader"})
     assert published_bytes(leader, spec).sender == pytest.approx(
-        predicted.sender * len(sent) / pp, rel=0.01
+        predicted.sender * len(sent) / layout.pp, rel=0.01
     )
 
 

@@ -20,6 +20,7 @@ from pa_npu.engines.transformers.weights import ModelWorker
 from pa_npu.engines.worker_answers import loaded_weights
 from pa_npu.errors import InvariantViolation
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.publish import PublishedBytes, published_bytes
 from pa_npu.publish.live_memory import LiveMemoryCheck
 from pa_npu.publish.messages import PublishMembers
 from pa_npu.publish.publisher import Publisher, PublishStats
@@ -254,3 +255,27 @@ def test_a_sender_of_only_the_tower_still_sends_its_header(tmp_path: Path) -> No
     both.step()
     stats = both.publish_all(1)
     assert stats[1].bytes == 0 and stats[1].digests and both.are_equal()
+
+
+@pytest.mark.parametrize("num_senders", [1, 2])
+def test_a_plan_counts_a_frozen_tower_once(num_senders: int, tmp_path: Path) -> None:
+    path = make_vision(tmp_path)
+    both = Both(path, num_senders=num_senders)
+    sections = {"trainer": {"devices": num_senders, "shards": 1}, "publish": {"senders": "all"}}
+
+    def predicted(vision: str = "frozen", **placement: Any) -> PublishedBytes:
+        model = {"vision": vision}
+        config = vision_config(path, model=model, placement=placement, **sections)
+        return published_bytes(config, ModelSpec.from_config(config))
+
+    first = [stats.bytes for stats in both.publish_all(0, both.connected())]
+    both.step()
+    later = [stats.bytes for stats in both.publish_all(1)]
+    frozen = predicted()
+    assert (frozen.worker, frozen.worker + frozen.once) == (sum(later), sum(first))
+    assert frozen.of_run(2) == sum(first) + 2 * sum(later)
+    assert frozen.sender == pytest.approx(max(later), rel=0.15)
+    assert "of a frozen tower with the first version" in frozen.line()
+    for whole in (predicted("trained"), predicted(colocate=True)):
+        assert (whole.worker, whole.once) == (sum(first), 0)
+        assert "tower" not in whole.line()

@@ -20,7 +20,7 @@ from pa_npu.publish.live_memory import LiveMemoryCheck
 from pa_npu.publish.publisher import Publisher
 from pa_npu.weight_transfer.computation import Computation
 from pa_npu.weight_transfer.contents import added
-from tests.helpers.publish_world import World, received
+from tests.helpers.publish_world import World
 from tests.helpers.weights import FAMILIES, make_checkpoint, run_threads
 
 OLD = "model.layers.2.mlp.down_proj.weight"
@@ -57,14 +57,7 @@ class Run:
         version: int,
         change: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict,
     ) -> dict[str, torch.Tensor]:
-        sends = [
-            lambda p=publisher: p.publish(version, self.world.members)
-            for publisher in self.publishers
-        ]
-        *sent, weights = run_threads(*sends, received(self.receiver, version))
-        assert isinstance(weights, dict) and not any(
-            isinstance(stats, Exception) for stats in sent
-        ), (weights, sent)
+        _, (weights,) = self.world.publish(version, self.publishers, [self.receiver])
         self.check.expect(version, self.contents())
         live = LiveWeights()
         loaded = change(dict(live.received(weights.items())))

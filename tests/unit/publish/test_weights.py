@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import pytest
@@ -18,7 +17,7 @@ from pa_npu.publish.publisher import PublishStats
 from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.manifest import Manifest
 from pa_npu.weight_transfer.receiver import Receiver, check_model
-from tests.helpers.publish_world import World, received
+from tests.helpers.publish_world import World, assert_equal_weights, received
 from tests.helpers.weights import FAMILIES, Stage, gloo_group, make_checkpoint, run_threads
 
 LAYOUTS = [(False, 1, 1, 2), (False, 2, 1, 1), (True, 2, 2, 2), (True, 4, 1, 1)]
@@ -59,29 +58,16 @@ def test_engines_receive_the_checkpoint_bit_for_bit(
     receivers = world.connect(publishers)
     expected = load_file(tmp_path / "model.safetensors")
     for version in (0, 1):
-        results: list[Any] = run_threads(
-            *(lambda p=p, v=version: p.publish(v, world.members) for p in publishers),
-            *(received(r, version) for r in receivers),
-        )
-        errors = [r for r in results if isinstance(r, Exception)]
-        assert not errors, errors
-        for weights in results[len(publishers) :]:
-            assert weights.keys() == expected.keys()
-            different = [
-                name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)
-            ]
-            assert not different, f"version {version}: {different}"
-        sent = sum(stats.bytes for stats in results[: len(publishers)])
-        assert sent == sum(tensor.nbytes for tensor in expected.values())
+        sent, arrived = world.publish(version, publishers, receivers)
+        for weights in arrived:
+            assert_equal_weights(weights, expected, version)
+        assert sum(s.bytes for s in sent) == sum(tensor.nbytes for tensor in expected.values())
         digests = [digests for receiver in receivers for digests in receiver.digests]
         assert digests and all(len(digest.split()) > 1 for digest in digests), (
             "one bucket would show nothing about cutting"
         )
         expected = {name: tensor + 1 for name, tensor in expected.items()}
-        with torch.no_grad():
-            for module in world.modules:
-                for parameter in module.parameters():
-                    parameter.add_(1)
+        world.add(1)
 
 
 def test_weights_travel_in_the_parameters_type(
@@ -91,10 +77,7 @@ def test_weights_travel_in_the_parameters_type(
     world = World(monkeypatch, spec, tp_size=2)
     publishers = world.publishers(dtype=torch.bfloat16)
     (receiver,) = world.connect(publishers)
-    *_, weights = run_threads(
-        *(lambda p=p: p.publish(0, world.members) for p in publishers), received(receiver, 0)
-    )
-    assert isinstance(weights, dict)
+    _, (weights,) = world.publish(0, publishers, [receiver])
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         assert torch.equal(weights[name], tensor.bfloat16()), name
 
