@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -29,20 +30,31 @@ class Ranks:
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self._names = list(parts)
-        self._sizes = self.all_of([part.numel() for part in parts.values()])
+        self._sizes = self.all_of([part.numel() for part in parts.values()], list[int])
         """By rank: elements of its part of each tensor."""
 
-    def all_of(self, value: T) -> list[T]:
-        """Returns every rank's value, in rank order. Collective."""
+    def all_of(self, value: T, kind: type[T]) -> list[T]:
+        """Returns every rank's value, in rank order. Collective.
+
+        kind: of the value. Values travel as msgpack, which can only be read as values.
+        """
         if self.num_ranks == 1:
             return [value]
-        values: list[T | None] = [None] * self.num_ranks
-        dist.all_gather_object(values, value)
-        return values  # type: ignore[return-value]  # each is a rank's now
+        data = bytearray(msgspec.msgpack.encode(value))
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num_ranks)]
+        dist.all_gather(sizes, torch.tensor([len(data)]))
+        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+        of_ranks = [torch.empty_like(padded) for _ in range(self.num_ranks)]
+        dist.all_gather(of_ranks, padded)
+        return [
+            msgspec.msgpack.decode(gathered[: int(size)].numpy().tobytes(), type=kind)
+            for gathered, size in zip(of_ranks, sizes, strict=True)
+        ]
 
     def agree(self, refusal: str | None) -> None:
         """Raises Refused on all ranks if any has a reason to refuse. Collective."""
-        for reason in self.all_of(refusal):
+        for reason in self.all_of(refusal, str | None):  # type: ignore[arg-type]  # a union is a kind
             if reason is not None:
                 raise Refused(reason)
 

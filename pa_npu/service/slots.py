@@ -127,7 +127,7 @@ class Slots:
             loss.add_(algorithm.loss_sums(_batch(microbatch, outputs)).loss.double().cpu())
 
         self._backend.evaluate(list(source), on_outputs)
-        return collected.outputs(sum(self.ranks.all_of(float(loss))), self.ranks)
+        return collected.outputs(sum(self.ranks.all_of(float(loss), float)), self.ranks)
 
     def forward_backward(self, name: str, call: ForwardBackward) -> CallOutputs:
         """Adds a call's gradient to the slot's. Raises Refused if it is not finite: the slot keeps
@@ -146,7 +146,7 @@ class Slots:
         )
         reduced = self._backend.accumulate(_Ready(source, self._backend.device), objective)
         objective.finish()
-        numbers = self.ranks.all_of([response.number for response in objective.trained])
+        numbers = self.ranks.all_of([response.number for response in objective.trained], list[int])
         trained = sorted(number for of_rank in numbers for number in of_rank)
         if trained != list(range(len(call.data))):
             raise InvariantViolation(
@@ -414,8 +414,9 @@ class _Logprobs:
     def outputs(self, loss: float, ranks: Ranks) -> CallOutputs:
         """Returns what all ranks have computed of the call. Collective."""
         parts: dict[int, npt.NDArray[np.float32]] = {}
-        for of_rank in ranks.all_of(self._parts):
-            parts |= of_rank
+        mine = {number: values.tobytes() for number, values in self._parts.items()}
+        for of_rank in ranks.all_of(mine, dict[int, bytes]):
+            parts |= {number: np.frombuffer(data, np.float32) for number, data in of_rank.items()}
         arrays = []
         for number, datum in enumerate(self._call.data):
             arrays.append(parts[number].reshape(datum.inputs["target_tokens"].shape))

@@ -95,7 +95,7 @@ def base_digest(config: Config, publisher: Publisher, ranks: Ranks) -> str:
     """Digest of the model that all slots begin with, and of the shape of what is trained, the same
     on all ranks. Collective.
     """
-    contents = ranks.all_of(publisher.contents())[0]
+    contents = ranks.all_of(publisher.contents(), dict[str, str])[0]
     parts = [json.dumps(contents, sort_keys=True)]
     parts.append(f"{config.model.dtype} {AdapterShape.from_config(config)}")
     return hashlib.blake2b(" ".join(parts).encode(), digest_size=8).hexdigest()
