@@ -44,18 +44,10 @@ def claude(program: str, question: str, home: str) -> list[str]:
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
     }
-    command = [
-        program,
-        "--bare",
-        "--print",
-        "--model",
-        "policy",
-        "--tools",
-        "Bash",
-        "--effort",
-        "medium",
-    ]
-    return [*command, "--allowedTools", "Bash", "--", question]
+    command = [program, "--bare", "--print", "--model", "policy"]
+    command += ["--effort", "medium"]  # which asks for nothing else than the run samples
+    command += ["--tools", "Bash", "--allowedTools", "Bash"]
+    return [*command, "--", question]
 
 
 def main() -> None:

@@ -12,7 +12,10 @@ import pytest
 
 from pa_npu.config.schema import Config
 from tests.helpers.agents import TOKENIZER, ids, rollout
+from tests.helpers.agents_on_engine import samples_as_sampled
+from tests.helpers.engine_process import EngineProcess
 from tests.helpers.environments import needs, python_of
+from tools import make_tiny_model
 from tools.make_tiny_model import END_OF_TURN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,3 +111,22 @@ async def test_sub_agents_of_codex_are_branches_of_the_session() -> None:
     (own,) = [text for text in texts if text != sub_answer]
     assert own.startswith(spawns) and own.endswith(ANSWER), own
     assert [sample.reward for sample in samples] == [1.0, 1.0]
+
+
+async def test_what_claude_code_was_answered_by_vllm_is_trained_as_it_was_sampled(
+    tmp_path: Path,
+) -> None:
+    """By a model that calls a tool which Claude Code does not have, and is told so."""
+    task = ["--task", "agent", "--train-questions", "64", "--test-questions", "8"]
+    assert make_tiny_model.main(["--out", str(tmp_path / "taught"), *task]) == 0
+    rows = [json.loads((tmp_path / "taught" / "train.jsonl").read_text().splitlines()[0])]
+    model = tmp_path / "taught" / "model"
+    engine = EngineProcess(
+        "vllm", model, tmp_path, {"kv_cache_gib": 0.25}, more=["--max-model-len", "2048"]
+    )
+    try:
+        samples = await samples_as_sampled(engine, configuration("claude"), rows, 4, TIMEOUT_S)
+    finally:
+        engine.kill()
+    assert len(samples) >= 4
+    assert any("<tool_call>" in str(TOKENIZER.decode(sample.tokens)) for sample in samples)
