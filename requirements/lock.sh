@@ -25,3 +25,5 @@ compile trackers.in trackers.txt 3.10 --universal
 compile agents.in agents.txt 3.11 --universal
 compile verifiers.in verifiers.txt 3.11 --universal
 compile harnesses.in harnesses.txt 3.11 --universal
+compile openenv.in openenv.txt 3.11 --universal
+compile programs.in programs.txt 3.11 --universal

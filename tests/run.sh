@@ -49,6 +49,8 @@ if [ "$what" = nightly ]; then
   make_for agents tests/integration/test_agents_of_frameworks.py
   make_for verifiers tests/integration/test_verifiers.py
   make_for harnesses tests/integration/test_harnesses.py
+  make_for openenv tests/integration/test_openenv_server.py
+  make_for programs tests/integration/test_agents_of_programs.py
 fi
 # install_packages PROGRAM TEST PACKAGE ...: Debian packages, for root, where there is no PROGRAM, without which TEST is skipped
 install_packages() {

@@ -30,19 +30,20 @@ Message = dict[str, Any]
 _AS_IN_CHAT = ("temperature", "top_p", "top_k", "stream", "metadata", "service_tier", "model")
 _READ = (
     "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "thinking",
-    "output_config",
+    "output_config", "context_management",
 )  # fmt: skip
 # The values that fields without effect may have.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "container": (None,),
     "mcp_servers": (None, []),
-    "context_management": (None, {}, {"edits": []}),
     "inference_geo": (None,),
     "cache_control": (None, {"type": "ephemeral"}),
     "betas": (None, []),
 }
 _TOOL_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 _FREE_THINKING = ("disabled", "adaptive")
+# The edit of the context that leaves it as it is, which some clients always ask for.
+_KEEPS_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 _ERROR_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -70,6 +71,7 @@ def chat_body(body: Any) -> dict[str, Any]:
     Raises RequestRefused for what is not of this API or is not served here.
     """
     chat = shared_fields(body, as_in_chat=_AS_IN_CHAT, read=_READ, fixed=_FIXED)
+    _refuse_edits(body)
     chat["messages"] = chat_messages(body.get("system"), body.get("messages"))
     chat["tools"] = _chat_tools(body.get("tools"))
     chat["tool_choice"] = _chat_tool_choice(body.get("tool_choice"))
@@ -78,6 +80,21 @@ def chat_body(body: Any) -> dict[str, Any]:
     chat["reasoning_effort"] = _reasoning_effort(body)
     chat["response_format"] = _object(body, "output_config").get("format")
     return {name: value for name, value in chat.items() if value is not None}
+
+
+def _refuse_edits(body: Mapping[str, Any]) -> None:
+    """Raises RequestRefused if the server is asked to change the messages that it is sent."""
+    management = _object(body, "context_management")
+    edits = management.get("edits") or []
+    if set(management) - {"edits"} or any(
+        edit != _KEEPS_THINKING for edit in list_of_objects(edits, "context_management")
+    ):
+        raise AgentRequestRefused(
+            f"context_management: {management!r:.80} is not served here; edit the messages in the "
+            "agent, or leave it out",
+            code="unsupported_parameter",
+            param="context_management",
+        )
 
 
 def chat_messages(system: Any, messages: Any) -> list[Message]:

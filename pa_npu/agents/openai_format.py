@@ -34,6 +34,7 @@ _IGNORED = frozenset(
         "model",
         "user",
         "metadata",
+        "client_metadata",
         "store",
         "service_tier",
         "parallel_tool_calls",

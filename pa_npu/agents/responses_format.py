@@ -8,8 +8,8 @@ So a conversation that is sent back extends its branch.
 A session keeps what previous_response_id names (Session.conversations), unless `store` is false.
 As in OpenAI's service, the instructions of a previous response are not kept.
 
-Tools other than functions, and references to stored items, are refused: the servers that execute
-them are not here.
+A chat has no namespaces of tools: its function is called NAMESPACE.NAME. Tools other than functions,
+and references to stored items, are refused: the servers that execute them are not here.
 
 Source: OpenAI's API reference, "Responses", as the package openai 3.52 describes it.
 """
@@ -31,6 +31,7 @@ Message = dict[str, Any]
 _AS_IN_CHAT = (
     "temperature", "top_p", "stream", "user", "metadata", "store", "service_tier", "safety_identifier",
     "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "model",
+    "client_metadata",
 )  # fmt: skip
 # Fields that this module reads.
 _READ = (
@@ -139,7 +140,10 @@ def input_messages(value: Any) -> list[Message]:
 
 def _append_call(messages: list[Message], item: Mapping[str, Any], reasoning: str) -> None:
     """Appends a call to the assistant's message that it follows, or to a new one."""
-    function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    name = item.get("name")
+    if item.get("namespace") is not None:
+        name = _full_name(item["namespace"], name)
+    function = {"name": name, "arguments": item.get("arguments")}
     call = {"id": item.get("call_id"), "type": "function", "function": function}
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
@@ -196,21 +200,47 @@ def _text_of(content: Any, kind: str) -> str:
 def _chat_tools(value: Any) -> list[dict[str, Any]] | None:
     if value is None:
         return None
-    tools = []
+    return [
+        {"type": "function", "function": _chat_function(tool, namespace)}
+        for namespace, tool in _tools_with_namespaces(value)
+    ]
+
+
+def _tools_with_namespaces(value: Any) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Returns each tool behind the namespace that it is in; an empty one for the others."""
+    tools: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
     for tool in list_of_objects(value, "tools"):
-        if tool.get("type") != "function":
-            raise AgentRequestRefused(
-                f"tools: {tool.get('type')!r:.40} is executed by OpenAI's servers; give functions",
-                code="unsupported_parameter",
-                param="tools",
-            )
-        function = {
-            name: tool[name]
-            for name in ("name", "description", "parameters")
-            if tool.get(name) is not None
-        }
-        tools.append({"type": "function", "function": function})
+        if tool.get("type") == "namespace":
+            tools += [(tool, inner) for inner in list_of_objects(tool.get("tools"), "tools")]
+        else:
+            tools.append(({}, tool))
     return tools
+
+
+def _chat_function(tool: Mapping[str, Any], namespace: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a function in the chat's form, which has no namespaces: the name begins with that of
+    its namespace, and the description with its description."""
+    if tool.get("type") != "function":
+        raise AgentRequestRefused(
+            f"tools: {tool.get('type')!r:.40} is executed by OpenAI's servers, or is no function; "
+            "give functions",
+            code="unsupported_parameter",
+            param="tools",
+        )
+    function = {
+        name: tool[name]
+        for name in ("name", "description", "parameters")
+        if tool.get(name) is not None
+    }
+    if namespace:
+        function["name"] = _full_name(namespace.get("name"), tool.get("name"))
+        texts = [namespace.get("description"), tool.get("description")]
+        function["description"] = "\n".join(str(text) for text in texts if text)
+    return function
+
+
+def _full_name(namespace: Any, name: Any) -> str:
+    return f"{namespace}.{name}"
 
 
 def _chat_tool_choice(value: Any) -> Any:
@@ -278,7 +308,7 @@ def response(
         "max_output_tokens": request.max_tokens,
         "metadata": body.get("metadata") or {},
         "model": MODEL,
-        "output": _output_items(turn, response_id, status, logprobs),
+        "output": _output_items(turn, response_id, status, logprobs, _names(body.get("tools"))),
         "parallel_tool_calls": True,
         "previous_response_id": body.get("previous_response_id"),
         "reasoning": {"effort": None, "summary": None},
@@ -295,12 +325,26 @@ def response(
     }
 
 
+def _names(tools: Any) -> dict[str, dict[str, Any]]:
+    """Returns the name and the namespace of each tool in a namespace, by its name in a chat."""
+    names = {}
+    for namespace, tool in _tools_with_namespaces(tools or []):
+        if namespace:
+            full_name = _full_name(namespace.get("name"), tool.get("name"))
+            names[full_name] = {"name": tool.get("name"), "namespace": namespace.get("name")}
+    return names
+
+
 def _output_items(
-    turn: AnsweredTurn, response_id: str, status: str, logprobs: Sequence[Mapping[str, Any]]
+    turn: AnsweredTurn,
+    response_id: str,
+    status: str,
+    logprobs: Sequence[Mapping[str, Any]],
+    names: Mapping[str, Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     """Returns a message, and a function_call for each of the answer's calls.
 
-    There is no message beside calls if the answer has no text.
+    There is no message beside calls if the answer has no text. names: of tools in namespaces.
     """
     message = turn.answer.message
     calls = message.get("tool_calls") or ()
@@ -322,12 +366,13 @@ def _output_items(
             }
         )
     for call in calls:
+        name = call["function"]["name"]
         items.append(
             {
                 "type": "function_call",
                 "id": f"fc-{call['id']}",
                 "call_id": call["id"],
-                "name": call["function"]["name"],
+                **names.get(name, {"name": name}),
                 "arguments": call["function"]["arguments"],
                 "status": "completed",
             }

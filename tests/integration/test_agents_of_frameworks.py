@@ -7,25 +7,17 @@ import itertools
 import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from pa_npu.config.schema import Config
-from pa_npu.coordinator.episode import GroupGenerate
-from pa_npu.data.prompts import Prompt
-from pa_npu.engines.protocol import Generation, Sampling
 from pa_npu.environments.protocol import EnvironmentFailed
-from pa_npu.environments.registry import make_environment, opened
-from pa_npu.families.model_directory import load_tokenizer
 from tests.helpers.agents import CALL, TOKENIZER, Turn, ids, rollout
-from tests.helpers.engine_process import API_KEY, EngineProcess
+from tests.helpers.agents_on_engine import samples_as_sampled
+from tests.helpers.engine_process import EngineProcess
 from tests.helpers.environments import needs, python_of
 from tools import make_tiny_model
 from tools.make_tiny_model import END_OF_TURN
@@ -38,7 +30,6 @@ pytestmark = [
     needs("agents"),
 ]
 
-SAMPLING = Sampling(max_tokens=64, temperature=1.0)
 TIMEOUT_S = 300.0  # importing some of these takes 20 s on a busy machine
 
 
@@ -175,50 +166,12 @@ def engine(taught: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
     process.kill()
 
 
-class EngineSession:
-    """Lets one engine answer, as GroupSession lets several."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    async def generate(
-        self, tokens: Any, n: int, seed: int, sampling: Sampling, images: Any = ()
-    ) -> list[Generation]:
-        written = await self._client.generate(tokens, n, seed, sampling, deadline_s=TIMEOUT_S)
-        return [replace(generation, version=0) for generation in written]
-
-
 @pytest.mark.parametrize("example", ASKED)
 async def test_a_model_that_was_taught_the_task_is_rewarded_and_trained_as_vllm_sampled_it(
     example: str, taught: Path, engine: EngineProcess
 ) -> None:
-    """Log-probs of every trained token, behind the very tokens before it, by transformers."""
-    tokenizer = load_tokenizer(str(taught / "model"), False)
-    config = configuration(example)
-    questions = [json.loads(line) for line in (taught / "train.jsonl").read_text().splitlines()]
-    model = AutoModelForCausalLM.from_pretrained(taught / "model", dtype=torch.float32).eval()
-    rewards = []
-    await engine.wait_ready()
-    client = engine.kind.client(engine.url, len(tokenizer), API_KEY)
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(client.close)
-        environment = await stack.enter_async_context(
-            opened(make_environment(config, tokenizer), 60.0)
-        )
-        for number, row in enumerate(questions[:4]):
-            prompt = Prompt(number, np.zeros(3, np.int32), row["answer"][5:], "", row)
-            generate = GroupGenerate(EngineSession(client), number, SAMPLING)
-            samples = await asyncio.wait_for(
-                environment.rollout(prompt, SESSIONS, generate), TIMEOUT_S
-            )
-            assert len(samples) == SESSIONS
-            for sample in samples:
-                rewards.append(sample.reward)
-                tokens = torch.from_numpy(sample.tokens).long()[None]
-                with torch.no_grad():
-                    logprobs = model(tokens).logits[0, :-1].log_softmax(-1)
-                own = logprobs.gather(-1, tokens[0, 1:, None])[:, 0].numpy()
-                trained = sample.trained[1:]
-                assert trained.any()
-                assert np.abs(own[trained] - sample.logprobs[1:][trained]).max() < 1e-3
+    rows = [json.loads(line) for line in (taught / "train.jsonl").read_text().splitlines()[:4]]
+    samples = await samples_as_sampled(engine, configuration(example), rows, SESSIONS, TIMEOUT_S)
+    assert len(samples) == 4 * SESSIONS
+    rewards = [sample.reward for sample in samples]
     assert 0 < sum(rewards) < len(rewards), rewards

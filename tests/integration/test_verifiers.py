@@ -137,12 +137,12 @@ def test_a_run_learns_to_call_the_tool_of_a_taskset(tmp_path: Path) -> None:
             },
         },
         "rollout": {
-            "backend": "transformers",
+            "backend": "vllm",
             "responses_per_prompt": 8,
             "max_response_tokens": 120,
             "kv_cache_gib": 0.25,
         },
-        "optimizer": {"learning_rate": 5e-4, "warmup_iterations": 2},
+        "optimizer": {"learning_rate": 1e-3, "warmup_iterations": 2},
         "schedule": {"iterations": 10, "prompts_per_iteration": 8},
         "telemetry": {"trackers": []},
     }

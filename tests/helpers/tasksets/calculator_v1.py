@@ -18,7 +18,7 @@ class CalculatorData(vf.TaskData):
     answer: str
 
 
-class CalculatorToolset(vf.Toolset[vf.ToolsetConfig, vf.State]):
+class CalculatorToolset(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
     TOOL_PREFIX = None
 
     @vf.tool
@@ -33,10 +33,6 @@ class CalculatorTask(vf.Task[CalculatorData, vf.State, vf.TaskConfig]):
         if self.data.name == "broken":
             raise ValueError("this task cannot be scored")
         return float(trace.last_reply == f"#### {self.data.answer}")
-
-    @classmethod
-    def toolsets(cls, config: vf.TaskConfig) -> list[vf.Toolset]:
-        return [CalculatorToolset(vf.ToolsetConfig())]
 
 
 class CalculatorConfig(vf.TasksetConfig):
@@ -54,6 +50,11 @@ class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
                 name="broken" if self.config.broken else None,
             )
             yield CalculatorTask(data, self.config.task)
+
+    @classmethod
+    def toolsets(cls, config: CalculatorConfig) -> list[vf.Toolset]:
+        """One server for all tasks: a server of each task's own takes seconds to start."""
+        return [CalculatorToolset(vf.SharedToolsetConfig())]
 
 
 class CalculatorHarness(vf.Harness[vf.HarnessConfig]):

@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from pa_npu.agents import gateway
+from pa_npu.agents import gateway, responses_format
 from pa_npu.agents.environment import AgentEnvironment
 from tests.helpers.agents import (
     CALL,
@@ -78,6 +78,42 @@ async def test_a_response_that_goes_on_extends_its_branch(
     assert status == 200 and leaf.path[0].reward == 1.0
 
 
+async def test_a_tool_in_a_namespace_is_called_by_both_names(agents: AgentEnvironment) -> None:
+    """As Codex declares its tools for sub-agents. What comes back extends the branch."""
+    call = '<tool_call>{"name": "office.calculator", "arguments": {"x": "6*7"}}</tool_call>'
+    answer = f"#### 42{END_OF_TURN}"
+    policy = Policy(lambda shown: answer if "<|user|>42" in shown else f"so {call}{END_OF_TURN}")
+    client = await client_of(agents, policy)
+    office = {"type": "namespace", "name": "office", "description": "Of the office."}
+    common: Any = {
+        "model": "any",
+        "tools": [{**office, "tools": [CALCULATOR]}, {**CALCULATOR, "name": "other"}],
+        "store": False,
+        "extra_body": {"client_metadata": {"turn": "1"}},
+    }
+    asked = {"role": "user", "content": "What is 6*7?"}
+    first = await client.openai.responses.create(input=[asked], **common)
+    (_, item) = first.output
+    assert (item.namespace, item.name) == ("office", "calculator")
+    result: Any = {"type": "function_call_output", "call_id": item.call_id, "output": "42"}
+    whole = [asked, *(item.model_dump() for item in first.output), result]
+    second = await client.openai.responses.create(input=whole, **common)
+    assert second.output_text == "#### 42"
+    assert trained_texts(client) == [f"so {call}{END_OF_TURN}{answer}"]
+
+
+def test_the_policy_is_shown_a_namespace_in_its_functions() -> None:
+    office = {"type": "namespace", "name": "office", "description": "Of the office."}
+    body = {"input": "q", "tools": [{**office, "tools": [CALCULATOR]}, CALCULATOR]}
+    inner, outer = (tool["function"] for tool in responses_format.chat_body(body, {})["tools"])
+    assert inner == {
+        "name": "office.calculator",
+        "description": "Of the office.\nCalculates.",
+        "parameters": {"type": "object"},
+    }
+    assert outer["name"] == "calculator" and outer["description"] == "Calculates."
+
+
 async def test_a_stream_of_a_response_is_the_response(agents: AgentEnvironment) -> None:
     client = await client_of(agents, Policy(asks_then_answers))
     async with client.openai.responses.stream(
@@ -109,7 +145,9 @@ async def test_a_response_that_a_limit_ends_is_incomplete(agents: AgentEnvironme
     ("field", "value"),
     [
         ("temperature", 0.2), ("tool_choice", "required"), ("reasoning", {"effort": "high"}), ("truncation", "auto"),
-        ("background", True), ("tools", [{"type": "web_search"}]), ("input", [{"type": "item_reference", "id": "x"}]),
+        ("background", True), ("tools", [{"type": "web_search"}]), ("tools", [{"type": "namespace", "name": "n"}]),
+        ("tools", [{"type": "namespace", "name": "n", "tools": [{"type": "namespace", "tools": []}]}]),
+        ("tools", [{"type": "namespace", "name": "n", "tools": 3}]), ("input", [{"type": "item_reference", "id": "x"}]),
         ("input", [user("q"), {"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
         ("input", 3), ("input", []), ("input", [3]), ("previous_response_id", "resp-none"),
         ("include", ["file_search_call.results"]),
@@ -179,12 +217,26 @@ async def test_why_a_message_ended_and_how_long_it_was_is_said(agents: AgentEnvi
 
 
 @pytest.mark.parametrize(
+    "value",
+    [{}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}],
+)
+async def test_a_context_that_stays_as_it_is_may_be_asked_for(
+    agents: AgentEnvironment, value: Any
+) -> None:
+    client = await client_of(agents, Policy(asks_then_answers))
+    body = {"messages": [user("q")], "max_tokens": 10, "context_management": value}
+    assert (await client.send("/v1/messages", body))[0] == 200
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("temperature", 0.2), ("tool_choice", {"type": "any"}), ("tool_choice", "auto"), ("thinking", {"type": "enabled"}),
         ("tools", [{"type": "web_search_20250305", "name": "web_search"}]), ("messages", []), ("messages", [3]),
         ("messages", [{"role": "critic", "content": "x"}]), ("system", 3), ("max_tokens", 0), ("nothing", 1),
         ("messages", [{"role": "user", "content": [{"type": "image", "source": {}}]}]), ("thinking", 3),
+        ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}), ("context_management", 3),
+        ("context_management", {"edits": [3]}), ("context_management", {"edits": 3}), ("context_management", {"x": 1}),
     ],
 )  # fmt: skip
 async def test_what_a_message_cannot_be_is_refused_in_anthropics_form(
