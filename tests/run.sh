@@ -79,8 +79,8 @@ if [[ $what == unit || $what == integration ]]; then
   run_tests "${paths[@]}"
   exit
 fi
-# halves that take as long: whole runs have types and the simulated devices beside them
-others=()
+# halves that take as long: whole runs have types, simulated devices and plans beside them
+others=(--ignore=tests/unit/planning)
 for folder in tests/*/; do
   [[ $folder == tests/@(integration|npu_sim|ascendc|cuda|helpers|__pycache__)/ ]] || others+=("$folder")
 done
@@ -92,7 +92,7 @@ set +m
 trap 'kill -- -"$half" 2>/dev/null || true; rm -f "$beside"' EXIT
 code=0
 "$PYTHON" -m mypy || code=$?
-run_tests tests/npu_sim tests/ascendc tests/cuda "${paths[@]}" "${options[@]}" || code=$?
+run_tests tests/npu_sim tests/ascendc tests/cuda tests/unit/planning "${paths[@]}" "${options[@]}" || code=$?
 wait "$half" || code=$?
 cat "$beside"
 if [[ $code != 0 ]]; then fail "tests/run.sh: failed; above are all other tests, and before them types and whole runs"; fi
