@@ -22,6 +22,7 @@ Imports torch only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -47,13 +48,20 @@ class Position:
     width: int = 1
     stride: int = 1
 
-    def indices(self, first: int, count: int, device: torch.device) -> torch.Tensor:
-        """Returns the indices of `count` elements of the piece from its element `first` on, int64."""
-        elements = torch.arange(first, first + count, dtype=torch.int64, device=device)
+    def weighted(self, first: int, mixed: torch.Tensor) -> torch.Tensor:
+        """Returns the part of ordered contents of the piece's elements from `first` on, int64 [].
+
+        mixed: their mixed numbers, int64 [up to _CHUNK].
+        """
+        count = len(mixed)
         if self.width == self.stride:
-            return elements.add_(self.start)
-        rows = elements // self.width
-        return elements.add_(self.start).add_(rows, alpha=self.stride - self.width)
+            # of neighbours: sum of (2 (start + k) + 1) m(k), where k counts from 0
+            start = self.start + first
+            return mixed.sum() * (2 * start + 1) + 2 * _dot(mixed, _counted(mixed.device)[:count])
+        elements = _counted(mixed.device)[:count] + first
+        gaps = (elements // self.width).mul_(self.stride - self.width)
+        indices = elements.add_(gaps).add_(self.start)
+        return _dot(mixed, indices.mul_(2).add_(1))
 
 
 _IN_ORDER = Position()
@@ -114,8 +122,7 @@ class OrderedContents:
         for first, mixed in _mixed(tensor, sent_as):
             if self._sums is not None:
                 total += mixed.sum()
-            weights = position.indices(first, len(mixed), tensor.device).mul_(2).add_(1)
-            ordered += mixed.mul_(weights).sum()
+            ordered += position.weighted(first, mixed)
         _add(self._ordered, name, ordered)
         if self._sums is not None:
             _add(self._sums, name, total)
@@ -146,6 +153,19 @@ def _mixed(tensor: torch.Tensor, sent_as: torch.dtype | None) -> Iterator[tuple[
         mixed.bitwise_xor_(mixed >> 29)
         yield first, mixed
         first += len(mixed)
+
+
+@functools.cache
+def _counted(device: torch.device) -> torch.Tensor:
+    """Returns 0, 1, 2, ... int64 [_CHUNK], made once for a device."""
+    return torch.arange(_CHUNK, dtype=torch.int64, device=device)
+
+
+def _dot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of products modulo 2^64, int64 []. Only CPUs have it of whole numbers as one
+    operation.
+    """
+    return torch.dot(left, right) if left.device.type == "cpu" else (left * right).sum()
 
 
 def _add(sums: dict[str, torch.Tensor], name: str, number: torch.Tensor) -> None:
