@@ -244,9 +244,7 @@ def device_name(device: str) -> str:
     return name
 
 
-def profile(
-    step: Callable[[], object], platform: Platform, step_s: float
-) -> dict[str, float]:
+def profile(step: Callable[[], object], platform: Platform, step_s: float) -> dict[str, float]:
     """Shares of an unprofiled step's time: of the device by kind of work, and the rest, in which
     the device waits for the host to launch something. Of the host's time on cpu.
     """
