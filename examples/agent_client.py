@@ -30,6 +30,7 @@ import json
 import os
 import queue
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -39,6 +40,8 @@ from typing import Any
 
 REQUEST_TIMEOUT_S = 60.0
 TASK_WAIT_S = 30  # for which the gateway holds a request for a task
+REQUEST_ATTEMPTS = 3  # a busy machine may lose a connection
+PAUSE_S = 0.5  # between two attempts
 
 
 class SessionEnded(Exception):
@@ -177,18 +180,28 @@ def _work_on(session: Session, work: Callable[[Session], float | None]) -> None:
 def _request(
     url: str, key: str, body: dict[str, Any] | None, headers: dict[str, str] | None = None
 ) -> Any:
-    """Returns the JSON that a request answers. body: None sends a GET."""
+    """Returns the JSON that a request answers. body: None sends a GET.
+
+    Sends the request again if its connection was lost: no request has a second effect.
+    Raises OSError if there is no gateway.
+    """
     headers = {**(headers or {}), "Authorization": f"Bearer {key}"}
     data = None
     if body is not None:
         data = json.dumps(body).encode()
         headers["Content-Type"] = "application/json"
     request = urllib.request.Request(url, data, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        text = error.read().decode("utf-8", "replace")
-        if error.code == 404:
-            raise SessionEnded(text) from None
-        raise RuntimeError(f"{url}: {error.code}: {text[:300]}") from None
+    for attempt in range(1, REQUEST_ATTEMPTS + 1):
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            text = error.read().decode("utf-8", "replace")
+            if error.code == 404:
+                raise SessionEnded(text) from None
+            raise RuntimeError(f"{url}: {error.code}: {text[:300]}") from None
+        except OSError:
+            if attempt == REQUEST_ATTEMPTS:
+                raise
+            time.sleep(PAUSE_S)
+    return None

@@ -66,6 +66,26 @@ async def test_agents_from_elsewhere_work_until_the_run_ends(tmp_path: Path) -> 
     assert await asyncio.wait_for(process.wait(), 60.0) == 0
 
 
+async def test_a_lost_connection_loses_neither_task_nor_reward(tmp_path: Path) -> None:
+    """Every second request of the client meets a connection that is reset."""
+    command = agent(
+        tmp_path,
+        "urlopen, requests = agent_client.urllib.request.urlopen, []",
+        "def careless(*arguments, **options):",
+        "    requests.append(1)",
+        "    if len(requests) % 2:",
+        "        raise ConnectionResetError('the network was careless')",
+        "    return urlopen(*arguments, **options)",
+        "agent_client.urllib.request.urlopen = careless",
+        "agent_client.PAUSE_S = 0.01",
+        "agent_client.serve(work)",
+    )
+    chosen = config(command=command, programs=1)
+    async with opened(make_environment(chosen, TOKENIZER), 60.0) as environment:
+        samples = await environment.rollout(PROMPT, 2, Policy(lambda shown: f"w{END_OF_TURN}"))
+    assert [sample.reward for sample in samples] == [0.75] * 2
+
+
 async def test_an_error_of_the_work_ends_the_program_and_the_session_begins_again(
     tmp_path: Path,
 ) -> None:
