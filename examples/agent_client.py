@@ -12,8 +12,13 @@
     from agent_client import serve
 
     def work(session):                           # returns the session's reward
-        client = openai.OpenAI(base_url=session.openai_url, api_key=session.api_key)
-        ...
+        with openai.OpenAI(base_url=session.openai_url, api_key=session.api_key) as client:
+            ...
+        return 1.0
+
+    async def work(session):                     # or this, with an event loop for each session
+        async with openai.AsyncOpenAI(base_url=session.openai_url, ...) as client:
+            ...
         return 1.0
 
     serve(work, sessions_at_once=16)
@@ -26,6 +31,8 @@ It needs Python 3.8 and nothing else. docs/agents.md describes the requests that
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import os
 import queue
@@ -33,7 +40,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,13 +142,16 @@ def tasks(gateway: Gateway) -> Iterator[Session]:
 
 
 def serve(
-    work: Callable[[Session], float | None],
+    work: Callable[[Session], float | None | Awaitable[float | None]],
     sessions_at_once: int = 1,
     gateway: Gateway | None = None,
 ) -> None:
     """Works on tasks until the run ends.
 
     work: has one session, and returns its reward; None gives none. It is called by several threads.
+    If it is an `async def`, each session has an event loop of its own. Use this for asynchronous
+    clients, and close them (`async with`): whichever thread collects one that is left open closes
+    its connections in the loop of another thread, whose session may then wait for ever.
     gateway: that of the run which started this program, if it is not given.
     Raises the first error that `work` raises. The program should then end: the run begins the
     sessions again that it had taken, with a new program.
@@ -167,9 +177,13 @@ def serve(
             raise error
 
 
-def _work_on(session: Session, work: Callable[[Session], float | None]) -> None:
+def _work_on(
+    session: Session, work: Callable[[Session], float | None | Awaitable[float | None]]
+) -> None:
     try:
         reward = work(session)
+        if inspect.iscoroutine(reward):
+            reward = asyncio.run(reward)
         if reward is not None:
             session.give_reward(reward)
         session.end()
