@@ -142,7 +142,7 @@ def tasks(gateway: Gateway) -> Iterator[Session]:
 
 
 def serve(
-    work: Callable[[Session], float | None | Awaitable[float | None]],
+    work: Callable[[Session], float | Awaitable[float | None] | None],
     sessions_at_once: int = 1,
     gateway: Gateway | None = None,
 ) -> None:
@@ -178,7 +178,7 @@ def serve(
 
 
 def _work_on(
-    session: Session, work: Callable[[Session], float | None | Awaitable[float | None]]
+    session: Session, work: Callable[[Session], float | Awaitable[float | None] | None]
 ) -> None:
     try:
         reward = work(session)
