@@ -32,7 +32,6 @@ It needs Python 3.8 and nothing else. docs/agents.md describes the requests that
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import queue
@@ -40,7 +39,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,7 +141,7 @@ def tasks(gateway: Gateway) -> Iterator[Session]:
 
 
 def serve(
-    work: Callable[[Session], float | Awaitable[float | None] | None],
+    work: Callable[[Session], float | Coroutine[Any, Any, float | None] | None],
     sessions_at_once: int = 1,
     gateway: Gateway | None = None,
 ) -> None:
@@ -178,11 +177,11 @@ def serve(
 
 
 def _work_on(
-    session: Session, work: Callable[[Session], float | Awaitable[float | None] | None]
+    session: Session, work: Callable[[Session], float | Coroutine[Any, Any, float | None] | None]
 ) -> None:
     try:
         reward = work(session)
-        if inspect.iscoroutine(reward):
+        if isinstance(reward, Coroutine):
             reward = asyncio.run(reward)
         if reward is not None:
             session.give_reward(reward)
