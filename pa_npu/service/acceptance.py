@@ -337,15 +337,14 @@ class Acceptance:
     def create_sampling_session(self, asked: wire.CreateSamplingSession) -> str:
         self._registry.session(asked.session_id)
         self.touch(asked.session_id)
-        if (asked.model_path is None) == (asked.base_model is None):
-            raise Refused("create_sampling_session: give model_path or base_model, one of them")
+        if asked.model_path is None and asked.base_model is None:
+            raise Refused("create_sampling_session: give model_path, base_model or both")
+        if asked.base_model is not None:
+            self._check_base(asked.base_model)
         decided: dict[str, int | str] = {}
         if asked.model_path is not None:
             self._registry.saved(asked.model_path, time.time())
             decided["path"] = asked.model_path
-        else:
-            assert asked.base_model is not None, "one of them is given"
-            self._check_base(asked.base_model)
         id = _sampling_id(asked.session_id, asked.sampling_session_seq_id)
         if (known := self._registry.sampling.get(id)) is not None:
             if known.path != asked.model_path:
