@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +69,29 @@ def test_a_killed_rank_of_two_changes_nothing_that_the_client_sees(
         os.kill(server.pid_of("pa_npu.service.trainer", rank=1), signal.SIGKILL)
         assert loop.result() == alone
         assert "starts again" in server.output
+
+
+@pytest.mark.nightly
+def test_a_call_for_which_a_rank_lacks_memory_is_one_error(tiny: Path, tmp_path: Path) -> None:
+    """The other rank waits for it in a collective; both start again, and the call is not replayed."""
+    with served(tiny / "model", tmp_path, trainer__devices=2, run__restarts=0) as server:
+        undisturbed = Loop(server, "too_large", tmp_path).result()
+        assert undisturbed["error"] is None
+        until = tmp_path / "limited"
+        loop = Loop(server, "too_large", tmp_path, large=1, until=until)
+        loop.wait_for_step(1)
+        rank = server.pid_of("pa_npu.service.trainer", rank=1)
+        limit = virtual_bytes(rank) + 2**25
+        resource.prlimit(rank, resource.RLIMIT_AS, (limit, limit))
+        until.touch()
+        seen = loop.result()
+    assert "too little memory" in seen["error"]
+    assert seen["steps"] == undisturbed["steps"]
+    assert "the request that ended it is answered" in server.output
+
+
+def virtual_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 @pytest.mark.nightly
