@@ -29,7 +29,7 @@ def calls(vocab: int) -> list[list[Datum]]:
     """Calls of datums with shared beginnings, of which the last has fewer than there are ranks."""
     random = np.random.default_rng(5)
     begin = random.integers(0, vocab, 40)
-    group = [random_datum(random, 60, vocab, begin=begin, sampled=True) for _ in range(5)]
+    group = [random_datum(random, 60, vocab, begin=begin, sampled=True) for _ in range(6)]
     others = [random_datum(random, length, vocab, sampled=True) for length in (9, 33)]
     return [group + others, others[:1]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -242,7 +243,9 @@ async def test_a_call_that_ends_processes_whenever_it_is_tried_is_given_up(
         status, promise = await service.post("forward_backward", trainers.too_large)
         assert status == 200
         await asyncio.sleep(0.1)
-        stopped = LoggedRegistry(Log(tmp_path / "log"), 8, is_restart=False).registry
+        shutil.copy(tmp_path / "log", tmp_path / "stopped")
+        with Log(tmp_path / "stopped") as log:
+            stopped = LoggedRegistry(log, 8, is_restart=False).registry
         assert stopped.futures[promise["request_id"]].attempts == 0, "Ctrl-C is no suspicion"
     answer = None
     for attempts in (1, 2):
