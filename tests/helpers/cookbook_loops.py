@@ -264,7 +264,7 @@ def rl(options: Options) -> None:
         lora_rank=8,
         base_url=options.url,
         stream_minibatch_config=streamed,
-        evaluator_builders=[HeldOutBuilder(model=options.model)],
+        evaluator_builders=[HeldOutBuilder(model=options.model)],  # type: ignore[call-arg]
         eval_every=steps,
         save_every=0,
     )
