@@ -57,7 +57,7 @@ from tinker_cookbook.tokenizer_utils import get_tokenizer
 RENDERER = "pa_npu/tiny"
 END_OF_TURN = "<|end|>"
 GROUPS, GROUP_SIZE = 24, 8
-NUM_TESTED = 64
+NUM_TESTED = 128
 MAX_TOKENS = 24
 MAX_LENGTH = 120
 # ArithmeticDataset seeds a batch with its number: those from here on are never trained.
@@ -239,7 +239,7 @@ class HeldOutBuilder:
 
 
 def rl(options: Options) -> None:
-    steps = options.steps(6)
+    steps = options.steps(10)
     streamed = None
     if minibatches := options.given.get("minibatches"):
         streamed = rl_train.StreamMinibatchConfig(
