@@ -279,7 +279,7 @@ class Watch:
         while times and now_s - times[0] > _RESTARTS_WITHIN_S:
             times.popleft()
         if any(other.exit_code == STARTS_AGAIN for other in ended):
-            self.console.print_error(f"{name} starts again; the request that ended it is answered")
+            self.console.print_error(f"{name} start again; the request that ended them is answered")
             return True
         if len(times) >= self.config.run.restarts:
             often = counted(len(times), "time")

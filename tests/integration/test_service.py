@@ -87,7 +87,7 @@ def test_a_call_for_which_a_rank_lacks_memory_is_one_error(tiny: Path, tmp_path:
         seen = loop.result()
     assert "too little memory" in seen["error"]
     assert seen["steps"] == undisturbed["steps"]
-    assert "the request that ended it is answered" in server.output
+    assert "the request that ended them is answered" in server.output
 
 
 def virtual_bytes(pid: int) -> int:
