@@ -30,6 +30,10 @@ if [[ $what != unit ]] && [ ! -d .venv-tinker/tinker ]; then
   echo "installing tinker's SDK for tests/integration/test_service.py"
   install_beside .venv-tinker -r requirements/tinker.txt || echo "it cannot be installed here; tests with it will be skipped"
 fi
+if [ "$what" = nightly ] && [ ! -d .venv-cookbook/tinker_cookbook ]; then
+  echo "installing tinker's cookbook for tests/integration/test_service_cookbook.py"
+  install_beside .venv-cookbook -r requirements/cookbook.txt || echo "it cannot be installed here; its tests will be skipped"
+fi
 if [ "$what" = nightly ] && [ ! -d .venv-ascend-engine/vllm_ascend ]; then
   echo "installing vllm-ascend for tests/npu_sim/engine"
   install_beside .venv-ascend-engine -r requirements/ascend-engine.txt || echo "it cannot be installed here; its tests will be skipped"

@@ -36,6 +36,7 @@ from pa_npu.launcher.process.process_tree import GRACE_S, ProcessTree, TreeProce
 from pa_npu.launcher.process.supervisor import StopSignals, stop_signals
 from pa_npu.launcher.run_directory import CONFIG_FILE
 from pa_npu.platform.base import Platform
+from pa_npu.service.commands import STARTS_AGAIN
 from pa_npu.service.wire import MAX_LIKELY_TOKENS
 
 SERVICE_KEY_VARIABLE = "PA_NPU_SERVICE_KEY"
@@ -277,6 +278,9 @@ class Watch:
         now_s = time.monotonic()
         while times and now_s - times[0] > _RESTARTS_WITHIN_S:
             times.popleft()
+        if any(other.exit_code == STARTS_AGAIN for other in ended):
+            self.console.print_error(f"{name} start again; the request that ended them is answered")
+            return True
         if len(times) >= self.config.run.restarts:
             often = counted(len(times), "time")
             self.console.print_error(

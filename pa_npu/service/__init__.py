@@ -17,6 +17,7 @@ Compatible with the wire of tinker's SDK 0.38, without any affiliation; `wire` i
 holds each client's weights, moments and gradient and loads them into the backend in turn,
 `ranks` deals a call to several trainer ranks, `trainer` is the process of one, `commands` what it is
 told, `probe` compares the engine's log-probs with the trainers'. `log` is written before
-anything is acknowledged, `registry` what follows from it, `turns` who is next, `sampler` the
-engine, `server` the routes, `main` the process.
+anything is acknowledged, `registry` what follows from it, `acceptance` checks requests, `intake`
+writes them down, `provenance` says whose samples may be trained, `turns` who is next, `sampler`
+the engine, `server` the routes, `main` the process.
 """

@@ -1,12 +1,7 @@
-"""Accepts requests: checked in full, within the client's limits, written to the log, then acknowledged by an id.
-
-A request that repeats another one, number and content, gets that one's id. The same number with
-another content is refused.
-"""
+"""Accepts requests: checked in full, within the client's limits, written to the log, then acknowledged by an id."""
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 import time
 from collections.abc import Callable
@@ -17,8 +12,10 @@ from pa_npu.config.schema import Config
 from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.service import wire
 from pa_npu.service.datums import check_datums
-from pa_npu.service.log import Accepted, Ended
+from pa_npu.service.intake import Intake
+from pa_npu.service.log import Ended
 from pa_npu.service.losses import loss_named
+from pa_npu.service.provenance import check_provenance
 from pa_npu.service.registry import Model, Registry
 from pa_npu.service.wire import Refused
 
@@ -54,6 +51,7 @@ class Acceptance:
         self._registry = registry
         self._subject = subject
         self._write = write
+        self._intake = Intake(registry, config.service.pending, write)
         self._directory = directory
         self._seen_s: dict[str, float] = {}
 
@@ -68,7 +66,7 @@ class Acceptance:
                 429,
             )
         id = f"s-{secrets.token_hex(8)}"
-        self._accept("session", id, id, b"")
+        self._intake.accept("session", id, id, b"")
         self.touch(id)
         return id
 
@@ -102,12 +100,12 @@ class Acceptance:
     # Models
 
     def create_model(self, asked: wire.CreateModel) -> str:
-        models = self._registry.session(asked.session_id)
+        self._registry.session(asked.session_id)
         self.touch(asked.session_id)
         self._check_base(asked.base_model)
         rank = self._checked_rank(asked.lora_config)
         id = f"{asked.session_id}:train:{asked.model_seq_id}"
-        self._check_slots(id, len(models))
+        self._check_slots(id)
         seed = None if asked.lora_config is None else asked.lora_config.seed
         decided: dict[str, int | str] = {
             "base": asked.base_model,
@@ -115,7 +113,9 @@ class Acceptance:
             "seed": secrets.randbits(62) if seed is None else seed,
         }
         body = wire.write_json(asked)
-        return self._accept("create_model", f"{id}/0", asked.session_id, body, id, 0, decided)
+        return self._intake.accept(
+            "create_model", f"{id}/0", asked.session_id, body, id, 0, decided
+        )
 
     def _check_base(self, name: str) -> None:
         if name not in (self.base_name, self._config.model.path):
@@ -157,7 +157,7 @@ class Acceptance:
                 )
         return rank
 
-    def _check_slots(self, id: str, of_session: int) -> None:
+    def _check_slots(self, id: str) -> None:
         if id in self._registry.models:
             return
         taken = len([model for model in self._registry.models.values() if not model.is_unloaded])
@@ -180,52 +180,12 @@ class Acceptance:
         )
         route = "forward" if call.forward_only else "forward_backward"
         if self._keys.strict and route == "forward_backward":
-            self._check_provenance(model, call)
-        return self._in_order(route, model, call.seq_id, body, {})
-
-    def _check_provenance(self, model: Model, call: wire.ForwardBackward) -> None:
-        """Raises Refused for data that was not sampled by the weights that it trains."""
-        if call.loss == "cross_entropy":
-            return
-        version = self._version_at(model, call.seq_id)
-        for number, datum in enumerate(call.data):
-            if not datum.sampled:
-                raise Refused(
-                    f"data[{number}]: service.strict is on, and nothing says which samples it is of; "
-                    "give its provenance (model_input_spans), or serve with service.strict=false"
-                )
-            for sequence in datum.sampled:
-                sampled = self._sampled_version(sequence, model)
-                if sampled != version:
-                    raise Refused(
-                        f"data[{number}]: {sequence[:80]!r} was sampled by version {sampled} of this "
-                        f"model, and would train version {version}; sample again after each step"
-                    )
-
-    def _version_at(self, model: Model, seq: int) -> int:
-        """Returns the model's version when request `seq` is carried out."""
-        version = model.version
-        for number in range(model.next, seq):
-            future = model.futures.get(number)
-            if future is None:
-                raise Refused(
-                    f"seq_id: {seq} comes before {number}; with service.strict requests are accepted "
-                    "in their order",
-                    409,
-                )
-            version = int(future.request.decided.get("version", version))
-        return version
-
-    def _sampled_version(self, sequence: str, model: Model) -> int | None:
-        """Returns the model's version that wrote a sampled sequence; None if it is not of this model."""
-        request = self._registry.futures.get(sequence.rpartition("#")[0])
-        if request is None or request.request.decided.get("of_model") != model.id:
-            return None
-        return int(request.request.decided["of_version"])
+            check_provenance(self._registry, model, call)
+        return self._intake.in_order(route, model, call.seq_id, body, {})
 
     def optim_step(self, asked: wire.OptimStep) -> str:
         model = self._known(asked.model_id)
-        return self._in_order(
+        return self._intake.in_order(
             "optim_step", model, asked.seq_id, wire.write_json(asked), self._new_version()
         )
 
@@ -259,12 +219,15 @@ class Acceptance:
         is_named: bool,
     ) -> str:
         body = wire.write_json(asked)
-        known = self._repeated(route, f"{model.id}/{asked.seq_id}", body)
+        known = self._intake.repeated(route, f"{model.id}/{asked.seq_id}", body)
         if known is not None:
             return known
-        named = [saved for saved in self._registry.weights.values() if saved.is_named]
-        own = [saved for saved in named if saved.model == model.id]
-        if is_named and len(own) >= self._keys.saved:
+        own = {
+            saved.path
+            for saved in self._registry.weights.values()
+            if saved.is_named and saved.model == model.id
+        }
+        if is_named and len(own | {path}) > self._keys.saved:
             raise Refused(
                 f"path: this model has {len(own)} saved weights (service.saved); overwrite one"
             )
@@ -283,7 +246,7 @@ class Acceptance:
             decided["expires_s"] = str(time.time() + asked.ttl_seconds)
         if isinstance(asked, wire.SaveForSampler) and asked.sampling_session_seq_id is not None:
             decided["sampling_session"] = _sampling_id(model.owner, asked.sampling_session_seq_id)
-        return self._in_order(route, model, asked.seq_id, body, decided)
+        return self._intake.in_order(route, model, asked.seq_id, body, decided)
 
     def load_weights(self, asked: wire.LoadWeights) -> str:
         body = wire.write_json(asked)
@@ -293,31 +256,33 @@ class Acceptance:
             raise Refused("load_weights: model_id and seq_id, or session_id and model_seq_id")
         model = self._known(asked.model_id)
         if (
-            known := self._repeated("load_weights", f"{model.id}/{asked.seq_id}", body)
+            known := self._intake.repeated("load_weights", f"{model.id}/{asked.seq_id}", body)
         ) is not None:
             return known
         decided = self._loaded(asked)
-        return self._in_order("load_weights", model, asked.seq_id, body, decided)
+        return self._intake.in_order("load_weights", model, asked.seq_id, body, decided)
 
     def _create_loaded(self, asked: wire.LoadWeights, body: bytes) -> str:
         assert asked.session_id is not None, "it was asked"
         if asked.model_seq_id is None or asked.model_id is not None:
             raise Refused("load_weights: with session_id give model_seq_id, and no model_id")
-        models = self._registry.session(asked.session_id)
+        self._registry.session(asked.session_id)
         self.touch(asked.session_id)
         if asked.base_model is not None:
             self._check_base(asked.base_model)
         id = f"{asked.session_id}:train:{asked.model_seq_id}"
-        if (known := self._repeated("create_loaded", f"{id}/0", body)) is not None:
+        if (known := self._intake.repeated("create_loaded", f"{id}/0", body)) is not None:
             return known
-        self._check_slots(id, len(models))
+        self._check_slots(id)
         decided = {
             **self._loaded(asked),
             "base": self.base_name,
             "rank": self._subject.adapters.rank,
             "seed": 0,
         }
-        return self._accept("create_loaded", f"{id}/0", asked.session_id, body, id, 0, decided)
+        return self._intake.accept(
+            "create_loaded", f"{id}/0", asked.session_id, body, id, 0, decided
+        )
 
     def _loaded(self, asked: wire.LoadWeights) -> dict[str, int | str]:
         saved = self._registry.saved(asked.path, time.time())
@@ -330,28 +295,27 @@ class Acceptance:
     def unload(self, asked: wire.ModelRequest) -> str:
         model = self._known(asked.model_id)
         seq = max(model.futures, default=-1) + 1
-        return self._in_order("unload_model", model, seq, wire.write_json(asked), {})
+        return self._intake.in_order("unload_model", model, seq, wire.write_json(asked), {})
 
     # Sampling
 
     def create_sampling_session(self, asked: wire.CreateSamplingSession) -> str:
         self._registry.session(asked.session_id)
         self.touch(asked.session_id)
-        if (asked.model_path is None) == (asked.base_model is None):
-            raise Refused("create_sampling_session: give model_path or base_model, one of them")
+        if asked.model_path is None and asked.base_model is None:
+            raise Refused("create_sampling_session: give model_path, base_model or both")
+        if asked.base_model is not None:
+            self._check_base(asked.base_model)
         decided: dict[str, int | str] = {}
         if asked.model_path is not None:
             self._registry.saved(asked.model_path, time.time())
             decided["path"] = asked.model_path
-        else:
-            assert asked.base_model is not None, "one of them is given"
-            self._check_base(asked.base_model)
         id = _sampling_id(asked.session_id, asked.sampling_session_seq_id)
         if (known := self._registry.sampling.get(id)) is not None:
             if known.path != asked.model_path:
                 raise Refused(f"sampling_session_seq_id: {id} samples by other weights already")
             return id
-        self._accept("sampling_session", id, asked.session_id, b"", decided=decided)
+        self._intake.accept("sampling_session", id, asked.session_id, b"", decided=decided)
         return id
 
     def sample(self, asked: wire.Sample) -> tuple[str, bool]:
@@ -366,7 +330,7 @@ class Acceptance:
         self.touch(sampling.owner)
         body = wire.write_json(asked)
         id = f"{sampling.id}/{asked.seq_id}"
-        if (known := self._repeated("sample", id, body)) is not None:
+        if (known := self._intake.repeated("sample", id, body)) is not None:
             return known, False
         length = len(asked.prompt.tokens)
         if not 1 <= length < self._subject.max_tokens:
@@ -397,8 +361,8 @@ class Acceptance:
                 "of_model": saved.model,
                 "of_version": saved.model_version,
             }
-        self._check_pending(sampling.owner)
-        return self._accept("sample", id, sampling.owner, body, decided=decided), True
+        self._intake.check_pending(sampling.owner)
+        return self._intake.accept("sample", id, sampling.owner, body, decided=decided), True
 
     # What all requests share
 
@@ -409,82 +373,6 @@ class Acceptance:
 
     def _new_version(self) -> dict[str, int | str]:
         return {"version": self._registry.last_version + 1}
-
-    def _in_order(
-        self, route: str, model: Model, seq: int, body: bytes, decided: dict[str, int | str]
-    ) -> str:
-        """Accepts a request of a model. Raises Refused for a number that has been answered, or is
-        too far ahead.
-        """
-        id = f"{model.id}/{seq}"
-        if (known := self._repeated(route, id, body)) is not None:
-            return known
-        if seq < model.next:
-            raise Refused(f"seq_id: {seq} was answered long ago; the next one is {model.next}")
-        if seq - model.next >= self._keys.pending:
-            raise Refused(
-                f"seq_id: {seq} is more than {self._keys.pending} ahead of {model.next}, the next "
-                "one (service.pending)",
-                429,
-            )
-        self._check_pending(model.owner)
-        return self._accept(route, id, model.owner, body, model.id, seq, decided)
-
-    def _check_pending(self, owner: str) -> None:
-        pending = [
-            future
-            for future in self._registry.futures.values()
-            if future.answer is None and future.request.owner == owner
-        ]
-        if len(pending) >= self._keys.pending:
-            raise Refused(
-                f"{len(pending)} requests of this session are not answered (service.pending); wait "
-                "for some of them",
-                429,
-            )
-
-    def _repeated(self, route: str, id: str, body: bytes) -> str | None:
-        """Returns the id if the request was accepted before. Raises Refused for another content."""
-        known = self._registry.futures.get(id)
-        if known is None:
-            return None
-        if known.request.digest != _digest(route, body):
-            raise Refused(
-                f"seq_id: {known.request.seq} was given before with another content "
-                f"({known.request.route}); numbers are used once"
-            )
-        return id
-
-    def _accept(
-        self,
-        route: str,
-        id: str,
-        owner: str,
-        body: bytes,
-        model: str = "",
-        seq: int = 0,
-        decided: dict[str, int | str] | None = None,
-    ) -> str:
-        if (known := self._repeated(route, id, body)) is not None:
-            return known
-        self._write(
-            Accepted(
-                route=route,
-                id=id,
-                owner=owner,
-                model=model,
-                seq=seq,
-                digest=_digest(route, body),
-                body=body,
-                decided=decided or {},
-                time_s=time.time(),
-            )
-        )
-        return id
-
-
-def _digest(route: str, body: bytes) -> bytes:
-    return hashlib.blake2b(route.encode() + b"\0" + body, digest_size=16).digest()
 
 
 def _sampling_id(session: str, seq: int) -> str:

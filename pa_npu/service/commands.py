@@ -11,16 +11,38 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 
 from pa_npu.control.channel import StoreChannel
-from pa_npu.errors import DeadlineExceeded, InvariantViolation
+from pa_npu.errors import DeadlineExceeded, InvariantViolation, PaNpuError
 from pa_npu.service.wire import AdamParameters, Refused
 
 _WAIT_S = 60.0
+
+
+class TrainersFailed(PaNpuError):
+    """A command was not carried out for a reason that is not in it, such as too little memory.
+
+    are_out_of_step: whether trainers cannot go on, since some wait for others in a collective.
+    """
+
+    def __init__(self, reason: str, *, are_out_of_step: bool) -> None:
+        super().__init__(reason)
+        self.are_out_of_step = are_out_of_step
+
+
+class StartAgain(PaNpuError):
+    """Trainers must be started anew, behind a request that has been answered with its error."""
+
+
+STARTS_AGAIN = 75
+"""Exit code of a service that ends with StartAgain. The start that follows has no such request to
+carry out again, and is not counted by run.restarts.
+"""
 
 
 class Create(msgspec.Struct, tag=True):
@@ -96,12 +118,14 @@ Command = Create | Drop | Compute | Optimize | Save | Load | Publish | Probe | E
 
 
 class Answer(msgspec.Struct):
-    """content: what the command asks for. refused: the reason in words where it is not done.
-    seconds: that it took.
+    """content: what the command asks for. Where it is not done, the reason in words: refused, for
+    what the command asks; failed, for what the trainers lack; broken, for an invariant. seconds:
+    that it took.
     """
 
     content: bytes = b""
     refused: str | None = None
+    failed: str | None = None
     broken: str | None = None
     seconds: float = 0.0
 
@@ -154,7 +178,8 @@ class Trainers:
     async def ask(self, command: Command) -> bytes:
         """Returns what a command is answered with.
 
-        Raises Refused with the trainers' reason, DeadlineExceeded, or InvariantViolation.
+        Raises Refused with the trainers' reason, TrainersFailed, DeadlineExceeded, or
+        InvariantViolation.
         """
         async with self._turn:
             loop = asyncio.get_running_loop()
@@ -178,6 +203,8 @@ class Trainers:
         for answer in answers:
             if answer.broken is not None:
                 raise InvariantViolation(answer.broken)
+            if answer.failed is not None:
+                raise TrainersFailed(answer.failed, are_out_of_step=self._ranks > 1)
             if answer.refused is not None:
                 raise Refused(answer.refused)
         return answers[0].content
@@ -189,9 +216,10 @@ class Trainers:
 class Commands:
     """A trainer rank's end."""
 
-    def __init__(self, channel: StoreChannel, rank: int) -> None:
+    def __init__(self, channel: StoreChannel, rank: int, num_ranks: int) -> None:
         self._channel = channel
         self._rank = rank
+        self._num_ranks = num_ranks
         self._number = 0
 
     def announce(self, ready: Ready) -> None:
@@ -210,8 +238,14 @@ class Commands:
             return command
 
     def answer(self, answer: Answer) -> None:
+        self._put(answer, [self._rank])
+
+    def fail(self, reason: str) -> None:
+        """Answers in the place of all ranks: the others may wait for this one in a collective."""
+        self._put(Answer(failed=reason), range(self._num_ranks))
+
+    def _put(self, answer: Answer, ranks: Iterable[int]) -> None:
         answer.seconds = time.perf_counter() - self._begun_s
-        self._channel.put_bytes(
-            answer_key(self._number, self._rank), msgspec.msgpack.encode(answer)
-        )
+        for rank in ranks:
+            self._channel.put_bytes(answer_key(self._number, rank), msgspec.msgpack.encode(answer))
         self._number += 1

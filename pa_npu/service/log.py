@@ -2,6 +2,7 @@
 
     file      a record after another:  length u32 | CRC-32 u32 | MessagePack
     Accepted  a request, with what the server decided about it (seed, version, number)
+    Begun     the request is being carried out; not synced, since it only counts ends of processes
     Finished  its answer
     Kept      a slot's state is in a file that has all its requests up to a number
     Ended     a session is over; its slots are free
@@ -45,13 +46,21 @@ class Accepted(msgspec.Struct, tag=True):
     time_s: float
 
 
+class Begun(msgspec.Struct, tag=True):
+    id: str
+
+
 class Finished(msgspec.Struct, tag=True):
-    """is_json: whether the content is JSON rather than a protocol buffer. error: in words."""
+    """is_json: whether the content is JSON rather than a protocol buffer. error: in words. failed:
+    whether the trainers could not carry it out for a reason that is not in the request, such as
+    memory. It has changed nothing then, and no start carries it out again.
+    """
 
     id: str
     content: bytes = b""
     is_json: bool = False
     error: str | None = None
+    failed: bool = False
 
 
 class Kept(msgspec.Struct, tag=True):
@@ -70,7 +79,7 @@ class Dropped(msgspec.Struct, tag=True):
     id: str
 
 
-Record = Accepted | Finished | Kept | Ended | Dropped
+Record = Accepted | Begun | Finished | Kept | Ended | Dropped
 
 
 class Log:
@@ -90,12 +99,12 @@ class Log:
         self._stream.truncate(end)
         sync_directory(file.parent)
 
-    def write(self, *records: Record) -> None:
-        """Appends records and waits until the disk has them."""
-        for record in records:
-            self._stream.write(_encode(record))
+    def write(self, record: Record) -> None:
+        """Appends a record and waits until the disk has it; a Begun may be lost with the machine."""
+        self._stream.write(_encode(record))
         self._stream.flush()
-        os.fsync(self._stream.fileno())
+        if not isinstance(record, Begun):
+            os.fsync(self._stream.fileno())
 
     @property
     def num_bytes(self) -> int:

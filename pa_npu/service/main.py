@@ -24,12 +24,12 @@ from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel, attempt_prefix, connect
 from pa_npu.engines.registry import engine_kind
-from pa_npu.errors import ConfigError, InvariantViolation, PaNpuError, exit_code
+from pa_npu.errors import ConfigError, PaNpuError, exit_code
 from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.service import commands
 from pa_npu.service.acceptance import Acceptance, Subject
-from pa_npu.service.commands import Trainers
-from pa_npu.service.log import Log, Record
+from pa_npu.service.commands import STARTS_AGAIN, StartAgain, Trainers
+from pa_npu.service.log import Begun, Log, Record
 from pa_npu.service.registry import Registry
 from pa_npu.service.sampler import ProbeLengths, Sampler
 from pa_npu.service.server import Service
@@ -55,6 +55,9 @@ def main() -> int:
     try:
         config = load_config([arguments.config])
         asyncio.run(serve(config, arguments.engine, arguments.port))
+    except StartAgain as reason:
+        logger.warning("%s", reason)
+        return STARTS_AGAIN
     except PaNpuError as error:
         return exit_code(error, logger)
     return 0
@@ -63,10 +66,16 @@ def main() -> int:
 class LoggedRegistry:
     """A registry whose every record is in the log before it is applied."""
 
-    def __init__(self, log: Log, max_snapshots: int) -> None:
+    def __init__(self, log: Log, max_snapshots: int, *, is_restart: bool = True) -> None:
+        """is_restart: whether a process of this service ended by itself. Requests that were being
+        carried out when the service was stopped from outside are not suspected of it.
+        """
         self._log = log
         self._max_snapshots = max_snapshots
-        self.registry = self._of(log.records)
+        records = log.records
+        if not is_restart:
+            records = [record for record in records if not isinstance(record, Begun)]
+        self.registry = self._of(records)
         compacted = list(self.registry.compacted())
         log.rewrite(compacted)
         self.registry = self._of(compacted)
@@ -96,7 +105,8 @@ async def serve(config: Config, engine: str, port: int) -> None:
     keys = config.service
     trainers = Trainers(channel, config.trainer.devices, keys.call_timeout_s)
     with Log(directory / "log") as log:
-        logged = LoggedRegistry(log, keys.snapshots)
+        is_restart = attempt_prefix() != attempt_prefix(0)
+        logged = LoggedRegistry(log, keys.snapshots, is_restart=is_restart)
         registry = logged.registry
         ready = await asyncio.to_thread(trainers.wait_ready, limit_s)
         check_base(directory / "base", ready.base)
@@ -158,7 +168,7 @@ async def run(
         ends: list[asyncio.Future[Any]] = [*tasks, service.broken]
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for end in done:
-            if isinstance(error := end.result(), InvariantViolation):
+            if isinstance(error := end.result(), PaNpuError):
                 raise error
     finally:
         for task in tasks:

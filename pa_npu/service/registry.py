@@ -9,19 +9,24 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from pa_npu.service.log import Accepted, Dropped, Ended, Finished, Kept, Record
+import msgspec
+
+from pa_npu.service.log import Accepted, Begun, Dropped, Ended, Finished, Kept, Record
 from pa_npu.service.wire import Refused
 
 BASE_VERSION = 0
 """The version of the model that all slots begin with."""
+VERSIONING = ("optim_step", "load_weights", "create_loaded")
+"""The routes that give a model another version."""
 
 
 @dataclass(eq=False)
 class Future:
-    """A request that was accepted, and its answer once there is one."""
+    """A request that was accepted, and its answer once there is one. attempts: how often it was begun."""
 
     request: Accepted
     answer: Finished | None = None
+    attempts: int = 0
     done: asyncio.Event = field(default_factory=asyncio.Event)
     is_retrieved: bool = False
 
@@ -101,6 +106,9 @@ class Registry:
         self.records.append(record)
         if isinstance(record, Accepted):
             self._accept(record)
+        elif isinstance(record, Begun):
+            if (future := self.futures.get(record.id)) is not None:
+                future.attempts += 1
         elif isinstance(record, Finished):
             self._finish(record)
         elif isinstance(record, Kept):
@@ -152,8 +160,8 @@ class Registry:
         if model is not None and request.route != "sample":
             model.next = request.seq + 1
             if record.error is None:
-                if request.route in ("optim_step", "load_weights", "create_loaded"):
-                    model.version = int(request.decided.get("version", model.version))
+                if request.route in VERSIONING:
+                    model.version = int(request.decided["version"])
                 model.steps += request.route == "optim_step"
                 model.is_unloaded |= request.route == "unload_model"
         if record.error is None and "file" in request.decided:
@@ -310,31 +318,19 @@ class Registry:
                 )
                 needed.add(record.id)
                 if record.route in ("forward", "forward_backward") and is_covered:
-                    yield _without_body(record)
+                    yield msgspec.structs.replace(record, body=b"")
                 else:
                     yield record
+            elif isinstance(record, Begun):
+                future = self.futures.get(record.id)
+                if future is not None and future.answer is None:
+                    yield record
             elif isinstance(record, Finished):
-                if record.id in needed:
-                    yield (
-                        record
-                        if record.id in self.futures
-                        else Finished(record.id, is_json=record.is_json, error=record.error)
-                    )
+                if record.id not in needed:
+                    continue
+                is_kept = record.id in self.futures
+                yield record if is_kept else msgspec.structs.replace(record, content=b"")
             elif isinstance(record, Kept):
                 model = self.models.get(record.model)
                 if model is not None and model.kept is record:
                     yield record
-
-
-def _without_body(record: Accepted) -> Accepted:
-    return Accepted(
-        route=record.route,
-        id=record.id,
-        owner=record.owner,
-        model=record.model,
-        seq=record.seq,
-        digest=record.digest,
-        body=b"",
-        decided=record.decided,
-        time_s=record.time_s,
-    )

@@ -37,7 +37,7 @@ from pa_npu.engines.protocol import (
 from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.publish.messages import StageManifest
 from pa_npu.publish.probes import MIN_RESPONSES
-from pa_npu.service.commands import Probe, Publish, Ready, Trainers
+from pa_npu.service.commands import Probe, Publish, Ready, Trainers, TrainersFailed
 from pa_npu.service.wire import Refused
 from pa_npu.weight_transfer.digest import first_difference
 
@@ -105,7 +105,7 @@ class Sampler:
     ) -> list[Generation]:
         """Returns `count` responses by `version`, whose weights `file` has.
 
-        Raises DeadlineExceeded, or Refused where a probe shows other weights.
+        Raises DeadlineExceeded, Refused where a probe shows other weights, or TrainersFailed.
         """
 
         async def ask(client: RolloutEngine, left_s: float) -> list[Generation]:
@@ -146,7 +146,7 @@ class Sampler:
             except asyncio.TimeoutError:
                 await self._lose()  # a load may have been cut off
                 break
-            except Refused:  # its weights are not those of the version
+            except (Refused, TrainersFailed):  # its weights are not those of the version
                 await self._lose()
                 raise
             except (EngineError, DeadlineExceeded) as error:

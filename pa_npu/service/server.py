@@ -19,9 +19,10 @@ from aiohttp.typedefs import Handler
 
 from pa_npu.config.schema import Config
 from pa_npu.engines.protocol import Generation, Sampling, Scores, Scoring
-from pa_npu.errors import DeadlineExceeded, InvariantViolation
+from pa_npu.errors import DeadlineExceeded, InvariantViolation, PaNpuError
 from pa_npu.service import wire
 from pa_npu.service.acceptance import Acceptance
+from pa_npu.service.commands import StartAgain, TrainersFailed
 from pa_npu.service.log import Accepted, Dropped, Finished
 from pa_npu.service.registry import BASE_VERSION, Registry
 from pa_npu.service.sampler import Sampler
@@ -76,7 +77,7 @@ class Service:
         self._tidy = tidy
         self._base_file = base_file
         self._samples: set[asyncio.Task[None]] = set()
-        self.broken: asyncio.Future[InvariantViolation] = asyncio.get_running_loop().create_future()
+        self.broken: asyncio.Future[PaNpuError] = asyncio.get_running_loop().create_future()
         """Has what must end the service, if anything does."""
 
     def app(self) -> web.Application:
@@ -281,9 +282,12 @@ class Service:
         except (Refused, DeadlineExceeded) as error:
             answer = Finished(request.id, error=f"sample: {error}")
         except InvariantViolation as error:
-            if not self.broken.done():
-                self.broken.set_result(error)
+            self._break(error)
             return
+        except TrainersFailed as failure:
+            answer = Finished(request.id, error=f"sample: {failure}", failed=True)
+            if failure.are_out_of_step:
+                self._break(StartAgain(f"{request.id}: {failure}"))
         except Exception as error:
             logger.exception("%s failed", request.id)
             answer = Finished(
@@ -292,8 +296,12 @@ class Service:
         if request.id in self._registry.futures:
             self._write(answer)
 
+    def _break(self, error: PaNpuError) -> None:
+        if not self.broken.done():
+            self.broken.set_result(error)
+
     async def _sampled(self, request: Accepted) -> bytes:
-        """Returns samples. Raises Refused or DeadlineExceeded."""
+        """Returns samples. Raises as Sampler.generate."""
         asked = wire.read_json(request.body, wire.Sample)
         version, file = BASE_VERSION, self._base_file
         if (path := request.decided.get("path_of")) is not None:

@@ -241,7 +241,7 @@ class Slots:
 
     def save(self, name: str, file: Path, parts: Sequence[str]) -> str:
         """Writes parts of a slot into a file, which is there as a whole or not at all; the first
-        rank writes, whole tensors. Returns the digest of the weights.
+        rank writes, whole tensors. Returns the digest of the weights. Raises Refused.
         """
         slot = self._slot(name)
         tensors = {}
@@ -259,7 +259,10 @@ class Slots:
             "calls": slot.calls,
             "rank": self._rank,
         }
-        write_whole(file, save(tensors, metadata={"pa_npu": json.dumps(described)}))
+        try:
+            write_whole(file, save(tensors, metadata={"pa_npu": json.dumps(described)}))
+        except OSError as error:
+            raise Refused(f"save: {file.name} cannot be written ({reason(error)})") from None
         return digest
 
     def load(self, name: str, file: Path, with_optimizer: bool) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 
 from pa_npu.backends.registry import backend_module
@@ -80,7 +81,7 @@ def run_rank(process: RankProcess) -> None:
     base = base_digest(config, publisher, slots.ranks)
     slots.base = base
     served = ServedRank(slots, publisher, Probes(config, backend, slots.ranks))
-    own = Commands(channel, rank)
+    own = Commands(channel, rank, slots.ranks.num_ranks)
     ready = Ready(vocab_size=spec.vocab_size, base=base, software=backend.software)
     if publisher.is_leader:
         manifest = publisher.manifest()
@@ -102,7 +103,7 @@ def base_digest(config: Config, publisher: Publisher, ranks: Ranks) -> str:
 
 
 def serve(own: Commands, served: ServedRank) -> None:
-    """Carries out commands. One that is refused leaves everything as it was."""
+    """Carries out commands. One that is refused, or fails, leaves every slot as it was."""
     ranks = served.slots.ranks
     while True:
         command = own.next()
@@ -114,14 +115,33 @@ def serve(own: Commands, served: ServedRank) -> None:
         except InvariantViolation as error:
             own.answer(Answer(broken=str(error)))
             raise
-        except RuntimeError as error:  # torch's own, such as too little memory
-            if ranks.num_ranks > 1:
-                raise  # the others wait for this rank in a collective: all start again
+        except (RuntimeError, MemoryError) as error:
+            lacks_memory = is_lack_of_memory(error)
+            if ranks.num_ranks > 1 and not lacks_memory:
+                raise  # such as a peer's end, which is no fault of the command: all start again
             logger.exception("a command failed")
             served.slots.forget_active()
-            reason = printable(str(error).partition("\n")[0])[:300]
-            answer = Answer(refused=f"the trainer failed: {reason}")
+            own.fail(failure_of(error, lacks_memory))
+            continue
         own.answer(answer)
+
+
+def is_lack_of_memory(error: RuntimeError | MemoryError) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    text = str(error).lower()
+    return "out of memory" in text or "can't allocate memory" in text
+
+
+def failure_of(error: RuntimeError | MemoryError, lacks_memory: bool) -> str:
+    """Returns what a client reads of it."""
+    words = printable(str(error).partition("\n")[0])[:300]
+    if not lacks_memory:
+        return f"the trainers failed: {words}"
+    return (
+        f"the trainers had too little memory for it ({words or 'MemoryError'}); send shorter datums, "
+        "or serve with a smaller microbatch.max_tokens"
+    )
 
 
 def carry_out(command: commands.Command, served: ServedRank) -> bytes:

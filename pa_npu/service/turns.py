@@ -6,6 +6,9 @@
 A request is answered by its record in the log, which is written before anybody sees it. After a
 restart the state of every slot is the last one that was kept, and the requests behind it are carried
 out again; answers must be the recorded ones to the bit.
+
+A request that the trainers cannot carry out, since they lack memory or end whenever they try, is
+answered with an error once. It has changed nothing, and is not carried out again.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from pathlib import Path
 
 from pa_npu.errors import DataError, InvariantViolation
 from pa_npu.service import commands
-from pa_npu.service.commands import Trainers
-from pa_npu.service.log import Accepted, Finished, Kept
+from pa_npu.service.commands import StartAgain, Trainers, TrainersFailed
+from pa_npu.service.log import Accepted, Begun, Finished, Kept
 from pa_npu.service.registry import Future, Model, Registry
 from pa_npu.service.slots import GRADIENT, MEAN, SQUARE, WEIGHTS
 from pa_npu.service.wire import (
@@ -41,6 +44,10 @@ _CHANGING = (
     "unload_model",
 )
 """The routes that change a slot."""
+_MAX_ATTEMPTS = 2
+"""So often a request may be under way when processes of the service end. One that is killed for its
+need of memory cannot say so; run.restarts, which is 3, must not be used up by it.
+"""
 
 
 class Turns:
@@ -78,7 +85,8 @@ class Turns:
             replayed = 0
             for seq in range(start, model.next):
                 future = model.futures[seq]
-                if future.request.route not in _CHANGING:
+                has_failed = future.answer is not None and future.answer.failed
+                if has_failed or future.request.route not in _CHANGING:
                     continue
                 answer = await self._carry_out(model, future)
                 replayed += 1
@@ -109,10 +117,14 @@ class Turns:
                 continue
             future = model.runnable
             assert future is not None, "it was chosen by it"
-            answer = await self._carry_out(model, future)
-            if model.id not in self._registry.models:
-                continue  # its session has ended meanwhile
-            self._write(answer)
+            answer, must_start_again = await self._answer(model, future)
+            is_gone = model.id not in self._registry.models  # its session has ended meanwhile
+            if not is_gone:
+                self._write(answer)
+            if must_start_again:
+                raise StartAgain(f"{answer.id}: {answer.error}")
+            if is_gone:
+                continue
             # a file that was loaded may be gone at the next start
             was_loaded = future.request.route in ("load_weights", "create_loaded")
             if answer.error is None and (was_loaded or model.steps >= self._keep_every):
@@ -131,7 +143,29 @@ class Turns:
         self._last = (behind or sorted(names))[0]
         return self._registry.models[self._last]
 
+    async def _answer(self, model: Model, future: Future) -> tuple[Finished, bool]:
+        """Carries a request out for the first time. Returns its answer, and whether the trainers must
+        be started again behind it.
+        """
+        request = future.request
+        if future.attempts >= _MAX_ATTEMPTS:
+            error = (
+                f"{request.route}: processes of the service ended {future.attempts} times while they "
+                "carried it out, and it is not tried again; too little memory is the usual reason, "
+                "and logs of the trainers say more"
+            )
+            return Finished(request.id, error=error, failed=True), False
+        self._write(Begun(request.id))
+        try:
+            return await self._carry_out(model, future), False
+        except TrainersFailed as failure:
+            answer = Finished(request.id, error=f"{request.route}: {failure}", failed=True)
+            # of other changes it is not known how far they came
+            is_whole = request.route == "forward_backward" or request.route not in _CHANGING
+            return answer, failure.are_out_of_step or not is_whole
+
     async def _carry_out(self, model: Model, future: Future) -> Finished:
+        """Returns the answer. Raises TrainersFailed, or as Trainers.ask."""
         request = future.request
         try:
             content = await self._content(model, request)
@@ -181,6 +215,9 @@ class Turns:
         try:
             await self._trainers.ask(commands.Save(slot=model.id, file=str(file), parts=STATE))
             self._write(Kept(model=model.id, seq=seq, file=str(file)))
+        except Refused as refusal:
+            logger.warning("the state of %s was not written: %s", model.id, refusal)
+            return  # the one before stays, and the next step tries again
         finally:
             begun.discard(str(file))
         if before is not None:

@@ -1,7 +1,7 @@
-"""A trainer rank of a service in a process of its own: `python service_rank.py RANK RANKS PORT MODEL OUT`.
+"""A trainer rank of a service in a process of its own: `python service_rank.py RANK RANKS PORT MODEL OUT BUDGET`.
 
 It trains two slots, one of which goes on from a file that the other has saved, and writes what a client
-sees and the gradients; the first rank's answer is the service's.
+sees and the gradients; the first rank's answer is the service's. BUDGET: packed tokens of a microbatch.
 """
 
 from __future__ import annotations
@@ -29,15 +29,20 @@ def calls(vocab: int) -> list[list[Datum]]:
     """Calls of datums with shared beginnings, of which the last has fewer than there are ranks."""
     random = np.random.default_rng(5)
     begin = random.integers(0, vocab, 40)
-    group = [random_datum(random, 60, vocab, begin=begin, sampled=True) for _ in range(5)]
+    group = [random_datum(random, 60, vocab, begin=begin, sampled=True) for _ in range(6)]
     others = [random_datum(random, length, vocab, sampled=True) for length in (9, 33)]
     return [group + others, others[:1]]
 
 
 def main() -> None:
     rank, ranks, port = map(int, sys.argv[1:4])
-    model, out = Path(sys.argv[4]), Path(sys.argv[5])
-    config = service_config(model, out, trainer={"backend": "fsdp", "devices": ranks})
+    model, out, budget = Path(sys.argv[4]), Path(sys.argv[5]), int(sys.argv[6])
+    config = service_config(
+        model,
+        out,
+        trainer={"backend": "fsdp", "devices": ranks},
+        microbatch={"max_tokens": budget},
+    )
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     spec = ModelSpec.from_config(config)
     timeline = Timeline(None, "")
@@ -47,6 +52,8 @@ def main() -> None:
     slots = Slots(config, backend, "base of the test")
     slots.create("a", 7)
     seen: dict[str, Any] = {"losses": [], "logprobs": [], "metrics": []}
+    _, microbatches = slots._prepared(call_of(calls(spec.vocab_size)[0], "importance_sampling"))
+    seen["microbatches"] = slots.ranks.all_of(len(microbatches), int)
     for step in range(STEPS):
         for data in calls(spec.vocab_size):
             outputs = slots.forward_backward("a", call_of(data, "importance_sampling"))
@@ -54,8 +61,9 @@ def main() -> None:
             seen["logprobs"] += [torch.from_numpy(values) for values in outputs.logprobs]
         seen[f"gradient {step}"] = slots.ranks.joined(slots._slots["a"].parts[GRADIENT])
         seen["metrics"].append(slots.step("a", AdamParameters(learning_rate=1e-2)))
-    forward = slots.forward("a", call_of(data, "importance_sampling"))
-    seen["losses"].append(forward.loss)
+    for data in calls(spec.vocab_size):
+        forward = slots.forward("a", call_of(data, "importance_sampling"))
+        seen["losses"].append(forward.loss)
     file = out / "state.safetensors"
     slots.save("a", file, [WEIGHTS, MEAN, SQUARE, GRADIENT])
     slots.ranks.all_of(None, type(None))  # the file is there

@@ -7,6 +7,7 @@ nothing of the server.
 
 sampling     what a sampler answers of a snapshot, beside the trainer's own log-probs
 exact        steps, a custom loss, a state that is loaded, samples with log-probs: all to the bit
+too_large    steps, of which large=1 has a call that is refused or fails between them
 supervised   cross-entropy on rows of questions and answers; accuracy before and after
 rl           samples in groups, rewards, importance sampling; plain=0 streams minibatches
 preference   DPO as a custom loss on pairs
@@ -102,6 +103,33 @@ def exact(service: Any, given: dict[str, str]) -> list[Any]:
     return [digest(part) for part in seen]
 
 
+def too_large(service: Any, given: dict[str, str]) -> dict[str, Any]:
+    """What the client sees of three steps, as digests, and of the large call."""
+    client = client_of(service, given)
+    seen: dict[str, Any] = {"steps": [], "error": None}
+    for step in range(3):
+        data = [datum_of([(11 * step + 5 * place) % 200 + 5 for place in range(24)], 4)]
+        if step == 1:
+            note(given, step)
+            wait_for(given.get("until"))
+            is_large = given.get("large") == "1"
+            size = 150 if is_large else 8
+            call = client.forward_backward if is_large else client.forward
+            rows = [
+                [(17 * row + 3 * place + row * place) % 200 + 5 for place in range(size)]
+                for row in range(size)
+            ]
+            try:
+                call([datum_of(row, 1) for row in rows], "cross_entropy").result()
+            except Exception as error:
+                seen["error"] = str(error)
+        forward_backward = client.forward_backward(data, "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=3e-3)).result()
+        answer = forward_backward.result()
+        seen["steps"].append(digest(list(answer.loss_fn_outputs[0]["logprobs"].data)))
+    return seen
+
+
 def sampling(service: Any, given: dict[str, str]) -> dict[str, Any]:
     """Two snapshots with a step between them, the older one asked again behind the newer. An error
     of the service is its text.
@@ -152,6 +180,14 @@ def note(given: dict[str, str], step: int) -> None:
     """Says in the file `steps_file` which step begins."""
     if name := given.get("steps_file"):
         Path(name).write_text(str(step))
+
+
+def wait_for(file: str | None) -> None:
+    """Waits until a test has made the file."""
+    deadline = time.monotonic() + 120.0
+    while file is not None and not Path(file).exists():
+        assert time.monotonic() < deadline, f"{file} was not made"
+        time.sleep(0.05)
 
 
 def resolved(sampler: Any) -> Any:
@@ -366,6 +402,7 @@ def distill(service: Any, given: dict[str, str]) -> dict[str, Any]:
 LOOPS = {
     "sampling": sampling,
     "exact": exact,
+    "too_large": too_large,
     "supervised": supervised,
     "rl": rl,
     "preference": preference,

@@ -19,12 +19,21 @@ from tests.helpers.engine_process import EngineProcess
 from tests.helpers.finished_run import ITERATIONS, make_run
 from tests.helpers.launched import random_tiny
 from tests.helpers.viewer_site import make_states, served
+from tools import make_tiny_model
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with model/, train.jsonl and test.jsonl. Read only."""
     return random_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def slipping(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a model that slips at sums, as the quick start has it: about a minute. Read only."""
+    directory = tmp_path_factory.mktemp("slipping") / "tiny"
+    assert make_tiny_model.main(["--out", str(directory)]) == 0
+    return directory
 
 
 @pytest.fixture(scope="session")

@@ -1,123 +1,29 @@
 """`pa-npu serve` and the unmodified SDK: a client's exact answers, beside another one, through killed processes, and its loops.
 
-The SDK is no dependency of this package: tests/run.sh installs it beside the environment, in
-.venv-tinker; PA_NPU_TINKER names another directory.
+tests/helpers/served.py says where the SDK is.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import resource
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.launched import ROOT, Launched
+from tests.helpers.served import Loop, Server, needs_sdk, served
 
-SDK = Path(os.environ.get("PA_NPU_TINKER", ROOT / ".venv-tinker"))
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc"),
-    pytest.mark.skipif(
-        not (SDK / "tinker").is_dir(), reason="needs requirements/tinker.txt in .venv-tinker"
-    ),
-]
-READY_S = 300.0
-LOOP_S = 400.0
-
-
-class Server(Launched):
-    """`pa-npu serve` on a tiny model."""
-
-    def __init__(self, model: Path, directory: Path, **keys: Any) -> None:
-        self.run = directory / "run"
-        self.model = model
-        named = {
-            "model.path": model,
-            "model.dtype": "fp32",
-            "run.device": "cpu",
-            "run.dir": self.run,
-            "run.restarts": 10,
-            "lora.rank": 8,
-            "data.max_prompt_tokens": 128,
-            "rollout.max_response_tokens": 64,
-            "service.port": 0,
-            "service.unembed": "leave_out",
-            "service.checkpoint_every": 4,
-            "service.slots": 16,
-            **{name.replace("__", "."): value for name, value in keys.items()},
-        }
-        super().__init__(directory, "serve", *(f"{name}={value}" for name, value in named.items()))
-        self.wait_for(lambda: "ready: " in self.output, "the service is ready", READY_S)
-        self.url = self.output.split("ready: ")[1].split()[0]
-        self.key = self.run / "service" / "key"
-
-    def pid_of(self, part: str, rank: int | None = None) -> int:
-        """Returns the process whose command line has `part`, not its keeper. rank: of a trainer."""
-        found = [
-            pid
-            for pid, line in self.family().items()
-            if f"-m {part}" in line and "keeper" not in line
-            if rank is None or f"RANK={rank}".encode() in environment_of(pid)
-        ]
-        assert len(found) == 1, self.family()
-        return found[0]
-
-
-def environment_of(pid: int) -> list[bytes]:
-    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-
-
-class Loop:
-    """A loop of a client in a process of its own."""
-
-    def __init__(self, server: Server, name: str, directory: Path, **options: Any) -> None:
-        self.out = directory / f"{name}-{len(list(directory.glob('*.json')))}.json"
-        self.out.write_text("")
-        self.steps = directory / f"{self.out.stem}.steps"
-        path = os.pathsep.join(filter(None, (str(SDK), os.environ.get("PYTHONPATH", ""))))
-        given = [f"{key}={value}" for key, value in options.items()]
-        given += [f"model={server.model}", f"steps_file={self.steps}"]
-        script = str(ROOT / "tests" / "helpers" / "tinker_loops.py")
-        argv = [sys.executable, script, server.url, str(server.key), name, str(self.out), *given]
-        env = {**os.environ, "PYTHONPATH": path, "TINKER_TELEMETRY": "0"}
-        self.log = directory / f"{self.out.stem}.log"
-        with self.log.open("wb") as stream:
-            self.popen = subprocess.Popen(argv, env=env, stdout=stream, stderr=subprocess.STDOUT)
-
-    def result(self) -> Any:
-        try:
-            code = self.popen.wait(LOOP_S)
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            raise AssertionError(
-                f"the client did not end:\n{self.log.read_text()[-3000:]}"
-            ) from None
-        assert code == 0, self.log.read_text()[-3000:]
-        return json.loads(self.out.read_text())
-
-    def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + LOOP_S
-        while not self.steps.exists() or int(self.steps.read_text() or -1) < step:
-            assert self.popen.poll() is None, self.log.read_text()[-3000:]
-            assert time.monotonic() < deadline, f"step {step} did not begin"
-            time.sleep(0.02)
+pytestmark = [pytest.mark.integration, *needs_sdk]
 
 
 @pytest.fixture(scope="module")
 def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    started = Server(tiny / "model", tmp_path_factory.mktemp("service"))
-    yield started
-    started.popen.send_signal(signal.SIGTERM)
-    assert started.popen.wait(30) == 0, started.output
-    started.close()
+    with served(tiny / "model", tmp_path_factory.mktemp("service")) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -156,25 +62,42 @@ def test_a_killed_process_changes_nothing_that_the_client_sees(
 def test_a_killed_rank_of_two_changes_nothing_that_the_client_sees(
     tiny: Path, tmp_path: Path
 ) -> None:
-    server = Server(tiny / "model", tmp_path, trainer__devices=2)
-    try:
+    with served(tiny / "model", tmp_path, trainer__devices=2) as server:
         alone = Loop(server, "exact", tmp_path, label="a").result()
         loop = Loop(server, "exact", tmp_path, label="b")
         loop.wait_for_step(2)
         os.kill(server.pid_of("pa_npu.service.trainer", rank=1), signal.SIGKILL)
         assert loop.result() == alone
         assert "starts again" in server.output
-    finally:
-        server.close()
+
+
+@pytest.mark.nightly
+def test_a_call_for_which_a_rank_lacks_memory_is_one_error(tiny: Path, tmp_path: Path) -> None:
+    """The other rank waits for it in a collective; both start again, and the call is not replayed."""
+    with served(tiny / "model", tmp_path, trainer__devices=2, run__restarts=0) as server:
+        undisturbed = Loop(server, "too_large", tmp_path).result()
+        assert undisturbed["error"] is None
+        until = tmp_path / "limited"
+        loop = Loop(server, "too_large", tmp_path, large=1, until=until)
+        loop.wait_for_step(1)
+        rank = server.pid_of("pa_npu.service.trainer", rank=1)
+        limit = virtual_bytes(rank) + 2**25
+        resource.prlimit(rank, resource.RLIMIT_AS, (limit, limit))
+        until.touch()
+        seen = loop.result()
+    assert "too little memory" in seen["error"]
+    assert seen["steps"] == undisturbed["steps"]
+    assert "the request that ended them is answered" in server.output
+
+
+def virtual_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 @pytest.mark.nightly
 def test_vllm_samples_from_the_snapshot_that_was_asked_for(tiny: Path, tmp_path: Path) -> None:
-    server = Server(tiny / "model", tmp_path, rollout__backend="vllm")
-    try:
+    with served(tiny / "model", tmp_path, rollout__backend="vllm") as server:
         seen = Loop(server, "sampling", tmp_path).result()
-    finally:
-        server.close()
     first, second = seen["trained"]
     assert distance(first, second) > 0.1, "control: a step has moved the log-probs"
     for scored, trained in zip(seen["scored"], (first, second, first), strict=True):
@@ -197,11 +120,8 @@ def test_an_engine_that_keeps_old_weights_is_one_clear_error_to_the_client(
 ) -> None:
     """Digests say that every byte has arrived; the probe says that the engine computes without."""
     careless = "tests.helpers.careless_kind:KEEPS_WEIGHTS"
-    server = Server(tiny / "model", tmp_path, rollout__backend=careless)
-    try:
+    with served(tiny / "model", tmp_path, rollout__backend=careless) as server:
         seen = Loop(server, "sampling", tmp_path).result()
-    finally:
-        server.close()
     assert len(seen["scored"]) == 1, "the first snapshot is loaded"
     assert "I5" in seen["error"] and "log-probs" in seen["error"], seen["error"]
 
@@ -243,15 +163,8 @@ def test_loops_of_the_cookbook_learn(server: Server, tiny: Path, tmp_path: Path)
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("plain", [1, 0])
-def test_reinforcement_on_arithmetic(tmp_path: Path, plain: int) -> None:
-    """The model that slips at sums, as the quick start has it: made here, about a minute."""
-    from tools import make_tiny_model
-
-    assert make_tiny_model.main(["--out", str(tmp_path / "tiny")]) == 0
-    server = Server(tmp_path / "tiny" / "model", tmp_path)
-    try:
-        data = {name: tmp_path / "tiny" / f"{name}.jsonl" for name in ("train", "test")}
+def test_reinforcement_on_arithmetic(slipping: Path, tmp_path: Path, plain: int) -> None:
+    data = {name: slipping / f"{name}.jsonl" for name in ("train", "test")}
+    with served(slipping / "model", tmp_path) as server:
         seen = Loop(server, "rl", tmp_path, steps=12, plain=plain, **data).result()
-    finally:
-        server.close()
     assert seen["after"] > seen["before"] + 0.2

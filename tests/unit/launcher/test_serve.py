@@ -11,11 +11,13 @@ import pytest
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.launcher.serve import (
+    Watch,
     check,
     service_directory,
     with_likely_tokens,
     write_configuration,
 )
+from pa_npu.service.commands import STARTS_AGAIN
 
 REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "megatron": ({"trainer": {"backend": "megatron"}}, "trainer.backend: megatron"),
@@ -30,6 +32,21 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "a temperature": ({"rollout": {"temperature": 0.7}}, "rollout.temperature: 0.7"),
     "entropy": ({"algorithm": {"entropy_coef": 0.1}}, "algorithm.entropy_coef"),
 }
+
+
+class Ended:
+    """A process that has ended."""
+
+    name = "service"
+
+    def __init__(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+    def last_lines(self, count: int) -> list[str]:
+        return []
+
+    def describe_end(self) -> str:
+        return f"exit code {self.exit_code}"
 
 
 def config_of(**sections: dict[str, Any]) -> Config:
@@ -76,3 +93,18 @@ def test_a_directory_has_one_service_and_a_key_that_stays(tmp_path: Path) -> Non
 def test_the_configuration_is_its_owners_alone(tmp_path: Path) -> None:
     write_configuration(tmp_path / "config.yaml", config_of())
     assert stat.S_IMODE((tmp_path / "config.yaml").stat().st_mode) == 0o600
+
+
+def test_a_start_behind_a_request_that_has_its_error_is_not_counted() -> None:
+    lines: list[str] = []
+
+    class Lines:
+        print_line = print_error = lines.append
+
+    parts: Any = {"processes": None, "tree": None, "console": Lines, "signals": None}
+    watch = Watch(config_of(run={"restarts": 1}), **parts, port=0)
+    for _ in range(3):
+        assert watch._may_restart("service and trainers", [Ended(STARTS_AGAIN)])
+    assert watch._may_restart("service and trainers", [Ended(1)])
+    assert not watch._may_restart("service and trainers", [Ended(1)]), "control: others are"
+    assert "run.restarts" in lines[-1]

@@ -18,8 +18,8 @@ from tests.helpers.rank_processes import ROOT
 LIMIT_S = 120.0
 
 
-def seen_by(ranks: int, model: Path, out: Path) -> dict[str, Any]:
-    """Returns what the first of so many ranks sees."""
+def seen_by(ranks: int, model: Path, out: Path, *, budget: int) -> dict[str, Any]:
+    """Returns what the first of so many ranks sees. budget: packed tokens of a microbatch."""
     out.mkdir()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -27,7 +27,7 @@ def seen_by(ranks: int, model: Path, out: Path) -> dict[str, Any]:
     processes = []
     for rank in range(ranks):
         argv = [sys.executable, script, str(rank), str(ranks), str(store.port), str(model)]
-        processes.append(subprocess.Popen([*argv, str(out)], env=environment))
+        processes.append(subprocess.Popen([*argv, str(out), str(budget)], env=environment))
     try:
         assert [process.wait(LIMIT_S) for process in processes] == [0] * ranks
     finally:
@@ -37,9 +37,12 @@ def seen_by(ranks: int, model: Path, out: Path) -> dict[str, Any]:
 
 
 def test_two_ranks_compute_what_one_computes(tmp_path: Path) -> None:
+    """One has all datums of a call in a microbatch, the two have several, and not the same number."""
     model = make_model(tmp_path / "model", "qwen3", tied=True)
-    one = seen_by(1, model, tmp_path / "one")
-    two = seen_by(2, model, tmp_path / "two")
+    one = seen_by(1, model, tmp_path / "one", budget=1000)
+    two = seen_by(2, model, tmp_path / "two", budget=90)
+    assert one["microbatches"] == [1]
+    assert min(two["microbatches"]) > 1 and len(set(two["microbatches"])) == 2
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-5, abs=1e-5)
     torch.testing.assert_close(two["logprobs"], one["logprobs"], rtol=1e-5, atol=1e-5)
     for step in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import numpy as np
 import pytest
 
 from pa_npu.config.schema import Config
+from pa_npu.service.commands import StartAgain, TrainersFailed
+from pa_npu.service.log import Log
+from pa_npu.service.main import LoggedRegistry
 from pa_npu.service.slots import Slots
 from pa_npu.service.wire import ForwardBackward
 from tests.helpers.models import make_model
@@ -58,6 +62,12 @@ def body_of(model: str, seq: int, *, seed: int = 0, loss: str = "cross_entropy")
     data = [random_datum(random, 12, VOCAB) for _ in range(2)]
     call = call_of(data, loss)
     return call_bytes(ForwardBackward(model, seq, loss, list(call.data)))
+
+
+def forward_of(model: str, seq: int) -> bytes:
+    """Returns a request that changes nothing."""
+    data = [random_datum(np.random.default_rng(seq), 12, VOCAB)]
+    return call_bytes(ForwardBackward(model, seq, "cross_entropy", data, forward_only=True))
 
 
 def step_of(model: str, seq: int, **adam: float) -> dict[str, Any]:
@@ -183,10 +193,79 @@ async def test_a_log_of_another_machine_is_found_out(
         trainers._slots.create = create  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("are_out_of_step", [False, True])
+async def test_a_call_that_needs_too_much_memory_is_one_error_and_changes_nothing(
+    config: Config, trainers: InProcess, tmp_path: Path, slots: Slots, are_out_of_step: bool
+) -> None:
+    """Ranks that are out of step are started again, and the log is replayed without the call."""
+    config = changed(config, checkpoint_every=100)
+    digests = {}
+    for name in ("undisturbed", "disturbed"):
+        trainers.forget()
+        async with ServiceOfTest(config, trainers, tmp_path / name, VOCAB) as service:
+            model = await service.model(await service.session(), "tiny", RANK)
+            await steps(service, model, 1, 1)
+            if name == "disturbed":
+                trainers.too_large = body_of(model, 3, seed=9)
+                trainers.failure = TrainersFailed("no memory", are_out_of_step=are_out_of_step)
+                answer = await service.call("forward_backward", trainers.too_large)
+                assert answer == {"error": "forward_backward: no memory", "category": "user"}
+                if not are_out_of_step:
+                    await steps(service, model, 4, 1)
+                else:
+                    with pytest.raises(StartAgain, match="no memory"):
+                        await service._tasks[0]
+            else:
+                await service.call("forward_backward", forward_of(model, 3))
+                await steps(service, model, 4, 1)
+            digests[name] = slots.digest(model)
+        if name == "disturbed":
+            trainers.forget()
+            num_asked = len(trainers.asked)
+            async with ServiceOfTest(config, trainers, tmp_path / name, VOCAB) as service:
+                assert await service.call("forward_backward", trainers.too_large) == answer
+                if are_out_of_step:
+                    await steps(service, model, 4, 1)
+                digests[name] = slots.digest(model)
+            bodies = [getattr(command, "body", b"") for command in trainers.asked[num_asked:]]
+            assert trainers.too_large not in bodies, "it is not carried out again"
+    assert digests["disturbed"] == digests["undisturbed"]
+
+
+async def test_a_call_that_ends_processes_whenever_it_is_tried_is_given_up(
+    config: Config, trainers: InProcess, tmp_path: Path
+) -> None:
+    """As one does whose trainer is killed for its need of memory, which it cannot say."""
+    async with ServiceOfTest(config, trainers, tmp_path, VOCAB) as service:
+        model = await service.model(await service.session(), "tiny", RANK)
+        await steps(service, model, 1, 1)
+        trainers.too_large = body_of(model, 3)
+        status, promise = await service.post("forward_backward", trainers.too_large)
+        assert status == 200
+        await asyncio.sleep(0.1)
+        shutil.copy(tmp_path / "log", tmp_path / "stopped")
+        with Log(tmp_path / "stopped") as log:
+            stopped = LoggedRegistry(log, 8, is_restart=False).registry
+        assert stopped.futures[promise["request_id"]].attempts == 0, "Ctrl-C is no suspicion"
+    answer = None
+    for attempts in (1, 2):
+        trainers.forget()
+        async with ServiceOfTest(config, trainers, tmp_path, VOCAB) as service:
+            future = service.registry.futures[promise["request_id"]]
+            assert future.attempts == attempts, "a log that is compacted keeps them"
+            await asyncio.sleep(0.1)
+            answer = future.answer
+            if attempts == 1:
+                assert answer is None
+                continue
+            await steps(service, model, 4, 1)
+    assert answer is not None and "ended 2 times while they carried it out" in str(answer.error)
+
+
 async def test_states_are_saved_and_loaded_and_names_are_kept(
     config: Config, trainers: InProcess, tmp_path: Path, slots: Slots
 ) -> None:
-    config = changed(config, slots=3)
+    config = changed(config, slots=3, saved=1)
     async with ServiceOfTest(config, trainers, tmp_path, VOCAB) as service:
         session = await service.session()
         model = await service.model(session, "tiny", RANK)
@@ -214,6 +293,18 @@ async def test_states_are_saved_and_loaded_and_names_are_kept(
             "load_weights", {**load, "model_seq_id": 2, "path": "tinker://x/weights/y"}
         )
         assert status == 404 and "not here" in answer["detail"]
+        named = {"model_id": model, "seq_id": 6}
+        status, answer = await service.post("save_weights", {**named, "path": "second"})
+        assert status == 400 and "service.saved" in answer["detail"]
+        await service.call("save_weights", {**named, "path": "first", "overwrite": True})
+        # the cookbook's teachers are named with their base model
+        teacher = {"session_id": session, "sampling_session_seq_id": 0, "model_path": saved["path"]}
+        status, answer = await service.post(
+            "create_sampling_session", {**teacher, "base_model": "other"}
+        )
+        assert status == 400 and "not served" in answer["detail"]
+        status, _ = await service.post("create_sampling_session", {**teacher, "base_model": "tiny"})
+        assert status == 200
 
 
 async def test_snapshots_sample_with_their_version_and_old_ones_make_room(
@@ -254,17 +345,22 @@ async def test_strict_refuses_samples_of_other_weights(
         model = await service.model(await service.session(), "tiny", RANK)
         await service.call("forward_backward", body_of(model, 1))  # supervised data has none
         await service.call("optim_step", step_of(model, 2))
-        snapshot = {"model_id": model, "seq_id": 3, "sampling_session_seq_id": 0}
-        sampler = (await service.call("save_weights_for_sampler", snapshot))["sampling_session_id"]
-        sample = {
-            "sampling_session_id": sampler,
-            "seq_id": 0,
-            "prompt": {"chunks": [{"tokens": [1], "type": "encoded_text"}]},
-            "sampling_params": {"max_tokens": 4},
-        }
-        status, promise = await service.post("asample", sample)
-        assert status == 200
-        (sequence,) = promise["sample_sequence_ids"]
+
+        async def sampled(seq: int) -> str:
+            """Returns the id of a sample by a snapshot that is request `seq`."""
+            snapshot = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq}
+            answer = await service.call("save_weights_for_sampler", snapshot)
+            sample = {
+                "sampling_session_id": answer["sampling_session_id"],
+                "seq_id": 0,
+                "prompt": {"chunks": [{"tokens": [1], "type": "encoded_text"}]},
+                "sampling_params": {"max_tokens": 4},
+            }
+            status, promise = await service.post("asample", sample)
+            assert status == 200
+            return str(promise["sample_sequence_ids"][0])
+
+        sequence = await sampled(3)
         random = np.random.default_rng(0)
         datum = random_datum(random, 6, VOCAB, sampled=True)
 
@@ -283,6 +379,14 @@ async def test_strict_refuses_samples_of_other_weights(
         await service.call("forward_backward", body(4, sequence))
         await service.call("optim_step", step_of(model, 5))
         status, answer = await service.post("forward_backward", body(6, sequence))
+        assert status == 400 and "sample again" in answer["detail"]
+        sequence = await sampled(6)
+        service._tasks[0].cancel()  # what is accepted waits from here on
+        assert (await service.post("save_weights", {"model_id": model, "seq_id": 7}))[0] == 200
+        status, answer = await service.post("forward_backward", body(8, sequence))
+        assert status == 200, f"a save that waits changes no weights: {answer}"
+        await service.post("optim_step", step_of(model, 9))
+        status, answer = await service.post("forward_backward", body(10, sequence))
         assert status == 400 and "sample again" in answer["detail"]
 
 

@@ -21,6 +21,7 @@ from tests.helpers.chained_run import make_chained_run, step
 from tools import bench_chain, bench_scaling, bench_stages, bench_staleness
 from tools.bench_ablation import ALL_OFF, Switches, shapley
 from tools.bench_scaling import Row
+from tools.bench_streaming import ideal_gain
 from tools.bench_swap import MODES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -46,6 +47,13 @@ def test_the_ideal_of_scaling_is_that_of_the_slower_side() -> None:
     assert fast.ideal_tokens_per_s == pytest.approx(64 * 1024 / 2.56)
     slow = Row("replicas", 8, 1, 1.0, 1000.0, 0.1)
     assert slow.ideal_tokens_per_s == pytest.approx(64 * 1024 / (64 * 0.08))
+
+
+def test_the_ideal_of_streaming_hides_all_but_the_last_minibatch() -> None:
+    assert ideal_gain(4.0, 4.0, 0.0, 4) == pytest.approx(8 / 5)
+    assert ideal_gain(4.0, 4.0, 0.0, 1) == pytest.approx(1.0)
+    assert ideal_gain(1.0, 4.0, 1.0, 2) == pytest.approx(ideal_gain(4.0, 1.0, 1.0, 2))
+    assert ideal_gain(4.0, 4.0, 1e6, 4) == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.nightly
