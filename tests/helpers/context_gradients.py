@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +38,8 @@ def microbatches(multiple: int) -> list[tuple[str, list[Group], Microbatch]]:
     first, second, third = make_groups(0, 3, 4, seed=5)
     shape = argparse.Namespace(prompt=5, response=6, responses=2)
     sessions = make_sessions(shape, VOCAB_SIZE, TREES["last turn tried three times"], index=0)
+    # token 0 pads, and has no gradient in transformers' embedding
+    sessions = replace(sessions, tokens=np.maximum(sessions.tokens, 1))
     return [
         ("shared", [first], pack([first], True, multiple)),
         ("trees", [sessions], pack([sessions], True, multiple)),

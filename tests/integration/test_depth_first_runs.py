@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.ended_runs import EndedRun, assert_same_to_the_bit, run_to_end
-from tests.helpers.engine_process import KEY
+from tests.helpers.engine_process import KEY, EngineProcess
 from tests.helpers.killed_runs import assert_equal_when_killed, keys
 from tests.helpers.launched import Launched
 
@@ -42,12 +43,23 @@ def long_prompts(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def engine(long_prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Gives rollout.attach: one transformers engine for all runs, with room for long prompts."""
+    rollout = {"max_num_seqs": 256, "max_response_tokens": LONG_PROMPT}
+    model = (long_prompts / "model").resolve()
+    started = EngineProcess("transformers", model, tmp_path_factory.mktemp("engine"), rollout)
+    asyncio.run(started.wait_ready())
+    yield f"[{started.url}]"
+    started.kill()
+
+
 @pytest.fixture
-def run(long_prompts: Path, shared_engine: Callable[[Path], str], tmp_path: Path) -> Run:
+def run(long_prompts: Path, engine: str, tmp_path: Path) -> Run:
     def start(name: str, **others: object) -> EndedRun:
         chosen: dict[str, object] = {
             **IN_PIECES,
-            "rollout.attach": shared_engine((long_prompts / "model").resolve()),
+            "rollout.attach": engine,
             "schedule.order": "prompt",
             "optimizer.learning_rate": 1e-3,
             "optimizer.warmup_iterations": 0,
