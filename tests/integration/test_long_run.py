@@ -20,14 +20,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.timeout(
 
 LIMIT_S = 2400.0
 SCRIPT = ROOT / "launch" / "run_grpo_tiny_8k.sh"
-ITERATIONS = 6
-RECIPE: dict[str, object] = {
-    "data.test": "null",
-    "schedule.iterations": ITERATIONS,
-    # so that six iterations show it
-    "optimizer.learning_rate": 1e-3,
-    "telemetry.trackers": "[]",
-}
+RECIPE: dict[str, object] = {"data.test": "null", "telemetry.trackers": "[]"}
 ONE_RANK: dict[str, object] = {"trainer.devices": 1, "trainer.context_parallel": 1}
 
 
@@ -73,9 +66,9 @@ def test_two_ranks_of_a_context_group_learn_behind_long_prompts_as_one_rank_does
         assert two[0][key] == one[0][key], key
     for key in ("loss", "grad_norm"):
         assert two[0][key] == pytest.approx(one[0][key], rel=1e-4, abs=1e-7), key
-    assert one[0]["tokens_prompt"] > 8000 * 8 * 16, "the prompts are long"
+    assert one[0]["tokens_prompt"] > 8000 * 8 * 8, "the prompts are long"
     for name, records in {"one rank": one, "two ranks": two}.items():
         rewards = [record["reward_mean"] for record in records]
-        assert len(rewards) == ITERATIONS
-        assert fmean(rewards[-2:]) > fmean(rewards[:2]) + 0.1, f"{name} does not learn: {rewards}"
+        assert len(rewards) == 10
+        assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.1, f"{name} does not learn: {rewards}"
         assert all(record["logprob_diff_max"] < 1e-3 for record in records), name
