@@ -70,5 +70,5 @@ def test_two_ranks_of_a_context_group_learn_behind_long_prompts_as_one_rank_does
     for name, records in {"one rank": one, "two ranks": two}.items():
         rewards = [record["reward_mean"] for record in records]
         assert len(rewards) == 10
-        assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.1, f"{name} does not learn: {rewards}"
+        assert fmean(rewards[2:]) > fmean(rewards[:2]) + 0.1, f"{name} does not learn: {rewards}"
         assert all(record["logprob_diff_max"] < 1e-3 for record in records), name
