@@ -12,8 +12,13 @@
     from agent_client import serve
 
     def work(session):                           # returns the session's reward
-        client = openai.OpenAI(base_url=session.openai_url, api_key=session.api_key)
-        ...
+        with openai.OpenAI(base_url=session.openai_url, api_key=session.api_key) as client:
+            ...
+        return 1.0
+
+    async def work(session):                     # or this, with an event loop for each session
+        async with openai.AsyncOpenAI(base_url=session.openai_url, ...) as client:
+            ...
         return 1.0
 
     serve(work, sessions_at_once=16)
@@ -26,19 +31,23 @@ It needs Python 3.8 and nothing else. docs/agents.md describes the requests that
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import queue
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 REQUEST_TIMEOUT_S = 60.0
 TASK_WAIT_S = 30  # for which the gateway holds a request for a task
+REQUEST_ATTEMPTS = 3  # a busy machine may lose a connection
+PAUSE_S = 0.5  # between two attempts
 
 
 class SessionEnded(Exception):
@@ -132,13 +141,16 @@ def tasks(gateway: Gateway) -> Iterator[Session]:
 
 
 def serve(
-    work: Callable[[Session], float | None],
+    work: Callable[[Session], float | Coroutine[Any, Any, float | None] | None],
     sessions_at_once: int = 1,
     gateway: Gateway | None = None,
 ) -> None:
     """Works on tasks until the run ends.
 
     work: has one session, and returns its reward; None gives none. It is called by several threads.
+    If it is an `async def`, each session has an event loop of its own. Use this for asynchronous
+    clients, and close them (`async with`): whichever thread collects one that is left open closes
+    its connections in the loop of another thread, whose session may then wait for ever.
     gateway: that of the run which started this program, if it is not given.
     Raises the first error that `work` raises. The program should then end: the run begins the
     sessions again that it had taken, with a new program.
@@ -164,9 +176,13 @@ def serve(
             raise error
 
 
-def _work_on(session: Session, work: Callable[[Session], float | None]) -> None:
+def _work_on(
+    session: Session, work: Callable[[Session], float | Coroutine[Any, Any, float | None] | None]
+) -> None:
     try:
         reward = work(session)
+        if isinstance(reward, Coroutine):
+            reward = asyncio.run(reward)
         if reward is not None:
             session.give_reward(reward)
         session.end()
@@ -177,18 +193,28 @@ def _work_on(session: Session, work: Callable[[Session], float | None]) -> None:
 def _request(
     url: str, key: str, body: dict[str, Any] | None, headers: dict[str, str] | None = None
 ) -> Any:
-    """Returns the JSON that a request answers. body: None sends a GET."""
+    """Returns the JSON that a request answers. body: None sends a GET.
+
+    Sends the request again if its connection was lost: no request has a second effect.
+    Raises OSError if there is no gateway.
+    """
     headers = {**(headers or {}), "Authorization": f"Bearer {key}"}
     data = None
     if body is not None:
         data = json.dumps(body).encode()
         headers["Content-Type"] = "application/json"
     request = urllib.request.Request(url, data, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        text = error.read().decode("utf-8", "replace")
-        if error.code == 404:
-            raise SessionEnded(text) from None
-        raise RuntimeError(f"{url}: {error.code}: {text[:300]}") from None
+    for attempt in range(1, REQUEST_ATTEMPTS + 1):
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            text = error.read().decode("utf-8", "replace")
+            if error.code == 404:
+                raise SessionEnded(text) from None
+            raise RuntimeError(f"{url}: {error.code}: {text[:300]}") from None
+        except OSError:
+            if attempt == REQUEST_ATTEMPTS:
+                raise
+            time.sleep(PAUSE_S)
+    return None

@@ -17,19 +17,21 @@ from openai import AsyncOpenAI
 CHAT = sys.argv[1:] == ["chat"]
 
 
-def work(session: Session) -> float:
-    client = AsyncOpenAI(base_url=session.openai_url, api_key=session.api_key, max_retries=0)
+async def work(session: Session) -> float:
     make_model = OpenAIChatCompletionsModel if CHAT else OpenAIResponsesModel
-    agent = Agent(
-        name="calculator",
-        tools=[function_tool(calculator)],
-        model=make_model("policy", client),
-    )
-    try:
-        result = Runner.run_sync(agent, session.task["row"]["question"], max_turns=TURNS)
-    except Exception as error:  # a limit of the run, or a call that is none
-        print(error)
-        return 0.0
+    async with AsyncOpenAI(
+        base_url=session.openai_url, api_key=session.api_key, max_retries=0
+    ) as client:
+        agent = Agent(
+            name="calculator",
+            tools=[function_tool(calculator)],
+            model=make_model("policy", client),
+        )
+        try:
+            result = await Runner.run(agent, session.task["row"]["question"], max_turns=TURNS)
+        except Exception as error:  # a limit of the run, or a call that is none
+            print(error)
+            return 0.0
     return reward(result.final_output, session.task)
 
 

@@ -25,7 +25,7 @@ class Answer(BaseModel):
     number: int
 
 
-def work(session: Session) -> float:
+async def work(session: Session) -> float:
     provider = OpenAIProvider(base_url=session.openai_url, api_key=session.api_key)
     agent: Agent[None, object] = Agent(
         OpenAIChatModel("policy", provider=provider),
@@ -34,7 +34,8 @@ def work(session: Session) -> float:
     )
     question = session.task["row"]["question"]
     try:
-        result = agent.run_sync(question, usage_limits=UsageLimits(request_limit=TURNS))
+        async with agent:  # which closes its client
+            result = await agent.run(question, usage_limits=UsageLimits(request_limit=TURNS))
     except Exception as error:  # a limit of the run, or a call that is none
         print(error)
         return 0.0

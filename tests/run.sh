@@ -38,6 +38,10 @@ if [ "$what" = nightly ] && [ ! -d .venv-gym/reasoning_gym ]; then
   echo "installing reasoning-gym for tests/unit/data/test_made_rows.py"
   install_beside .venv-gym -r requirements/gym.txt || echo "it cannot be installed here; its tests will be skipped"
 fi
+if [ "$what" = nightly ] && [ ! -d .venv-trl/trl ]; then
+  echo "installing TRL for tests/integration/test_trl_losses.py"
+  install_beside .venv-trl -r requirements/peers.txt || echo "it cannot be installed here; its tests will be skipped"
+fi
 # make_for NAME TESTS: .venv-NAME, an environment of its own, since its packages want other versions than engines do
 make_for() {
   if [ -f ".venv-$1/.complete" ]; then return; fi

@@ -37,7 +37,7 @@ import numpy as np
 
 from pa_npu.agents.environment import AgentEnvironment
 from pa_npu.agents.gateway import Gateway
-from pa_npu.agents.session import Sessions
+from pa_npu.agents.open_sessions import Sessions
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.episode import GroupGenerate, run_episode
 from pa_npu.data.prompts import Prompt

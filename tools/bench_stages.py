@@ -1,14 +1,16 @@
 #!/usr/bin/env python
 """Measures what a stage before or beside the reward saves: held-out accuracy by iteration, and seconds, over seeds.
 
-    python tools/bench_stages.py teacher [--seeds 1,2,3] [--iterations 10] [--work DIR] [--markdown FILE] [key=value ...]
+    python tools/bench_stages.py teacher [--seeds 1,2,3] [--iterations 10] [--rate CASE=RATE ...]
+                                          [--work DIR] [--markdown FILE] [key=value ...]
     python tools/bench_stages.py nothing [--supervised 150] [--iterations 10] ...
 
 teacher: the student of configs/distill_tiny.yaml, which slips at sums, by
   GRPO          the reward alone
   distillation  the larger model that does not slip, alone
   both          the reward with algorithm.distill_coef=1
-with equally many responses an iteration, 384, and the same learning rate.
+with equally many responses an iteration, 384. --rate gives each its own learning rate; without it
+all have the configurations'.
 
 nothing: a model with random weights, by
   supervised    --supervised iterations of 128 rows
@@ -103,17 +105,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--model", default=".cache/tiny_random/model", help="with random weights, of nothing"
     )
+    parser.add_argument("--cases", help="only these, such as GRPO,both")
+    parser.add_argument(
+        "--rate", action="append", default=[], metavar="CASE=RATE", help="learning rate of a case"
+    )
     parser.add_argument("--work", type=Path, default=Path("runs/stages"), help="of the runs")
     parser.add_argument("--markdown", type=Path, help="also write the table there")
     parser.add_argument("overrides", nargs="*", help="further keys of all runs, as key=value")
     args = parser.parse_intermixed_args(arguments)
     seeds = [int(text) for text in args.seeds.split(",")]
     cases = cases_of(args.subject, args.iterations, args.supervised, args.model)
+    names = [case.name for case in cases]
+    wanted = args.cases.split(",") if args.cases else names
+    rates = dict(text.partition("=")[::2] for text in args.rate)
+    for name in (*wanted, *rates):
+        if name not in names:
+            parser.error(f"{name!r} is not a case of {args.subject}; use {', '.join(names)}")
+    cases = [case for case in cases if case.name in wanted]
     curves: dict[str, list[Curve]] = {case.name: [] for case in cases}
     for seed in seeds:
         for case in cases:
             directory = args.work / f"{args.subject}-{case.name}-{seed}"
             settings = [*case.settings, f"run.seed={seed}", *args.overrides]
+            if case.name in rates:
+                settings.append(f"optimizer.learning_rate={rates[case.name]}")
             if case.after:
                 before = args.work / f"{args.subject}-{case.after}-{seed}"
                 settings.append(f"model.path={before / 'hf'}")

@@ -73,6 +73,7 @@ PROFILE_GROUPS = {
         "aten::mul",
         "aten::add",
         "native_layer_norm",
+        "rms_norm",
     ),
     "copies and layout": (
         "copy_",
@@ -116,14 +117,18 @@ class FixedMicrobatches:
 
 
 class TransformersTrainer:
-    """Trains as a straightforward script does: padded batches, log_softmax, AdamW."""
+    """Trains as a straightforward script does: padded batches, log_softmax, AdamW.
+
+    Parameters, gradients and AdamW's moments are of config.model.dtype, and so is all arithmetic.
+    """
 
     def __init__(self, config: Config) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(
-            config.model.path, dtype=torch.float32
-        ).train()
+        self.device = platforms.get(config.run.device).device(0)
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.model.dtype]
+        model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=dtype)
+        self.model = model.to(self.device).train()
         o = config.optimizer
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -155,14 +160,17 @@ class TransformersTrainer:
         for i, length in enumerate(lengths):
             tokens[i, : prompt + length] = sequences[i]
             mask[i, : prompt + length] = 1
-        ids = torch.from_numpy(tokens)
-        mask_t = torch.from_numpy(mask)
-        logits = self.model(input_ids=ids, attention_mask=mask_t, use_cache=False).logits[
-            :, prompt - 1 : -1
-        ]
-        logprobs = logits.log_softmax(-1).gather(-1, ids[:, prompt:, None]).squeeze(-1)
+        ids = torch.from_numpy(tokens).to(self.device)
+        mask_t = torch.from_numpy(mask).to(self.device)
+        # Without padding, attention takes its causal kernel, which is faster than one with a mask.
+        padding = mask_t if int(mask.min()) == 0 else None
+        logits = self.model(
+            input_ids=ids, attention_mask=padding, use_cache=False, logits_to_keep=longest + 1
+        ).logits[:, :-1]
+        logprobs = logits.float().log_softmax(-1).gather(-1, ids[:, prompt:, None]).squeeze(-1)
         ratio = (logprobs - logprobs.detach()).exp()
         advantages = torch.from_numpy(group.advantages[group.offsets()[1:] - 1])[:, None]
+        advantages = advantages.to(self.device)
         losses = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages)
         return (losses * mask_t[:, prompt:]).sum()
 
@@ -438,7 +446,7 @@ def make_groups(args: argparse.Namespace, vocab_size: int) -> list[Group]:
 
 
 def make_learner(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-def]
-    platform = platforms.get("cpu")
+    platform = platforms.get(config.run.device)
     prepare(platform.name)
     from pa_npu.backends.megatron.backend import MegatronBackend
     from pa_npu.backends.megatron.factory import load_stage
@@ -463,7 +471,7 @@ def make_sharded(config: Config, spec: ModelSpec):  # type: ignore[no-untyped-de
 
     trainer = config.trainer.model_copy(update={"backend": "fsdp"})
     config = config.model_copy(update={"trainer": trainer})
-    platform = platforms.get("cpu")
+    platform = platforms.get(config.run.device)
     timeline = Timeline(None, "")
     backend = backend_module("fsdp").create(
         config, spec, platform, dist.HashStore(), 0, 0, timeline
@@ -489,6 +497,14 @@ def step(learner, microbatches: list[Microbatch]) -> tuple[float, float]:  # typ
     return report.loss, report.grad_norm
 
 
+def kind_of(operator: str) -> str:
+    """Returns the kind of work of an operator as the profiler names it."""
+    for kind, parts in PROFILE_GROUPS.items():
+        if any(part in operator for part in parts):
+            return kind
+    return "other"
+
+
 def profile(row: Callable[[], object]) -> dict[str, float]:
     """Share of self CPU time per kind of work, over one iteration."""
     from torch.profiler import ProfilerActivity
@@ -498,11 +514,7 @@ def profile(row: Callable[[], object]) -> dict[str, float]:
         row()
     shares: dict[str, float] = dict.fromkeys([*PROFILE_GROUPS, "other"], 0.0)
     for event in recorded.key_averages():
-        kind = next(
-            (k for k, needles in PROFILE_GROUPS.items() if any(n in event.key for n in needles)),
-            "other",
-        )
-        shares[kind] += event.self_cpu_time_total
+        shares[kind_of(event.key)] += event.self_cpu_time_total
     total = sum(shares.values())
     return {kind: value / total for kind, value in shares.items()}
 

@@ -757,14 +757,16 @@ def supervise_calls(
 
 
 def call_batch(
-    tokenizer: PreTrainedTokenizerFast, batch: list[Lesson]
+    tokenizer: PreTrainedTokenizerFast, batch: list[Lesson], before: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns tokens and labels [rows, width]; each piece is tokenised by itself, as the
     environments do.
+
+    before: what stands before each question, such as a system message.
     """
     rows = []
     for asked, turns in batch:
-        tokens = tokenizer(USER + asked + ASSISTANT).input_ids
+        tokens = tokenizer(before + USER + asked + ASSISTANT).input_ids
         labels = [IGNORED] * len(tokens)
         for text, written in turns:
             piece = tokenizer(text).input_ids

@@ -35,7 +35,7 @@ from pa_npu.errors import ConfigError
 from pa_npu.vision.placeholders import Span, expanded_at
 
 _DEVELOPER = "developer"  # OpenAI's newer name of the role `system`
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -415,7 +415,7 @@ def parse_hermes(text: str, tools: Sequence[dict[str, Any]] = (), prompt: str = 
     calls = []
     for match in _HERMES.finditer(text):
         try:
-            call = json.loads(match[1])
+            call = json.loads(match[1].strip())
             name = call["name"]
             arguments = call.get("arguments", {})
             written = json.dumps(arguments, ensure_ascii=False)

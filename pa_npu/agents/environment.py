@@ -24,9 +24,10 @@ from functools import partial
 
 from pa_npu.agents.chat import Chat
 from pa_npu.agents.gateway import Gateway
+from pa_npu.agents.open_sessions import Sessions
 from pa_npu.agents.openai_format import SamplingRules
 from pa_npu.agents.programs import COMMAND_KEY, Programs
-from pa_npu.agents.session import Session, SessionLimits, Sessions
+from pa_npu.agents.session import Session, SessionLimits
 from pa_npu.agents.tree import num_unique
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.operation import LOOPBACK

@@ -39,6 +39,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from pa_npu.agents import messages_format, responses_format
+from pa_npu.agents.open_sessions import Sessions
 from pa_npu.agents.openai_format import (
     AgentRequest,
     AgentRequestRefused,
@@ -49,7 +50,7 @@ from pa_npu.agents.openai_format import (
     read_request,
     whole_answer,
 )
-from pa_npu.agents.session import AnsweredTurn, Session, Sessions
+from pa_npu.agents.session import AnsweredTurn, Session
 from pa_npu.control.tasks import cancel
 from pa_npu.data.rows import is_text
 from pa_npu.engines.http_server import OPEN_PATH, authorised
@@ -250,6 +251,10 @@ class Gateway:
         session = await self.sessions.wait_task(program, wait_s)
         if session is None:
             return web.json_response({"task": None})
+        if request.transport is None or request.transport.is_closing():
+            # asyncio.wait_for of Python 3.10 and 3.11 can swallow the handler's cancellation
+            self.sessions.give_back(session)
+            raise ConnectionResetError
         return web.json_response(
             {
                 "task": session.task,

@@ -252,7 +252,7 @@ def _chat_tool_choice(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "tool":
         return {"type": "function", "function": {"name": value.get("name")}}
-    if kind not in _TOOL_CHOICES:
+    if not isinstance(kind, str) or kind not in _TOOL_CHOICES:
         raise AgentRequestRefused(
             f"tool_choice: {value!r:.60} is none of auto, any, tool and none", param="tool_choice"
         )

@@ -31,7 +31,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pa_npu.agents.session import Session, Sessions
+from pa_npu.agents.open_sessions import Sessions
+from pa_npu.agents.session import Session
 from pa_npu.config.sections.rollout import AgentConfig
 from pa_npu.control import keeper
 from pa_npu.control.tasks import cancel

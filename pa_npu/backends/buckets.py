@@ -30,7 +30,7 @@ from pa_npu.config.sections.operation import Senders
 from pa_npu.families.spec import ModelSpec
 from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.adapters import Base
-from pa_npu.weight_transfer.contents import Contents
+from pa_npu.weight_transfer.contents import OrderedContents, Position
 from pa_npu.weight_transfer.manifest import Bucket, Manifest, Segment, row_size
 
 _WORD_BYTES = 4  # sums of bits are those of int32, which every backend of collectives adds
@@ -90,9 +90,9 @@ class Part(ABC):
         raise NotImplementedError(f"{type(self).__name__} has whole rows")
 
     @abstractmethod
-    def pieces(self, size: int) -> Iterator[torch.Tensor]:
-        """Yields this rank's part of the tensor of `size` elements, each element once, in any order
-        and shape.
+    def pieces(self, size: int) -> Iterator[tuple[torch.Tensor, Position]]:
+        """Yields this rank's part of the tensor of `size` elements, each element once, in pieces of
+        any shape, and where their elements are in the whole.
         """
 
 
@@ -192,13 +192,14 @@ class GatheredWeights(ABC):
             for segment in bucket.segments:
                 types[segment.name] = bucket.torch_dtype
         parts = self.live_parts(self._leads)
-        contents = Contents()
+        contents = OrderedContents()
         for name in self._names:
             parts[name].gather(self._group, self._memory)
             if name not in types:
                 continue
-            for piece in parts[name].pieces(math.prod(self.manifest.shapes[name])):
-                contents.add(name, piece, types[name])
+            size = math.prod(self.manifest.shapes[name])
+            for piece, position in parts[name].pieces(size):
+                contents.add(name, piece, types[name], position)
         return contents.read()
 
     def buckets(

@@ -12,7 +12,7 @@ from typing import Any
 
 from pa_npu.agents.environment import AgentEnvironment
 from pa_npu.agents.gateway import Gateway
-from pa_npu.agents.session import Sessions
+from pa_npu.agents.open_sessions import Sessions
 from pa_npu.config.schema import Config
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.freshness import Freshness

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pa_npu.agents.session import Sessions
+from pa_npu.agents.open_sessions import Sessions
 from pa_npu.checkpoints.directories import read_meta
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.learning import TEACHER_KEY_VARIABLE

@@ -4,7 +4,8 @@
     contents of each                                                        contents of each
 
 The two must be equal, tensor by tensor, in whatever layout the engine keeps them
-(weight_transfer.contents). A digest on arrival does not show the loader's work: a layer that it
+(weight_transfer.contents). Of what was received ordered contents are reported too, which the
+trainers compare with what they train. A digest on arrival does not show the loader's work: a layer that it
 skipped, weights that it scaled, a packed copy that stayed old.
 
 Runs inside engines; imports torch, msgspec and pa_npu.weight_transfer only.
@@ -14,13 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from pa_npu.weight_transfer.computation import Computation
-from pa_npu.weight_transfer.contents import Contents, summed
+from pa_npu.weight_transfer.contents import Contents, OrderedContents, summed
 
 # A fused projection is made of at most three tensors, which are reported one by one. Experts, of
 # which there are many, are reported as one sum.
@@ -60,7 +61,7 @@ class LiveReport(msgspec.Struct, frozen=True):
     memory: by name.
     unplaced: received tensors that no known memory is made of.
     computation: what its modules compute with beside the weights.
-    arrived: contents of each tensor that came from the trainers, by its name there.
+    arrived: ordered contents of each tensor that came from the trainers, by its name there.
     """
 
     memory: dict[str, ReportedTensor]
@@ -69,8 +70,16 @@ class LiveReport(msgspec.Struct, frozen=True):
     arrived: dict[str, str] = {}
 
 
-Known = dict[str, tuple[str, str]]
-"""By HF name, the contents of a tensor that was received, and its dtype."""
+class Received(NamedTuple):
+    """Contents and ordered contents of a tensor that was received, and its dtype."""
+
+    contents: str
+    ordered: str
+    dtype: str
+
+
+Known = dict[str, Received]
+"""Tensors that were received, by HF name."""
 
 
 class LiveWeights:
@@ -84,8 +93,8 @@ class LiveWeights:
 
     def __init__(self, before: Known | None = None) -> None:
         self._before = before or {}
-        self._arrived = Contents()
-        self._received = Contents()
+        self._arrived = OrderedContents()
+        self._received = OrderedContents(in_any_order=True)
         self._dtypes: dict[str, str] = {}
 
     @property
@@ -96,8 +105,9 @@ class LiveWeights:
     def known(self) -> Known:
         """Returns the tensors that were received, those before included."""
         known = dict(self._before)
-        for name, contents in self._received.read().items():
-            known[name] = contents, self._dtypes[name]
+        ordered = self._received.read()
+        for name, contents in self._received.read_in_any_order().items():
+            known[name] = Received(contents, ordered[name], self._dtypes[name])
         return known
 
     def arrived(
@@ -133,27 +143,26 @@ class LiveWeights:
             sources[tensor.name] = tensor.sources
             dtypes[tensor.name] = _name_of(tensor.memory.dtype)
         known = self.known()
-        received = {name: contents for name, (contents, _) in known.items()}
         contents = held.read()
         memory: dict[str, ReportedTensor] = {}
         placed: set[str] = set()
         for name, names in sources.items():
             placed.update(names)
-            parts = [received[source] for source in names]
+            parts = [known[source].contents for source in names]
             if len(parts) > _NAMED_SOURCES:
                 parts = [summed(parts)]
             memory[name] = ReportedTensor(
                 contents=contents[name],
                 dtype=dtypes[name],
                 received=parts,
-                received_dtype=known[names[0]][1],
+                received_dtype=known[names[0]].dtype,
             )
         unplaced = [name for name in known if name not in placed]
         report = LiveReport(
             memory=memory,
             unplaced=unplaced,
             computation=computation,
-            arrived=self._arrived.read() or received,
+            arrived=self._arrived.read() or {name: known[name].ordered for name in known},
         )
         answer: dict[str, Any] = msgspec.to_builtins(report, str_keys=True)
         return answer

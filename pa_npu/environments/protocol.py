@@ -116,7 +116,7 @@ class EnvironmentContext:
     timeout_s: limit of the environment's own work in one turn.
     options: environment.options.
     config: the run's; None for an environment that is made by hand.
-    sessions: of the run's gateway (agents.session.Sessions); None if the run serves none.
+    sessions: of the run's gateway (agents.open_sessions.Sessions); None if the run serves none.
     observations: weights of what is shown, by role (environment.observations).
     observation_component: of the loss that trains these tokens; 0 where none are trained.
     """

@@ -1,18 +1,18 @@
 """Compare what the trainers train with what an engine's live modules hold after a load, tensor by tensor (invariant I5).
 
-    the model      ──contents──>  what is sent  ──digests──>  an engine's   ──contents──>  the memory that its
-    that trains                                               receiver                     modules compute with
+    the model    ──ordered contents──>  what is sent  ──digests──>  an engine's  ──contents──>  the memory that its
+    that trains                                                     receiver                    modules compute with
 
 Modules also compute with numbers that are no weights: rotations, scales, epsilons, routers'
 settings. These are the trainers', too.
 
 The arrow in the middle is pa_npu.publish.engines. The first one shows a tensor that the trainers
-sent from a copy that was old, or changed on its way into a bucket; the last one a layer that a
-loader skipped, weights that it scaled, a packed copy that stayed old. So every tensor that an
-update changed has changed in every engine, and no other. There is no tolerance, so that it shows in
-bf16 what log-probs cannot. Where an engine keeps weights in a narrower type than they are sent in,
-their values differ by design; there, memory must not change when nothing of what it is made of
-does.
+sent from a copy that was old, or whose values changed or changed places on their way into a bucket;
+the last one a layer that a loader skipped, weights that it scaled, a packed copy that stayed old.
+So every tensor that an update changed has changed in every engine, and no other. There is no
+tolerance, so that it shows in bf16 what log-probs cannot. Where an engine keeps weights in a
+narrower type than they are sent in, their values differ by design; there, memory must not change
+when nothing of what it is made of does.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LiveMemoryCheck:
     def expect(self, version: int, trained: Mapping[str, str]) -> None:
         """Remembers what the trainers hold of `version` in the model that they train.
 
-        trained: contents by tensor.
+        trained: ordered contents by tensor.
         """
         self._trained[version] = trained
         for old in sorted(self._trained)[:-_REMEMBERED]:
@@ -106,7 +106,7 @@ class LiveMemoryCheck:
     def _check_sent(self, version: int, arrived: Mapping[str, str]) -> None:
         """Compares what an engine got with what the trainers train.
 
-        arrived: contents by tensor. Their digests are those of what was sent.
+        arrived: ordered contents by tensor. Their digests are those of what was sent.
         """
         trained = self._trained.get(version)
         if trained is None or not arrived:
@@ -118,13 +118,15 @@ class LiveMemoryCheck:
         if not wrong:
             return
         old = [name for name in wrong if name in arrived and arrived[name] == before.get(name)]
-        more = f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        names = ", ".join(wrong[:_NAMED])
+        if len(wrong) > _NAMED:
+            names += f" and {len(wrong) - _NAMED} more"
         reason = ""
         if old:
             reason = f", of which {len(old)} are still those of version {last}, first {old[0]}"
         raise InvariantViolation(
-            f"I5: as weight version {version} the trainers sent other values than they train in "
-            f"{len(wrong)} of {len(trained)} tensors ({', '.join(wrong[:_NAMED])}{more}){reason}; "
+            f"I5: as weight version {version} the trainers sent other values than they train, or "
+            f"these in other places, in {len(wrong)} of {len(trained)} tensors ({names}){reason}; "
             "look for what keeps a copy of weights, or changes them, on their way into a publish"
         )
 

@@ -105,8 +105,8 @@ SENT = Topic(
 class TrainedContents:
     """Says what a sending rank holds of `version` in the model that trains.
 
-    contents: by tensor (weight_transfer.contents). The sum over all ranks that take part is the
-        tensor's.
+    contents: ordered ones, by tensor (weight_transfer.contents). The sum over all ranks that take
+        part is the tensor's.
     """
 
     version: int

@@ -77,7 +77,8 @@ class WeightSource(Protocol):
         """Returns the manifest of what this rank sends, or its leader."""
 
     def contents(self) -> dict[str, str]:
-        """Sums up this rank's part of each of the manifest's tensors (weight_transfer.contents).
+        """Returns the ordered contents of this rank's part of each of the manifest's tensors
+        (weight_transfer.contents).
 
         It reads the model that trains, not what was sent. A tensor's contents are those of all
         ranks together. A rank that sends a share sums up that share. Collective over the ranks

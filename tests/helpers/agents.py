@@ -15,7 +15,8 @@ import numpy as np
 import openai
 
 from pa_npu.agents.environment import AgentEnvironment
-from pa_npu.agents.session import Session, Sessions
+from pa_npu.agents.open_sessions import Sessions
+from pa_npu.agents.session import Session
 from pa_npu.config.schema import Config
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.protocol import Generation

@@ -34,7 +34,7 @@ from pa_npu.samples.microbatch import Microbatch
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.trainer.learner import Learner
 from pa_npu.weight_transfer.computation import computation_of, disagreements
-from pa_npu.weight_transfer.contents import Contents
+from pa_npu.weight_transfer.contents import OrderedContents
 from pa_npu.weight_transfer.manifest import Assembler, Manifest
 from pa_npu.weight_transfer.transport import Deadline
 from tests.helpers.adapters import plain
@@ -245,7 +245,7 @@ class BackendConformance(BackendFaultConformance, BackendResumeConformance):
                 }
             assert actual.keys() == expected.keys()
             assert all(torch.equal(actual[name], expected[name]) for name in expected)
-            contents = Contents()
+            contents = OrderedContents()
             for name, tensor in actual.items():
                 contents.add(name, tensor)
             assert weights.contents() == contents.read(), "summed up in the model"

@@ -25,7 +25,7 @@ OF_SENDERS = "one sender "
 SENT_OLD = "a tensor of a layer sent from an old copy"
 KEPT_OLD = "a tensor of a layer kept by the engine"
 PUBLISHES = {
-    SENT_OLD: r"I5: as weight version 1 the trainers sent other values than they train in 1 of .* "
+    SENT_OLD: r"I5: as weight version 1 the trainers sent other values than they train, .* in 1 of .* "
     r"still those of version 0",
     # in two tensors where an engine computes with a packed copy, as vLLM does in bf16 on a CPU
     KEPT_OLD: r"I5: engine .* holds other values than were sent as weight version 1 in [12] of .*",

@@ -6,23 +6,24 @@ import asyncio
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pa_npu.config.schema import Config
+from tests.helpers import taught_program
 from tests.helpers.agents import TOKENIZER, ids, rollout
 from tests.helpers.agents_on_engine import samples_as_sampled
 from tests.helpers.engine_process import EngineProcess
 from tests.helpers.environments import needs, python_of
-from tools import make_tiny_model
 from tools.make_tiny_model import END_OF_TURN
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.nightly,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(600),
     needs("programs"),
 ]
 
@@ -52,10 +53,12 @@ def configuration(kind: str) -> Config:
     )
 
 
-@pytest.fixture(autouse=True)
-def at_home_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture(autouse=True, scope="module")
+def at_home_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The programs read no configuration of who runs the tests."""
-    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.MonkeyPatch.context() as variables:
+        variables.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        yield
 
 
 def call(name: str, **arguments: object) -> str:
@@ -113,20 +116,58 @@ async def test_sub_agents_of_codex_are_branches_of_the_session() -> None:
     assert [sample.reward for sample in samples] == [1.0, 1.0]
 
 
-async def test_what_claude_code_was_answered_by_vllm_is_trained_as_it_was_sampled(
-    tmp_path: Path,
-) -> None:
-    """By a model that calls a tool which Claude Code does not have, and is told so."""
-    task = ["--task", "agent", "--train-questions", "64", "--test-questions", "8"]
-    assert make_tiny_model.main(["--out", str(tmp_path / "taught"), *task]) == 0
-    rows = [json.loads((tmp_path / "taught" / "train.jsonl").read_text().splitlines()[0])]
-    model = tmp_path / "taught" / "model"
-    engine = EngineProcess(
-        "vllm", model, tmp_path, {"kv_cache_gib": 0.25}, more=["--max-model-len", "2048"]
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that was taught behind the words of Claude Code, which come from Claude Code."""
+
+    def script(shown: str) -> str:
+        return ANSWER if "42" in last_shown(shown).split() else taught_program.call("6*7")
+
+    played = rollout(configuration("claude"), 1, script)
+    _, policy = asyncio.run(asyncio.wait_for(played, TIMEOUT_S))
+    directory = tmp_path_factory.mktemp("taught")
+    taught_program.teach(taught_program.Words.shown_to(policy), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def engine(taught: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    longest = str(taught_program.MAX_POSITIONS)
+    process = EngineProcess(
+        "vllm",
+        taught,
+        tmp_path_factory.mktemp("engine"),
+        {"kv_cache_gib": 0.25},
+        more=["--max-model-len", longest, "--max-num-batched-tokens", longest],
     )
-    try:
-        samples = await samples_as_sampled(engine, configuration("claude"), rows, 4, TIMEOUT_S)
-    finally:
-        engine.kill()
-    assert len(samples) >= 4
-    assert any("<tool_call>" in str(TOKENIZER.decode(sample.tokens)) for sample in samples)
+    yield process
+    process.kill()
+
+
+def row(x: int, y: int) -> dict[str, str]:
+    return {"question": f"What is {x}*{y}?", "answer": f"#### {x * y}"}
+
+
+async def test_a_model_that_knows_the_words_of_claude_code_is_rewarded_and_trained_as_vllm_sampled_it(
+    engine: EngineProcess,
+) -> None:
+    """It has the program's shell multiply in some sessions, and guesses in the others."""
+    rows = [row(15, 47), row(62, 13)]
+    samples = await samples_as_sampled(engine, configuration("claude"), rows, 4, TIMEOUT_S)
+    texts = [str(TOKENIZER.decode(sample.tokens.tolist())) for sample in samples]
+    rewarded = [sample for sample in samples if sample.reward]
+    assert rewarded, texts
+    for sample in rewarded:
+        written = sample.tokens[sample.trained].tolist()
+        assert written.count(TOKENIZER.eos_token_id) == 2, (
+            "a call, and the answer behind its result"
+        )
+
+
+async def test_what_codex_was_answered_by_vllm_is_trained_as_it_was_sampled(
+    engine: EngineProcess,
+) -> None:
+    """Behind 20,000 tokens that the model does not know, so that what it writes has no sense."""
+    samples = await samples_as_sampled(engine, configuration("codex"), [row(15, 47)], 2, TIMEOUT_S)
+    assert len(samples) >= 2
+    assert min(len(sample.tokens) for sample in samples) > 10_000

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pa_npu.weight_transfer.contents import Contents, added
+from pa_npu.weight_transfer.contents import OrderedContents, added
 from pa_npu.weight_transfer.manifest import Assembler, Manifest, check_covered
 from tests.helpers.adapters import make_adapter
 from tests.helpers.megatron import model_config
@@ -62,7 +62,7 @@ def test_engines_get_the_same_bits_of_one_two_and_four_senders(
     sent = [torch.load(job.directory / f"sent-{rank}.pt") for rank in range(RANKS)]
     for kind in kinds:
         expected, (total,) = assembled(sent, f"{kind} leader")
-        contents = Contents()
+        contents = OrderedContents()
         for name, tensor in expected.items():
             contents.add(name, tensor)
         trained = contents.read()

@@ -105,6 +105,24 @@ def test_periodic_synchronous_and_runs_whose_teacher_dies_end_with_the_same_weig
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+@pytest.mark.parametrize("loss", ["sampled", "forward"])
+def test_a_teacher_in_the_trainers_pass_teaches_the_same_in_every_schedule(
+    loss: str, backend: str, tiny: Path, teacher: Path, tmp_path: Path
+) -> None:
+    periodic, synchronous = tmp_path / "periodic", tmp_path / "synchronous"
+    keys = {"teacher": f"{{large: {{model: {teacher}}}}}", "trainer__backend": backend}
+    if loss == "forward":
+        keys |= {name: str(value) for name, value in FORWARD.items()}
+    run_to_the_end(tmp_path, *arguments(tiny, teacher, periodic, **keys))
+    keys |= {"schedule__stream": "false"}
+    run_to_the_end(tmp_path, *arguments(tiny, teacher, synchronous, **keys))
+    assert not different(periodic, synchronous)
+    learnt = [record["grad_norm"] for record in records(periodic)]
+    assert len(learnt) == ITERATIONS and min(learnt) > 0
+
+
+@pytest.mark.nightly
 def test_teachers_of_every_place_teach_one_student(
     tiny: Path, teacher: Path, tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.families.wire_names import WireWeight
 from pa_npu.vision.family import read_vision
 from pa_npu.weight_transfer.adapters import Base, StoredWeight, merge, stored_digest
+from pa_npu.weight_transfer.contents import Position
 
 # Of a merged weight, made at once where its contents are summed up.
 _BLOCK_ROWS = 1024
@@ -123,7 +124,7 @@ class _MergedRows(Rows):
                 dist.all_reduce(whole, group=group)  # a sum with zeros
             self._whole.append(whole.to(rows.shard.device).view(self.down.shape))
 
-    def pieces(self, size: int) -> Iterator[torch.Tensor]:
+    def pieces(self, size: int) -> Iterator[tuple[torch.Tensor, Position]]:
         """See Part.
 
         Rows are merged block by block, so that no merged copy of all of them is anywhere.
@@ -132,7 +133,7 @@ class _MergedRows(Rows):
         first, end = max(0, -self.start), min(self.shard.numel(), size - self.start)
         while first < end:
             last = min(end, first + block)
-            yield self.read(first, last)
+            yield self.read(first, last), Position(self.start + first)
             first = last
 
     @torch.no_grad()

@@ -18,6 +18,7 @@ from pa_npu.config.sections.operation import Senders
 from pa_npu.families.spec import ModelSpec
 from pa_npu.families.wire_names import WireWeight
 from pa_npu.weight_transfer.adapters import Base
+from pa_npu.weight_transfer.contents import Position
 from pa_npu.weight_transfer.manifest import row_size
 
 
@@ -36,11 +37,11 @@ class Rows(Part):
         if begin < end:
             out[begin - first : end - first].copy_(self.read(begin - self.start, end - self.start))
 
-    def pieces(self, size: int) -> Iterator[torch.Tensor]:
+    def pieces(self, size: int) -> Iterator[tuple[torch.Tensor, Position]]:
         """See Part."""
         first, last = max(0, -self.start), min(self.shard.numel(), size - self.start)
         if first < last:
-            yield self.read(first, last)
+            yield self.read(first, last), Position(self.start + first)
 
     def read(self, first: int, last: int) -> torch.Tensor:
         """Elements [first, last) of the shard as they are sent."""

@@ -30,7 +30,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
 from pa_npu.samples.microbatch import Microbatch
 from pa_npu.weight_transfer.computation import Computation
-from pa_npu.weight_transfer.contents import Contents
+from pa_npu.weight_transfer.contents import OrderedContents
 from pa_npu.weight_transfer.digest import digest_of
 from pa_npu.weight_transfer.manifest import Bucket, Manifest, Segment
 from pa_npu.weight_transfer.transport import Deadline
@@ -286,7 +286,7 @@ class PublishedTensors:
         self.manifest = Manifest(0, spec.wire_sizes(), shapes, buckets)
 
     def contents(self) -> dict[str, str]:
-        contents = Contents()
+        contents = OrderedContents()
         for name, parameter in self._model.named_parameters():
             contents.add(name, parameter)
         return contents.read()

@@ -66,6 +66,48 @@ async def test_agents_from_elsewhere_work_until_the_run_ends(tmp_path: Path) -> 
     assert await asyncio.wait_for(process.wait(), 60.0) == 0
 
 
+async def test_asynchronous_work_has_an_event_loop_for_each_session(tmp_path: Path) -> None:
+    """Which ends with the session, so that no other thread can reach what it leaves open."""
+    command = agent(
+        tmp_path,
+        "import asyncio",
+        "loops = []",
+        "async def asks(session):",
+        "    assert all(loop.is_closed() for loop in loops), 'one session at a time'",
+        "    loops.append(asyncio.get_running_loop())",
+        "    question = [{'role': 'user', 'content': session.task['row']['question']}]",
+        "    client = openai.AsyncOpenAI(base_url=session.openai_url, api_key=session.api_key)",
+        "    async with client:",
+        "        await client.chat.completions.create(model='policy', messages=question)",
+        "    return len(set(map(id, loops)))",
+        "agent_client.serve(asks)",
+    )
+    chosen = config(command=command, programs=1)
+    async with opened(make_environment(chosen, TOKENIZER), 60.0) as environment:
+        samples = await environment.rollout(PROMPT, 3, Policy(lambda shown: f"w{END_OF_TURN}"))
+    assert sorted(sample.reward or 0.0 for sample in samples) == [1.0, 2.0, 3.0]
+
+
+async def test_a_lost_connection_loses_neither_task_nor_reward(tmp_path: Path) -> None:
+    """Every second request of the client meets a connection that is reset."""
+    command = agent(
+        tmp_path,
+        "urlopen, requests = agent_client.urllib.request.urlopen, []",
+        "def careless(*arguments, **options):",
+        "    requests.append(1)",
+        "    if len(requests) % 2:",
+        "        raise ConnectionResetError('the network was careless')",
+        "    return urlopen(*arguments, **options)",
+        "agent_client.urllib.request.urlopen = careless",
+        "agent_client.PAUSE_S = 0.01",
+        "agent_client.serve(work)",
+    )
+    chosen = config(command=command, programs=1)
+    async with opened(make_environment(chosen, TOKENIZER), 60.0) as environment:
+        samples = await environment.rollout(PROMPT, 2, Policy(lambda shown: f"w{END_OF_TURN}"))
+    assert [sample.reward for sample in samples] == [0.75] * 2
+
+
 async def test_an_error_of_the_work_ends_the_program_and_the_session_begins_again(
     tmp_path: Path,
 ) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from pa_npu.agents.open_sessions import Sessions
 from pa_npu.agents.programs import Programs
-from pa_npu.agents.session import Sessions
 from pa_npu.environments.protocol import EnvironmentFailed
 from pa_npu.environments.registry import make_environment, opened
 from pa_npu.errors import ConfigError

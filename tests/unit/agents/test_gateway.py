@@ -19,7 +19,7 @@ import pytest
 
 from pa_npu.agents import gateway
 from pa_npu.agents.environment import AgentEnvironment
-from pa_npu.agents.session import Sessions
+from pa_npu.agents.open_sessions import Sessions
 from pa_npu.config.schema import Config
 from pa_npu.coordinator.assembly import make_gateway, make_sessions
 from pa_npu.engines.protocol import Generation
@@ -68,6 +68,45 @@ async def test_sessions_cannot_use_each_other_and_strangers_can_use_none(
         await openai.AsyncOpenAI(
             base_url=another.root + "/v1", api_key="x", max_retries=0
         ).models.list()
+
+
+async def test_a_program_whose_name_is_no_text_is_a_stranger(agents: AgentEnvironment) -> None:
+    assert agents.sessions is not None
+    host, port = agents.sessions.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /tasks HTTP/1.1\r\nHost: x\r\nx-program: \xff\xfe\r\n\r\n")
+    assert b" 401 " in await asyncio.wait_for(reader.readline(), 10.0)
+    writer.close()
+
+
+async def test_a_task_that_cannot_reach_whoever_asked_for_it_is_the_next_ones(
+    agents: AgentEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions = agents.sessions
+    assert sessions is not None
+    wait_task = sessions.wait_task
+    asked, given = asyncio.Event(), asyncio.Event()
+
+    async def wait_in_spite_of_cancellation(program: str, wait_s: float) -> Any:
+        """Does what a wait does that ends in the moment in which it is cancelled."""
+        asked.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(wait_s)
+        given.set()
+        return await wait_task(program, wait_s)
+
+    client = await client_of(agents, Policy(asks_then_answers))
+    offered = asyncio.create_task(sessions.offer(client.session, 30.0))
+    monkeypatch.setattr(sessions, "wait_task", wait_in_spite_of_cancellation)
+    host, port = sessions.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    key = f"Authorization: Bearer {sessions.key}"
+    writer.write(f"GET /tasks?wait_s=30 HTTP/1.1\r\nHost: x\r\n{key}\r\n\r\n".encode())
+    await asyncio.wait_for(asked.wait(), 10.0)
+    writer.transport.abort()
+    await asyncio.wait_for(given.wait(), 10.0)
+    assert await wait_task("", 10.0) is client.session
+    await asyncio.wait_for(offered, 10.0)
 
 
 async def test_a_stream_that_is_hung_up_logs_no_traceback(

@@ -342,6 +342,7 @@ HOSTILE = [
             ("messages", '{"max_tokens": 5, "messages": [{"role": "user", "content": %s}]}'),
             ("messages", '{"max_tokens": 5, "messages": [{"role": "user", "content": "q"}], "tools": %s}'),
             ("messages", '{"max_tokens": 5, "messages": [{"role": "user", "content": "q"}], "thinking": %s}'),
+            ("messages", '{"max_tokens": 5, "messages": [{"role": "user", "content": "q"}], "tool_choice": {"type": %s}}'),
         )
     ),
 ]  # fmt: skip

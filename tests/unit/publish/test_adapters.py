@@ -28,7 +28,7 @@ from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.engine_memory import engine_memory
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.weight_transfer.adapters import BaseDirectory, merge
-from pa_npu.weight_transfer.contents import Contents
+from pa_npu.weight_transfer.contents import OrderedContents
 from pa_npu.weight_transfer.manifest import Manifest
 from pa_npu.weight_transfer.receiver import Receiver
 from pa_npu.weight_transfer.transport import WeightSyncError
@@ -74,7 +74,7 @@ def backend(model: Path, lora: str, /, **sections: Any) -> Any:
 
 
 def contents_by_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    contents = Contents()
+    contents = OrderedContents()
     for name, tensor in tensors.items():
         contents.add(name, tensor)
     return contents.read()

@@ -30,7 +30,7 @@ from pa_npu.publish.publisher import Publisher
 from pa_npu.publish.trainer_side import TrainerPublish
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.weight_transfer import transport
-from pa_npu.weight_transfer.contents import Contents
+from pa_npu.weight_transfer.contents import OrderedContents
 from tests.helpers.engine_subjects import VOCAB, bits, make_engine_model
 from tests.helpers.forked_engine import KEY, ForkedEngine
 from tests.helpers.policies import probe_plan
@@ -72,7 +72,7 @@ class Source:
 
     def contents(self) -> dict[str, str]:
         """Of the weights as they are; `old` are sent instead of them."""
-        contents = Contents()
+        contents = OrderedContents()
         for name, tensor in self.tensors.items():
             contents.add(name, tensor)
         return contents.read()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from pa_npu.engines.vllm.live import live_tensors
 from pa_npu.errors import InvariantViolation
 from pa_npu.publish.live_memory import LiveMemoryCheck
 from pa_npu.weight_transfer.computation import Computation
-from pa_npu.weight_transfer.contents import Contents, follows, summed
+from pa_npu.weight_transfer.contents import Contents, OrderedContents, Position, follows, summed
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -66,6 +66,50 @@ def test_contents_of_a_tensor_of_several_chunks_are_those_of_its_parts() -> None
     tensor = drawn(2**20 + 3)
     parts = [contents(part) for part in tensor.split(7919)]
     assert contents(tensor) == summed(parts)
+
+
+def ordered(
+    *pieces: torch.Tensor, positions: Sequence[Position] = (Position(),)
+) -> tuple[str, str]:
+    """Ordered contents of a tensor in pieces, and its contents."""
+    computed = OrderedContents(in_any_order=True)
+    for piece, position in zip(pieces, positions, strict=True):
+        computed.add("x", piece, position=position)
+    return computed.read()["x"], computed.read_in_any_order()["x"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(6, 5), (1024, 1100)], ids=["one chunk", "several"])
+def test_ordered_contents_are_those_of_a_tensors_pieces_in_their_places(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    tensor = drawn(*shape, dtype=dtype)
+    columns = shape[1]
+    whole = ordered(tensor)
+    assert whole[1] == contents(tensor)
+    by_rows = ordered(tensor[:2], tensor[2:], positions=[Position(), Position(2 * columns)])
+    left = Position(0, width=2, stride=columns)
+    right = Position(2, width=columns - 2, stride=columns)
+    by_columns = ordered(tensor[:, 2:], tensor[:, :2], positions=[right, left])
+    assert by_rows == by_columns == whole
+
+
+def test_ordered_contents_weight_each_element_by_its_index() -> None:
+    """Against a sum of Python's whole numbers."""
+    tensor = drawn(6, 5)
+    numbers = [int(contents(element), 16) for element in tensor.flatten()]
+    expected = sum(number * (2 * index + 1) for index, number in enumerate(numbers)) % 2**64
+    assert ordered(tensor)[0] == f"{expected:016x}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ordered_contents_differ_where_values_changed_places(dtype: torch.dtype) -> None:
+    tensor = drawn(8, 6, dtype=dtype)
+    exchanged = tensor[[1, 0, *range(2, 8)]]
+    for moved in (exchanged, tensor.roll(1), tensor.t().reshape(8, 6), tensor.flip(1)):
+        (is_ordered, in_any_order), (expected, values) = ordered(moved), ordered(tensor)
+        assert in_any_order == values
+        assert is_ordered != expected
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])

@@ -19,7 +19,7 @@ from pa_npu.errors import DeadlineExceeded
 from pa_npu.planning.publish import published_bytes, senders_of
 from pa_npu.publish.publisher import Publisher, PublishStats
 from pa_npu.weight_transfer import transport
-from pa_npu.weight_transfer.contents import Contents, added
+from pa_npu.weight_transfer.contents import OrderedContents, added
 from pa_npu.weight_transfer.manifest import Bucket, Manifest, Segment, check_covered
 from pa_npu.weight_transfer.receiver import Receiver
 from tests.helpers.megatron import model_config
@@ -211,7 +211,7 @@ def test_a_sender_of_an_old_copy_is_found_by_its_tensors(
 
 
 def contents_of(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    contents = Contents()
+    contents = OrderedContents()
     for name, tensor in weights.items():
         contents.add(name, tensor)
     return contents.read()

@@ -123,7 +123,9 @@ def sent_from_an_old_copy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
                 source._parameters = {**source._parameters, tensor.parameter: old.detach().clone()}
 
 
-def scaled_in_its_bucket(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def changed_in_its_bucket(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     start = GatheredWeights._start
 
     def changed(self: GatheredWeights, bucket: Any, parts: Any) -> Any:
@@ -132,11 +134,24 @@ def scaled_in_its_bucket(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         offset = 0
         for segment in bucket.segments:
             if segment.name == OLD:
-                flat[offset : offset + segment.size] *= 1.0625
+                elements = flat[offset : offset + segment.size]
+                elements.copy_(change(elements.clone()))
             offset += segment.size
         return words, work
 
     monkeypatch.setattr(GatheredWeights, "_start", changed)
+
+
+def scaled_in_its_bucket(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed_in_its_bucket(monkeypatch, lambda elements: elements * 1.0625)
+
+
+def shifted_in_its_bucket(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed_in_its_bucket(monkeypatch, lambda elements: elements.roll(1))
+
+
+def turned_in_its_bucket(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed_in_its_bucket(monkeypatch, lambda elements: elements.flip(0))
 
 
 def left_out_of_its_bucket(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +172,8 @@ SENDERS: dict[str, tuple[Callable[[Run, pytest.MonkeyPatch], None], str]] = {
         r", of which 1 are still those of version 0, first " + OLD,
     ),
     "scaled": (scaled_in_its_bucket, ""),
+    "shifted": (shifted_in_its_bucket, ""),
+    "last element first": (turned_in_its_bucket, ""),
     "left out": (left_out_of_its_bucket, ""),
 }
 

@@ -24,6 +24,7 @@ from pa_npu.backends.megatron.weights.hf_map import (
 from pa_npu.config.mesh import Place
 from pa_npu.config.sections.operation import Senders
 from pa_npu.families.spec import ModelSpec
+from pa_npu.weight_transfer.contents import Position
 
 
 class StageTensors(GatheredWeights):
@@ -132,16 +133,20 @@ class _Shard(Part):
     first: int
     last: int
 
-    def pieces(self, size: int) -> Iterator[torch.Tensor]:
+    def pieces(self, size: int) -> Iterator[tuple[torch.Tensor, Position]]:
         """See Part."""
         if self.view is None:
             return
+        columns = math.prod(self.tensor.shape[1:])
         if self.tensor.shard_dim == 1:
-            yield self.view
+            width = self.last - self.first
+            yield self.view, Position(self.first, width=width, stride=columns)
             return
         # of a part that is cut along rows, those that pad the vocabulary come last
-        elements = (self.last - self.first) * math.prod(self.tensor.shape[1:])
-        yield self.view if elements == self.view.numel() else self.view.reshape(-1)[:elements]
+        elements = (self.last - self.first) * columns
+        whole = elements == self.view.numel()
+        piece = self.view if whole else self.view.reshape(-1)[:elements]
+        yield piece, Position(self.first * columns)
 
     def lay(self, out: torch.Tensor, first: int) -> None:
         """See Part."""
