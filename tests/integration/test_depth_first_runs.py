@@ -15,7 +15,7 @@ import torch
 
 from tests.helpers.ended_runs import EndedRun, assert_same_to_the_bit, run_to_end
 from tests.helpers.engine_process import KEY, EngineProcess
-from tests.helpers.killed_runs import assert_equal_when_killed, keys
+from tests.helpers.killed_runs import Result, assert_equal_when_killed, keys
 from tests.helpers.launched import Launched
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
@@ -146,7 +146,11 @@ def test_a_run_whose_trainers_are_killed_ends_with_the_weights_of_one_that_was_n
     long_prompts: Path, launch: Callable[..., Launched], tmp_path: Path
 ) -> None:
     """Killed while it trains, with stems open or not: an iteration begins anew with its prompts."""
-    in_pieces = {**IN_PIECES, "schedule.prompts_per_iteration": 4}
+    in_pieces = {
+        **IN_PIECES,
+        "schedule.prompts_per_iteration": 4,
+        "reward.functions": '[{name: format, pattern: "4"}]',
+    }
     assert_equal_when_killed(
         keys(long_prompts, tmp_path / "calm", "transformers", **in_pieces),
         keys(long_prompts, tmp_path / "run", "transformers", **in_pieces),
@@ -154,3 +158,5 @@ def test_a_run_whose_trainers_are_killed_ends_with_the_weights_of_one_that_was_n
         launch,
         tmp_path,
     )
+    losses = Result.read(tmp_path / "calm").losses
+    assert len(set(losses)) > 1, f"control: there is something to learn: {losses}"
