@@ -28,7 +28,7 @@ SMALL = (
 )
 
 # logits of a chunk, which no context group divides, are small beside the activations
-LONG = "--long --vocab 1024 --chunk 128 --tokens 4096 --context 1 2".split()
+LONG = ["--long", "--vocab", "1024", "--chunk", "128", "--tokens", "4096", "--context", "1", "2"]
 
 
 def measured(*arguments: str) -> list[dict[str, float]]:
