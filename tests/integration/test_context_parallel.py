@@ -110,7 +110,8 @@ def errors_of(
     return errors
 
 
-@pytest.mark.parametrize("backend", ["fsdp", pytest.param("megatron", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_in_bf16_two_ranks_are_as_near_to_fp32_as_one_is(backend: str, tmp_path: Path) -> None:
     """Gradients of keys and values add up in fp32, so that dividing a sequence rounds no more."""
     model = make_model(tmp_path / "model", "qwen2", tied=True)

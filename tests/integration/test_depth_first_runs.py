@@ -18,7 +18,7 @@ from tests.helpers.engine_process import KEY, EngineProcess
 from tests.helpers.killed_runs import Result, assert_equal_when_killed, keys
 from tests.helpers.launched import Launched
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.timeout(1200)]
 LIMIT_S = 400.0
 LONG_PROMPT = 420
 EXAMPLES = "12+34=46. " * 20  # ten tokens each
@@ -74,7 +74,7 @@ def run(long_prompts: Path, engine: str, tmp_path: Path) -> Run:
     return start
 
 
-@pytest.mark.parametrize("backend", ["megatron", pytest.param("fsdp", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_a_run_with_each_prompt_computed_once_is_one_within_rounding(
     backend: str, run: Run
 ) -> None:
@@ -95,7 +95,6 @@ def test_a_run_with_each_prompt_computed_once_is_one_within_rounding(
         torch.testing.assert_close(once.weights[name], weight, rtol=1e-5, atol=4e-5)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_a_periodic_run_of_two_ranks_is_the_synchronous_one_to_the_bit(
     backend: str, run: Run
@@ -110,7 +109,6 @@ def test_a_periodic_run_of_two_ranks_is_the_synchronous_one_to_the_bit(
         assert record["tokens_computed"] < 0.4 * in_each, "each prompt is computed once"
 
 
-@pytest.mark.nightly
 def test_two_ranks_that_share_sequences_in_bf16_train(run: Run) -> None:
     """C = 2 on fsdp, where each piece computes its prompt."""
     ended = run(
@@ -140,7 +138,6 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., L
         yield start
 
 
-@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes through /proc")
 def test_a_run_whose_trainers_are_killed_ends_with_the_weights_of_one_that_was_not(
     long_prompts: Path, launch: Callable[..., Launched], tmp_path: Path
