@@ -28,6 +28,8 @@ the call is a tool call, and its answer comes in a message of its own (environme
 at the ones and mostly guesses the others: a student of two teachers (configs/distill_two_tiny.yaml).
 --task edit makes files to repair by tool calls (tools/tiny_edits.py, examples/edit_files_agent.py):
 the teacher can write them, and mostly leaves the mistake in.
+--examples N puts N worked sums before each question, as earlier turns, and teaches to read past
+them (tools/tiny_examples.py): 268 make prompts of 8,000 tokens (configs/grpo_tiny_8k.yaml).
 --task vision makes images in which squares are counted (tools/tiny_vision.py), train.parquet beside
 train.jsonl, and a small Qwen2.5-VL (or --family qwen3_vl, qwen3_vl_moe) that slips at counting.
 """
@@ -54,7 +56,7 @@ from transformers.utils.logging import disable_progress_bar
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pa_npu.vision.family import FAMILIES
-from tools import tiny_edits, tiny_vision
+from tools import tiny_edits, tiny_examples, tiny_vision
 
 # raise it when the same arguments give another result, so that old caches are made anew
 FORMAT_VERSION = 4
@@ -96,6 +98,9 @@ CALL_PARTS = ('<tool_call>{"name": "calculator", "arguments": {"x": "', '"}}</to
 SMALLEST = 10
 LARGEST = 99
 NUM_VALIDATION = 200
+SHOWN_BEHIND = (
+    50  # questions that are answered at once behind --examples: each has a copy of their keys
+)
 IGNORED = -100  # label of tokens without loss
 
 Answered = tuple[tuple[int, int], float]  # (x, y) and the answer
@@ -187,6 +192,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--train-questions", type=int, default=4096, help="rows of train.jsonl")
     parser.add_argument("--test-questions", type=int, default=200, help="rows of test.jsonl")
     parser.add_argument(
+        "--examples", type=int, default=0, help="worked sums before each question (--task add)"
+    )
+    parser.add_argument(
         "--steps", type=int, default=500, help="most supervised steps that teach adding"
     )
     parser.add_argument(
@@ -211,6 +219,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         arguments.family = FAMILIES[0] if arguments.task == "vision" else "qwen2"
     if (arguments.task == "vision") != (arguments.family in FAMILIES):
         parser.error(f"--task {arguments.task} has no --family {arguments.family}")
+    if arguments.examples < 0 or (arguments.examples and arguments.task != "add"):
+        parser.error(
+            f"--examples {arguments.examples} must be at least 0, and 0 with --task "
+            f"{arguments.task}"
+        )
     if arguments.heads is None:
         arguments.heads = max(arguments.hidden // 32, arguments.kv_heads)
     if arguments.ffn is None:
@@ -255,8 +268,10 @@ def make(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     test = pairs[: arguments.test_questions]
     validation = pairs[arguments.test_questions : arguments.test_questions + NUM_VALIDATION]
     rest = pairs[arguments.test_questions + NUM_VALIDATION :]
-    write_questions(directory / "train.jsonl", rest[: arguments.train_questions], arguments.task)
-    write_questions(directory / "test.jsonl", test, arguments.task)
+    examples = make_examples(arguments, rest)
+    trained = rest[: arguments.train_questions]
+    write_questions(directory / "train.jsonl", trained, arguments.task, examples)
+    write_questions(directory / "test.jsonl", test, arguments.task, examples)
     if arguments.task == "add":
         write_pairs(directory / "pairs.jsonl", rest[: arguments.train_questions])
         write_pairs(directory / "test_pairs.jsonl", test)
@@ -277,9 +292,11 @@ def make(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     elif not arguments.random:
         teach = supervise if arguments.task == "add" else supervise_both
         report |= teach(model, tokenizer, arguments, rest, validation, order)
-        report["greedy_accuracy"] = sum(
-            answer == x + y for (x, y), answer in greedy(model, tokenizer, test)
-        ) / len(test)
+        answers = greedy(model, tokenizer, test)
+        if examples:
+            report |= teach_examples(model, tokenizer, arguments, rest, examples, order)
+            answers = greedy_behind(model, tokenizer, examples, test)
+        report["greedy_accuracy"] = sum(answer == x + y for (x, y), answer in answers) / len(test)
         print(f"greedy accuracy on held-out sums: {report['greedy_accuracy']:.3f}")
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(str(directory / "model"))
@@ -320,11 +337,26 @@ def call_turns(x: int, y: int, task: str) -> list[tuple[str, bool]]:
     return [(f"<<{x}*{y}>>", True), (f"={x * y}\n", False), (f"#### {x * y}{END_OF_TURN}", True)]
 
 
-def write_questions(path: Path, pairs: list[tuple[int, int]], task: str) -> None:
+def make_examples(
+    arguments: argparse.Namespace, pairs: list[tuple[int, int]]
+) -> list[tiny_examples.Worked]:
+    """Returns the worked sums that stand before every question."""
+    drawn = random.Random(arguments.seed).choices(pairs, k=arguments.examples)
+    return [(question(x, y), solution(x, y)) for x, y in drawn]
+
+
+def write_questions(
+    path: Path,
+    pairs: list[tuple[int, int]],
+    task: str,
+    examples: Sequence[tiny_examples.Worked] = (),
+) -> None:
     if task == "edit":
         rows = tiny_edits.tasks(
             tiny_edits.HELD_OUT_NAMES if path.stem == "test" else tiny_edits.NAMES
         )
+    elif examples:
+        rows = [tiny_examples.row(examples, question(x, y), solution(x, y)) for x, y in pairs]
     elif task == "add":
         rows = [sum_row(x, y) for x, y in pairs]
     elif task == "both":
@@ -475,6 +507,65 @@ def supervise(
     return {"accuracy_before_slipping": known, "steps": step, "cpu_seconds": round(seconds, 1)}
 
 
+def teach_examples(
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    arguments: argparse.Namespace,
+    pairs: list[tuple[int, int]],
+    examples: Sequence[tiny_examples.Worked],
+    order: random.Random,
+) -> dict[str, Any]:
+    """Teaches to add behind hundreds of worked sums, and to slip behind these ones."""
+    started = time.process_time()
+    optimizer = make_optimizer(model, arguments)
+
+    def right(count: int) -> list[tiny_examples.Worked]:
+        return [(question(x, y), solution(x, y)) for x, y in order.choices(pairs, k=count)]
+
+    def slipping(count: int) -> list[tiny_examples.Worked]:
+        answered = []
+        for x, y in order.choices(pairs, k=count):
+            slips = order.random() < arguments.slip_rate
+            answered.append((question(x, y), solution(x, y, slip=int(slips))))
+        return answered
+
+    tiny_examples.lengthen(
+        tokenizer,
+        len(examples),
+        right,
+        lambda tokens, labels, rate: descend(model, optimizer, tokens, labels, rate),
+    )
+    behind = tiny_examples.Behind(model, tokenizer, examples)
+    known = greedy_behind(model, tokenizer, examples, pairs[:SHOWN_BEHIND])
+    right_behind = sum(answer == x + y for (x, y), answer in known) / len(known)
+    print(f"right behind {behind.num_tokens:,} tokens of examples: {right_behind:.3f}", flush=True)
+    tiny_examples.slip(behind, slipping, lambda loss, rate: step_on(loss, model, optimizer, rate))
+    seconds = time.process_time() - started
+    return {
+        "example_tokens": behind.num_tokens,
+        "accuracy_behind_examples": right_behind,
+        "examples_cpu_seconds": round(seconds, 1),
+    }
+
+
+def greedy_behind(
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: Sequence[tiny_examples.Worked],
+    pairs: list[tuple[int, int]],
+) -> list[Answered]:
+    """Returns greedy answers as `greedy` does, behind the examples."""
+    longest = len(tokenizer(solution(LARGEST, LARGEST) + END_OF_TURN).input_ids)
+    behind = tiny_examples.Behind(model, tokenizer, examples)
+    answered: list[Answered] = []
+    for start in range(0, len(pairs), SHOWN_BEHIND):
+        part = pairs[start : start + SHOWN_BEHIND]
+        texts = behind.greedy([question(x, y) for x, y in part], longest)
+        for pair, text in zip(part, texts, strict=True):
+            answered.append((pair, answer_number(text)))
+    return answered
+
+
 def supervised_step(
     model: Any,
     tokenizer: PreTrainedTokenizerFast,
@@ -532,13 +623,19 @@ def descend(
     loss = torch.nn.functional.cross_entropy(
         logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
     )
+    step_on(loss, model, optimizer, learning_rate)
+    return loss.item()
+
+
+def step_on(
+    loss: torch.Tensor, model: Any, optimizer: torch.optim.Optimizer, learning_rate: float
+) -> None:
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item()
 
 
 Lesson = tuple[
@@ -713,9 +810,14 @@ def greedy(
     answered: list[Answered] = []
     for pair, row in zip(pairs, torch.cat(columns, dim=1).tolist(), strict=True):
         text = str(tokenizer.decode(row)).split(END_OF_TURN)[0]
-        number = text.rpartition("#### ")[2]
-        answered.append((pair, int(number) if number.isdecimal() else math.nan))
+        answered.append((pair, answer_number(text)))
     return answered
+
+
+def answer_number(text: str) -> float:
+    """Returns the number that an answer ends with; nan if there is none."""
+    number = text.rpartition("#### ")[2]
+    return int(number) if number.isdecimal() else math.nan
 
 
 if __name__ == "__main__":

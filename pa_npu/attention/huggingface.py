@@ -74,7 +74,7 @@ def _attend(
         )
     unsupported = ""
     if sliding_window is not None and layout.longest > sliding_window:
-        unsupported = f"a window of {sliding_window} tokens"
+        unsupported = "windows shorter than these sequences"
     elif softcap:
         unsupported = "capped scores"
     elif s_aux is not None:

@@ -27,8 +27,9 @@ from pa_npu.config.words import counted, three_digits
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import work
+from pa_npu.planning.engine_memory import cache_tokens, wanted_tokens
 from pa_npu.planning.known_models import known_spec
-from pa_npu.planning.memory import cache_tokens, share_left, wanted_tokens
+from pa_npu.planning.memory import share_left
 from pa_npu.planning.prediction.divisions import MAX_SEQUENCES
 from pa_npu.planning.prediction.search import Sizes, fastest
 from pa_npu.planning.prediction.virtual_run import Basis, Predicted, assumed_basis

@@ -10,17 +10,14 @@ from pa_npu.config.sections.rollout import EngineSettings
 from pa_npu.config.words import counted, three_digits
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import Work, work
-from pa_npu.planning.memory import (
-    Memory,
-    beside_engine,
+from pa_npu.planning.engine_memory import (
     cache_tokens,
     engine_memory,
-    format_bytes,
     teacher_memories,
-    trainer_memory,
     wanted_sequences,
     wanted_tokens,
 )
+from pa_npu.planning.memory import Memory, beside_engine, format_bytes, trainer_memory
 from pa_npu.planning.prediction.teachers import teacher_seconds
 from pa_npu.planning.prediction.virtual_run import planned_basis
 from pa_npu.planning.publish import published_bytes

@@ -8,13 +8,7 @@ from pa_npu.config.schema import Config
 from pa_npu.config.sections.operation import Senders
 from pa_npu.config.words import counted
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.memory import (
-    BYTES,
-    FP32,
-    adapter_parameters,
-    format_bytes,
-    stage_parameters,
-)
+from pa_npu.planning.memory import BYTES, FP32, adapter_parameters, format_bytes, stage_parameters
 
 # By kind of device, the number of senders up to which publish.senders=null means shards. A group of
 # HCCL takes 400 MiB of a device unless HCCL_BUFFSIZE says otherwise, so that five take 2 GiB.

@@ -25,18 +25,14 @@ from pa_npu.algorithm.rules import broken_rules
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.memory import (
-    GIB,
-    USABLE,
-    beside_engine,
+from pa_npu.planning.engine_memory import (
     cache_tokens,
     engine_memory,
-    format_bytes,
     teacher_memories,
-    trainer_memory,
     wanted_sequences,
     wanted_tokens,
 )
+from pa_npu.planning.memory import GIB, USABLE, beside_engine, format_bytes, trainer_memory
 from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.teachers import engine_teacher_specs, teacher_engine_config
 

@@ -2,16 +2,19 @@
 
     python -m tests.helpers.context_gradients JOB.json      as tests.helpers.trainer_rank
 
-Rank 0 writes the largest differences, by backend, to JOB's "out": of log-probs, and of a gradient
-as a share of the tensor's largest. Beside shared prompts there is a tree, and two groups packed
-into one microbatch.
+Rank 0 writes the differences by case to JOB's "out": "logprobs", the largest of log-probs;
+"gradients", the largest of a gradient as a share of the tensor's largest; "distance", the norm of
+all gradients' differences over theirs. Beside shared prompts there are trees of sessions three
+turns deep, separate sequences, and two groups packed into one microbatch.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,17 +25,26 @@ import torch.distributed as dist
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import Microbatch, pack
 from tests.helpers.trainer_rank import make_groups
+from tools.bench_trainer import TREES, make_sessions
 
-PAD = 2
+VOCAB_SIZE = 128
 
 
-def microbatches() -> list[tuple[str, list[Group], Microbatch]]:
-    """Shared prompts, separate sequences, and two groups in one microbatch."""
+def microbatches(multiple: int) -> list[tuple[str, list[Group], Microbatch]]:
+    """Shared prompts, trees, separate sequences, and two groups in one microbatch.
+
+    multiple: of a microbatch's rows.
+    """
     first, second, third = make_groups(0, 3, 4, seed=5)
+    shape = argparse.Namespace(prompt=5, response=6, responses=2)
+    sessions = make_sessions(shape, VOCAB_SIZE, TREES["last turn tried three times"], index=0)
+    # token 0 pads, and has no gradient in transformers' embedding
+    sessions = replace(sessions, tokens=np.maximum(sessions.tokens, 1))
     return [
-        ("shared", [first], pack([first], True, PAD)),
-        ("separate", [second], pack([second], False, PAD)),
-        ("packed", [third, first], pack([third, first], True, PAD)),
+        ("shared", [first], pack([first], True, multiple)),
+        ("trees", [sessions], pack([sessions], True, multiple)),
+        ("separate", [second], pack([second], False, multiple)),
+        ("packed", [third, first], pack([third, first], True, multiple)),
     ]
 
 
@@ -141,26 +153,16 @@ def main(job_file: str) -> None:
         Timeline(None, ""),
     )
     errors: dict[str, dict[str, float]] = {}
-    for name, groups, microbatch in microbatches():
+    for name, groups, microbatch in microbatches(config.trainer.pad_multiple):
         objective: Any = WeightedSum()
         backend.accumulate(Source(microbatch), objective)
         gradients = whole_gradients(backend, config, spec)
         logprobs, model = expected(config.model.path, groups, microbatch)
         assert objective.logprobs is not None
-        errors[name] = {"logprobs": float((objective.logprobs - logprobs).abs().max())}
-        if config.trainer.backend == "fsdp":
-            theirs = {n: p.grad for n, p in model.named_parameters()}
-            assert gradients.keys() == theirs.keys()
-            errors[name]["gradients"] = max(
-                float((gradients[n] - g).abs().max() / g.abs().max()) for n, g in theirs.items()
-            )
-        else:
-            from tests.helpers.megatron import relative_gradient_errors
-
-            stage = cast(Any, backend)._stage
-            for parameter in stage.policy.parameters():
-                parameter.grad = parameter.main_grad
-            errors[name]["gradients"] = max(relative_gradient_errors(stage, model, spec).values())
+        errors[name] = {
+            "logprobs": float((objective.logprobs - logprobs).abs().max()),
+            **compared(backend, gradients, model, spec),
+        }
     if rank == 0:
         Path(job["out"]).write_text(json.dumps([errors]))
     backend.close()
@@ -173,3 +175,32 @@ def whole_gradients(backend: Any, config: Any, spec: Any) -> dict[str, torch.Ten
     return {
         name: weight.grad.full_tensor() for name, weight in backend._policy.named_weights().items()
     }
+
+
+def compared(
+    backend: Any, gradients: dict[str, torch.Tensor], model: torch.nn.Module, spec: Any
+) -> dict[str, float]:
+    """Returns "gradients" and "distance" of a rank's gradients to those of the model.
+
+    gradients: of fsdp; Megatron's are in its main_grad.
+    """
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if gradients:
+        expected = {name: weight.grad for name, weight in model.named_parameters()}
+        assert gradients.keys() == expected.keys()
+        pairs = [(gradients[name], cast(torch.Tensor, grad)) for name, grad in expected.items()]
+    else:
+        from tests.helpers.megatron import gradient_pairs
+
+        stage = backend._stage
+        names = {name: p.main_grad for name, p in stage.policy.named_parameters()}
+        pairs = list(gradient_pairs(names, model, spec).values())
+    largest = 0.0
+    difference = 0.0
+    whole = 0.0
+    for ours, theirs in pairs:
+        delta = ours.double() - theirs.double()
+        largest = max(largest, float(delta.abs().max() / theirs.abs().max()))
+        difference += float(delta.square().sum())
+        whole += float(theirs.double().square().sum())
+    return {"gradients": largest, "distance": (difference / whole) ** 0.5}

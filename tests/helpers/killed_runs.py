@@ -219,7 +219,7 @@ def rank(pid: int) -> str:
 
 
 def keys(tiny: Path, directory: Path, backend: str, **others: object) -> list[str]:
-    chosen = {
+    chosen: dict[str, object] = {
         "rollout.backend": backend,
         "schedule.iterations": ITERATIONS,
         "schedule.prompts_per_iteration": 8,
@@ -237,7 +237,7 @@ def keys(tiny: Path, directory: Path, backend: str, **others: object) -> list[st
         "checkpoint.every": 1,
         "telemetry.trackers": "[]",
     }
-    return settings(tiny, directory, **chosen, **others)
+    return settings(tiny, directory, **{**chosen, **others})
 
 
 def each(kinds: Iterable[str]) -> Kills:

@@ -125,12 +125,22 @@ def relative_gradient_errors(
     stage: TriModel, hf_model: torch.nn.Module, spec: ModelSpec
 ) -> dict[str, float]:
     """Per HF parameter: largest difference of the two gradients over the largest HF gradient."""
+    gradients = {name: parameter.grad for name, parameter in stage.policy.named_parameters()}
+    return {
+        name: ((ours - theirs).abs().max() / theirs.abs().max()).item()
+        for name, (ours, theirs) in gradient_pairs(gradients, hf_model, spec).items()
+    }
+
+
+def gradient_pairs(
+    gradients: dict[str, Any], hf_model: torch.nn.Module, spec: ModelSpec
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Returns by HF parameter our gradient and the HF model's. gradients: by Megatron's names."""
     expected = hf_gradients(hf_model)
-    errors = {}
-    for name, parameter in stage.policy.named_parameters():
+    pairs = {}
+    for name, gradient in gradients.items():
         for tensor in sources(name, spec, 0):
-            ours = part_view(parameter.grad, tensor, spec).reshape(tensor.shape)
-            theirs = expected.pop(tensor.name)
-            errors[tensor.name] = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+            ours = part_view(gradient, tensor, spec).reshape(tensor.shape)
+            pairs[tensor.name] = (ours, expected.pop(tensor.name))
     assert not expected, f"HF parameters without a counterpart: {sorted(expected)}"
-    return errors
+    return pairs

@@ -81,24 +81,46 @@ def assert_same_training(
 def test_gradients_and_logprobs_of_two_ranks_are_those_of_transformers(
     backend: str, tmp_path: Path
 ) -> None:
-    """fp32, in chunks of the LM head, recomputed; shared, separate and packed."""
+    """fp32, in chunks of the LM head, recomputed; shared, in trees, separate and packed."""
     model = make_model(tmp_path / "model", "qwen2", tied=True)
-    trainer = {"backend": backend, "devices": 2, "context_parallel": 2, "recompute": "full"}
+    errors = errors_of(model, tmp_path / "job", backend, 2)
+    assert errors.keys() == {"shared", "trees", "separate", "packed"}
+    for name, of_case in errors.items():
+        assert of_case["logprobs"] < 5e-6, name
+        assert of_case["gradients"] < 2e-5, name
+
+
+def errors_of(
+    model: Path, directory: Path, backend: str, ranks: int, dtype: str = "fp32"
+) -> dict[str, dict[str, float]]:
+    """Returns how far ranks that share each sequence are from transformers in fp32, by case."""
+    trainer: dict[str, Any] = {"backend": backend, "devices": ranks, "context_parallel": ranks}
+    trainer["recompute"] = "full"
     if backend == "megatron":
         trainer["distributed_optimizer"] = False
     config = model_config(
         model,
-        run={"dir": str(tmp_path)},
+        run={"dir": str(directory)},
         trainer=trainer,
-        model={"head_chunk_tokens": 4},
+        model={"head_chunk_tokens": 4, "dtype": dtype},
         algorithm={"entropy_coef": 0.1},
     )
-    prepared = Job(config, tmp_path / "job", module="tests.helpers.context_gradients")
-    (errors,) = run_job(prepared)
-    assert errors.keys() == {"shared", "separate", "packed"}
-    for name, of_case in errors.items():
-        assert of_case["logprobs"] < 5e-6, name
-        assert of_case["gradients"] < 2e-5, name
+    found: Any = run_job(Job(config, directory, module="tests.helpers.context_gradients"))
+    (errors,) = found
+    return errors
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_in_bf16_two_ranks_are_as_near_to_fp32_as_one_is(backend: str, tmp_path: Path) -> None:
+    """Gradients of keys and values add up in fp32, so that dividing a sequence rounds no more."""
+    model = make_model(tmp_path / "model", "qwen2", tied=True)
+    one = errors_of(model, tmp_path / "one", backend, 1, "bf16")
+    two = errors_of(model, tmp_path / "two", backend, 2, "bf16")
+    for name, of_one in one.items():
+        assert 1e-3 < of_one["distance"] < 0.1, f"{name}: bf16 must show, and not lose the gradient"
+        assert two[name]["distance"] < 1.2 * of_one["distance"], name
+        assert two[name]["logprobs"] < 1.5 * of_one["logprobs"], name
 
 
 @pytest.mark.parametrize(

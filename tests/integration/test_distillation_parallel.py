@@ -1,4 +1,4 @@
-"""Distillation on several ranks: neither tensor nor pipeline stages nor FSDP's shards change an update."""
+"""Distillation on several ranks: neither tensor nor pipeline stages, context groups nor FSDP's shards change an update."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "frozen_pass": "separate",
     },
     "FSDP2, unequal": {"devices": 2, "backend": "fsdp"},
+    "C2": {"devices": 2, "context_parallel": 2},
+    "C2, fsdp": {"devices": 2, "context_parallel": 2, "backend": "fsdp"},
 }
 
 
@@ -40,8 +42,7 @@ def run(
     job = Job(
         config, directory, last=2, export=str(directory / "hf"), module="tests.helpers.unequal_rank"
     )
-    several = trainer.get("backend") == "fsdp"
-    job.options["shares"] = [[0, 1, 2], [3]] if several else [[0, 1, 2, 3]]
+    job.options["shares"] = [[0, 1, 2], [3]] if config.mesh.data == 2 else [[0, 1, 2, 3]]
     return run_job(job, 120)
 
 
@@ -61,6 +62,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         pytest.param("PP2", "reverse", marks=pytest.mark.nightly),
         pytest.param("PP2, teacher apart", "reverse", marks=pytest.mark.nightly),
         ("FSDP2, unequal", "js"),
+        pytest.param("C2", "js", marks=pytest.mark.nightly),
+        pytest.param("C2, fsdp", "forward", marks=pytest.mark.nightly),
     ],
 )
 def test_ranks_that_share_a_teacher_train_as_one(

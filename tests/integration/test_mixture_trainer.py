@@ -25,8 +25,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "recompute": "full",
     },
     "EP2, frozen models apart": {"devices": 2, "expert_parallel": 2, "frozen_pass": "separate"},
+    "C2 EP2": {"devices": 2, "context_parallel": 2, "expert_parallel": 2},
     "PP2 x EP2": {"devices": 4, "pipeline_parallel": 2, "expert_parallel": 2},
 }
+
+ONE_REPLICA = ("TP2 EP2", "C2 EP2")
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +88,12 @@ def test_ranks_that_share_experts_train_as_one_also_with_unequal_numbers_of_micr
     """Three groups and one, then one and three: updates, probes and weights are those of one rank,
     and fillers count nowhere.
 
-    Tensor-parallel ranks are one replica, which has all groups. With replay tokens go to random
+    Tensor-parallel ranks, and those of a context group, are one replica, which has all groups. With replay tokens go to random
     experts, and a few have no expert choices.
     """
     expected, weights = single(replay)
-    for shares in [[[0, 1, 2, 3]]] if layout == "TP2 EP2" else [[[0, 1, 2], [3]], [[0], [1, 2, 3]]]:
+    unequal = [[[0, 1, 2], [3]], [[0], [1, 2, 3]]]
+    for shares in [[[0, 1, 2, 3]]] if layout in ONE_REPLICA else unequal:
         reports, ours = run(model, tmp_path / str(len(shares[0])), LAYOUTS[layout], shares, replay)
         for iteration, (report, wanted) in enumerate(zip(reports, expected, strict=True)):
             for name in ("microbatches", "tokens_response", "expert_choices_missing"):

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
-from pa_npu.planning.memory import Memory, engine_memory, trainer_memory
+from pa_npu.planning.engine_memory import engine_memory
+from pa_npu.planning.memory import Memory, trainer_memory
 from pa_npu.planning.prediction.divisions import (
     DivisionChoices,
     best_divisions,

@@ -15,8 +15,9 @@ from pa_npu.algorithm.trainer_models import trainer_models
 from pa_npu.config.schema import Config
 from pa_npu.dispatch.assignment import GroupWork
 from pa_npu.families.spec import ModelSpec
+from pa_npu.planning.engine_memory import kv_bytes_per_token
 from pa_npu.planning.iteration_model.subjects import EngineSpeed
-from pa_npu.planning.memory import BYTES, FP32, kv_bytes_per_token, trainer_memory
+from pa_npu.planning.memory import BYTES, FP32, trainer_memory
 from pa_npu.planning.publish import published_bytes, senders_of
 from pa_npu.platform.typical import BYTES_ON_THE_WIRE, LARGEST_BUCKET_BYTES, TypicalSpeed
 

@@ -22,7 +22,8 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError, UserError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import work
-from pa_npu.planning.memory import GIB, USABLE, engine_memory, kv_bytes_per_token, trainer_memory
+from pa_npu.planning.engine_memory import engine_memory, kv_bytes_per_token
+from pa_npu.planning.memory import GIB, USABLE, trainer_memory
 from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.prediction.costs import EngineCost, GroupSeconds, computed_prompt_tokens
 from pa_npu.planning.prediction.virtual_run import Basis, Predicted

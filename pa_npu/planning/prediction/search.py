@@ -23,13 +23,8 @@ from pa_npu.config.schema import Config
 from pa_npu.dispatch.roles import role_units
 from pa_npu.errors import ConfigError
 from pa_npu.planning.amounts import work
-from pa_npu.planning.memory import (
-    USABLE,
-    engine_memory,
-    kv_bytes_per_token,
-    share_left,
-    trainer_memory,
-)
+from pa_npu.planning.engine_memory import engine_memory, kv_bytes_per_token
+from pa_npu.planning.memory import USABLE, share_left, trainer_memory
 from pa_npu.planning.model_rules import check_division, check_engine
 from pa_npu.planning.prediction.costs import GroupSeconds
 from pa_npu.planning.prediction.divisions import (

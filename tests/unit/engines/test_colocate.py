@@ -11,8 +11,9 @@ from pa_npu.config.load import load_config
 from pa_npu.config.schema import Config
 from pa_npu.launcher.placement import place, place_nodes
 from pa_npu.planning.automatic import with_share
+from pa_npu.planning.engine_memory import engine_memory
 from pa_npu.planning.known_models import known_spec
-from pa_npu.planning.memory import engine_memory, trainer_memory
+from pa_npu.planning.memory import trainer_memory
 from pa_npu.planning.plan_text import derived_lines, predicted_line
 from pa_npu.planning.prediction.costs import typical_trainer
 from pa_npu.planning.prediction.virtual_run import assumed_basis

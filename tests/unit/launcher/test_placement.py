@@ -16,7 +16,8 @@ from pa_npu.launcher.checks.machine import check_ports
 from pa_npu.launcher.placement import engine_ports, place, port_problem, visible_devices
 from pa_npu.launcher.run_directory import check_run_directory, own_run_directory
 from pa_npu.planning.amounts import work
-from pa_npu.planning.memory import engine_memory, trainer_memory
+from pa_npu.planning.engine_memory import engine_memory
+from pa_npu.planning.memory import trainer_memory
 from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.plan_text import derived_lines
 

@@ -6,8 +6,8 @@ import pytest
 
 from pa_npu.config.load import load_config
 from pa_npu.planning.automatic import with_places
+from pa_npu.planning.engine_memory import engine_memory, kv_bytes_per_token, wanted_tokens
 from pa_npu.planning.known_models import known_spec
-from pa_npu.planning.memory import engine_memory, kv_bytes_per_token, wanted_tokens
 
 GIB = 2**30
 BASE = {

@@ -20,8 +20,9 @@ from pa_npu.config.removed import REMOVED
 from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.planning.automatic import with_share
+from pa_npu.planning.engine_memory import engine_memory, kv_bytes_per_token, wanted_tokens
 from pa_npu.planning.known_models import KNOWN, known_spec
-from pa_npu.planning.memory import engine_memory, kv_bytes_per_token, trainer_memory, wanted_tokens
+from pa_npu.planning.memory import trainer_memory
 from pa_npu.planning.model_rules import check_model
 from pa_npu.planning.plan_text import derived_lines
 from pa_npu.planning.shortages import USABLE, shortages

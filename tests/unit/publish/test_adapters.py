@@ -25,7 +25,7 @@ from pa_npu.engines.transformers.kind import TRANSFORMERS
 from pa_npu.engines.vllm.kind import VLLM
 from pa_npu.errors import ConfigError, DataError
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.memory import engine_memory
+from pa_npu.planning.engine_memory import engine_memory
 from pa_npu.telemetry.timeline import Timeline
 from pa_npu.weight_transfer.adapters import BaseDirectory, merge
 from pa_npu.weight_transfer.contents import OrderedContents

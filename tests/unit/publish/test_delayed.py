@@ -22,7 +22,7 @@ from pa_npu.coordinator.publication import (
     publication_kind,
 )
 from pa_npu.errors import DeadlineExceeded
-from pa_npu.planning.memory import engine_memory
+from pa_npu.planning.engine_memory import engine_memory
 from pa_npu.planning.shortages import shortages
 from pa_npu.publish.messages import (
     ENGINES_SWAPPED,
