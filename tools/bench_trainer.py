@@ -127,7 +127,9 @@ class TransformersTrainer:
 
         self.device = platforms.get(config.run.device).device(0)
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.model.dtype]
-        model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=dtype)
+        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+            config.model.path, dtype=dtype
+        )
         self.model = model.to(self.device).train()
         o = config.optimizer
         self.optimizer = torch.optim.AdamW(
