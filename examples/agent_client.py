@@ -204,7 +204,8 @@ def _request(
         data = json.dumps(body).encode()
         headers["Content-Type"] = "application/json"
     request = urllib.request.Request(url, data, headers)
-    for attempt in range(1, REQUEST_ATTEMPTS + 1):
+    attempt = 1
+    while True:
         try:
             with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
                 return json.load(answer)
@@ -216,5 +217,5 @@ def _request(
         except OSError:
             if attempt == REQUEST_ATTEMPTS:
                 raise
+            attempt += 1
             time.sleep(PAUSE_S)
-    return None

@@ -23,6 +23,7 @@ import json
 import os
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
@@ -36,6 +37,8 @@ UNBOUNDED_ROWS = 1000  # of a taskset that makes tasks for ever
 SESSIONS_PER_SERVING = 128
 TASK_WAIT_S = 30
 REQUEST_TIMEOUT_S = 60.0
+REQUEST_ATTEMPTS = 3  # a busy machine may lose a connection
+PAUSE_S = 0.5  # between two attempts
 NO_KEY_VARIABLE = "PA_NPU_NO_KEY"  # of no value: the session's key is in headers
 
 
@@ -243,21 +246,31 @@ class Gateway:
 def _request(
     url: str, key: str, body: dict[str, Any] | None, headers: dict[str, str] | None = None
 ) -> Any:
-    """Returns the JSON that a request answers. body: None sends a GET."""
+    """Returns the JSON that a request answers. body: None sends a GET.
+
+    Sends the request again if its connection was lost: no request has a second effect.
+    """
     headers = {**(headers or {}), "Authorization": f"Bearer {key}"}
     data = None
     if body is not None:
         data = json.dumps(body).encode()
         headers["Content-Type"] = "application/json"
     request = urllib.request.Request(url, data, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
-            return json.load(answer)
-    except urllib.error.HTTPError as error:
-        text = error.read().decode("utf-8", "replace")
-        if error.code == 404:
-            raise SessionEnded(text) from None
-        raise RuntimeError(f"{url}: {error.code}: {text[:300]}") from None
+    attempt = 1
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            text = error.read().decode("utf-8", "replace")
+            if error.code == 404:
+                raise SessionEnded(text) from None
+            raise RuntimeError(f"{url}: {error.code}: {text[:300]}") from None
+        except OSError:
+            if attempt == REQUEST_ATTEMPTS:
+                raise
+            attempt += 1
+            time.sleep(PAUSE_S)
 
 
 async def play(options: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,26 @@ async def test_servers_begin_anew_after_a_number_of_sessions(
             env._num_played += 1
     await asyncio.sleep(0)
     assert len({id(env) for env in served}) == 3 and stand_in.SERVED == [3, 3]
+
+
+def test_a_request_whose_connection_is_lost_is_sent_again_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost = 2
+    sent = []
+
+    def careless(request: Any, **_: Any) -> io.BytesIO:
+        sent.append(request.full_url)
+        if len(sent) <= lost:
+            raise ConnectionResetError("the network was careless")
+        return io.BytesIO(b'{"task": null}')
+
+    monkeypatch.setattr(verifiers_program, "PAUSE_S", 0.0)
+    monkeypatch.setattr(verifiers_program.urllib.request, "urlopen", careless)
+    assert verifiers_program._request("http://gateway/tasks", "key", None) == {"task": None}
+    assert sent == ["http://gateway/tasks"] * 3
+    sent.clear()
+    lost = 100
+    with pytest.raises(ConnectionResetError):
+        verifiers_program._request("http://gateway/tasks", "key", None)
+    assert len(sent) == verifiers_program.REQUEST_ATTEMPTS
