@@ -14,7 +14,7 @@ _UNREAD = (
         "rollout.tensor_parallel rollout.python rollout.temperature rollout.ignore_eos "
         "rollout.window rollout.max_num_batched_tokens rollout.max_num_seqs "
         "rollout.memory_fraction rollout.sleep rollout.kv_cache_gib rollout.graph_mode "
-        "rollout.batch_invariant rollout.extra_args rollout.env "
+        "rollout.statistics rollout.batch_invariant rollout.extra_args rollout.env "
         "agent.port placement.colocate publish.mode publish.lora publish.divergence "
         "publish.probe_tokens publish.probe_tolerance publish.noise_margin publish.only_logged "
         "schedule.dispatch schedule.dynamic_sampling schedule.max_staleness "

@@ -54,7 +54,7 @@ _KEYS: dict[Change, dict[str, str]] = {
         "data": "test",
         "rollout": "backend engines max_engines attach engine_settings tensor_parallel python "
         "window max_num_batched_tokens max_num_seqs memory_fraction sleep "
-        "kv_cache_gib graph_mode batch_invariant extra_args env",
+        "kv_cache_gib graph_mode statistics batch_invariant extra_args env",
         "environment": "timeout_s",
         "agent": "concurrent programs output_kib",
         "reward": "timeout_s judge.url judge.on_failure code.memory_mib code.timeout_s "

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+_LONGEST_WAIT_S = 3600.0  # poll takes milliseconds in 32 bits
 MODULES = (
     "tests.helpers.megatron",  # first: it prepares Megatron
     "pa_npu.backends.megatron.backend",
@@ -117,7 +118,7 @@ class Server:
         assert output is not None
         ready = select.poll()  # the test process may have more than 1,023 descriptors
         ready.register(output, select.POLLIN)
-        if not ready.poll(1000 * timeout_s):
+        if not ready.poll(1000 * min(timeout_s, _LONGEST_WAIT_S)):
             return {}
         line = b""
         while not line.endswith(b"\n"):

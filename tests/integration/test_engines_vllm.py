@@ -71,6 +71,7 @@ def serving(directory: Path, family: str, tied: bool) -> Iterator[EngineProcess]
     }
     (model / "generation_config.json").write_text(json.dumps(defaults))
     rollout = {"max_num_batched_tokens": BUDGET, "max_num_seqs": 128, "kv_cache_gib": 0.25}
+    rollout["statistics"] = True
     engine = EngineProcess("vllm", model, directory, rollout)
     try:
         asyncio.run(engine.wait_ready())
@@ -378,6 +379,27 @@ class TestVllm(ModelConformance):
     @pytest.mark.nightly
     async def test_a_second_start_is_another_instance_with_no_version(self, subject, client):
         await super().test_a_second_start_is_another_instance_with_no_version(subject, client)
+
+
+async def test_what_was_sampled_before_a_cut_is_answered(server):
+    """Tokens that the engine has kept back, of all requests that it had begun."""
+    async with server.client() as client:
+        sampling = Sampling(MAX_RESPONSE, 1.0, ignore_eos=True)
+        request = asyncio.create_task(
+            client.generate(prompts(1)[0], 8, 0, sampling, deadline_s=DEADLINE_S)
+        )
+        while not (await _metrics_running(server)):
+            assert not request.done()
+        await asyncio.sleep(0.05)
+        await client.cut_responses(deadline_s=DEADLINE_S)
+        parts = await request
+        whole = await client.generate(prompts(1)[0], 8, 0, sampling, deadline_s=DEADLINE_S)
+    assert {part.finish_reason for part in parts} == {"cut"}, "the control: none had ended"
+    lengths = [len(part.tokens) for part in parts]
+    assert min(lengths) > 0, lengths
+    for part, rest in zip(parts, whole, strict=True):
+        assert part.tokens.tolist() == rest.tokens[: len(part.tokens)].tolist()
+        assert part.logprobs.tolist() == rest.logprobs[: len(part.tokens)].tolist()
 
 
 async def test_killed_engine_fails_requests_in_flight_within_seconds(server):

@@ -76,7 +76,8 @@ async def test_vllms_expert_choices_are_transformers_ones_if_cached_preempted_or
         model_config(model, algorithm={"router_replay": "rollout"})
     )
     assert expert_choices is not None
-    engine = EngineProcess("vllm", model, tmp_path, {"max_num_seqs": 16, "kv_cache_gib": 0.0012})
+    small = {"max_num_seqs": 16, "kv_cache_gib": 0.0012, "statistics": True}
+    engine = EngineProcess("vllm", model, tmp_path, small)
     generator = torch.Generator().manual_seed(1)
     common, *rest = torch.randint(2, VOCAB, (5, 32), generator=generator).numpy().astype(np.int32)
     prompts = [np.concatenate([common, own[: 5 + 7 * number]]) for number, own in enumerate(rest)]

@@ -146,6 +146,11 @@ class RolloutConfig(Section):
         "captures decode steps with vllm-ascend 0.23 and computes eagerly with other "
         "engines.",
     )
+    statistics: bool | None = Field(
+        None,
+        description="true lets vLLM engines count each step for their /metrics; it takes a core a "
+        "tenth of a step. null: true on devices, false on cpu.",
+    )
     batch_invariant: bool = Field(
         False,
         description="Use engine kernels whose results do not depend on what else is in the batch. "

@@ -47,6 +47,7 @@ from pa_npu.samples.expert_choices import ExpertChoices
 from pa_npu.vision.family import read_vision
 
 WORKER_EXTENSION = "pa_npu.engines.vllm.worker.WorkerExtension"
+SCHEDULER = "pa_npu.engines.vllm.scheduler.KeepingScheduler"
 MIDDLEWARE = "pa_npu.engines.vllm.guard.EngineGuard"
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 _MAX_LOGPROBS = 20  # vLLM's own limit
@@ -151,6 +152,9 @@ def server_command(
         **common_environment(config, python),
         **environment(config, version),
     }
+    counts = device.visible_devices_env is not None
+    if not (counts if rollout.statistics is None else rollout.statistics):
+        argv.append("--disable-log-stats")
     if vision is not None:
         env[RESETS_IMAGES] = "1"
     if device.visible_devices_env is None:
@@ -217,6 +221,7 @@ def _on_host_memory(rollout: RolloutConfig, spec: ModelSpec) -> tuple[list[str],
     argv += ["--block-size", str(HOST_PREFIX_BLOCK), "--no-enable-chunked-prefill"]
     if rollout.tensor_parallel == 1:
         argv += ["--distributed-executor-backend", _ONE_PROCESS]
+    argv += ["--scheduler-cls", SCHEDULER]
     # A device is one core. nobind: vLLM's own binding wants a NUMA node per worker and a spare
     # core.
     return argv, {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

@@ -18,6 +18,7 @@ import asyncio
 import base64
 import binascii
 import dataclasses
+import functools
 import io
 import json
 import logging
@@ -30,6 +31,9 @@ import numpy as np
 from pa_npu.engines import compact_answer
 
 logger = logging.getLogger(__name__)
+
+KEPT = "kept"
+"""Marks a request whose tokens the engine may send together when it ends (vllm/scheduler.py)."""
 
 # Fields of a request that SamplingParams has under the same name.
 _SAME_NAME = (
@@ -62,6 +66,7 @@ async def respond(app: Any, body: bytes) -> bytes:
     """
     from vllm import SamplingParams
 
+    _leave_out_token_strings()
     engine: Any = app.state.engine_client
     asked, prompt = _request(body)
     images = _images(asked, prompt)
@@ -95,6 +100,29 @@ async def respond(app: Any, body: bytes) -> bytes:
     return compact_answer.encode(request, responses, prompt if images else ())
 
 
+@functools.cache
+def _leave_out_token_strings() -> None:
+    """Lets vLLM keep no string beside the log-prob of each token for requests with KEPT.
+
+    Finding them takes longer than decoding the text. A release without this class, or with another
+    one, finds them as before.
+    """
+    from vllm.v1.engine import logprobs
+
+    processor = getattr(logprobs, "LogprobsProcessor", None)
+    from_new_request = getattr(processor, "from_new_request", None)
+    if from_new_request is None:
+        return
+
+    def without_strings(cls: Any, tokenizer: Any, request: Any) -> Any:
+        extra_args = getattr(request.sampling_params, "extra_args", None) or {}
+        return from_new_request(
+            tokenizer=None if KEPT in extra_args else tokenizer, request=request
+        )
+
+    processor.from_new_request = classmethod(without_strings)
+
+
 def _request(body: bytes) -> tuple[dict[str, Any], list[int]]:
     """Returns the request and its prompt, of token ids. Raises RequestRefused."""
     try:
@@ -125,8 +153,9 @@ def _sampling_options(app: Any, asked: dict[str, Any], room: int) -> dict[str, A
     options["stop_token_ids"] = stop_token_ids
     options["max_tokens"] = min(asked["max_tokens"], room)
     options["output_kind"] = RequestOutputKind.FINAL_ONLY
-    if asked.get("vllm_xargs"):
-        options["extra_args"] = asked["vllm_xargs"]
+    options["extra_args"] = dict(asked.get("vllm_xargs") or {})
+    if not asked.get("stop"):  # a stop text is looked for here, token by token
+        options["extra_args"][KEPT] = 1
     return options
 
 
