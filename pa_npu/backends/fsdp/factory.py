@@ -17,6 +17,7 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
+from pa_npu.platform.gloo import share_device
 from pa_npu.telemetry.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def create(
     from pa_npu.backends.protocol import DTYPES
 
     platform.set_device(local_rank)
+    share_device()
     if not dist.is_initialized():
         timeout_s = platform.group_timeout_s(config.deadlines.collective_timeout_s)
         dist.init_process_group(
