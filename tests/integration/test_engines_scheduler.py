@@ -22,10 +22,11 @@ class Step:
     """A scheduler whose steps give the outputs of a test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, extra_args: dict[str, Any] | None) -> None:
-        self.scheduler = object.__new__(KeepingScheduler)
-        self.scheduler.kept = {}
+        scheduler: Any = object.__new__(KeepingScheduler)
+        scheduler.kept = {}
         parameters = SimpleNamespace(extra_args=extra_args)
-        self.scheduler.requests = {"a": SimpleNamespace(sampling_params=parameters)}
+        scheduler.requests = {"a": SimpleNamespace(sampling_params=parameters)}
+        self.scheduler = scheduler
         monkeypatch.setattr(
             Scheduler,
             "update_from_output",

@@ -119,14 +119,9 @@ def sample(folder: Path) -> None:
                 taken_s = seconds - before.get(native_id, 0.0)
                 if native_id == own_thread or taken_s <= 0:
                     continue
-                try:
-                    cause = NATIVE + " " + Path(f"/proc/self/task/{native_id}/comm").read_text().strip()
-                except OSError:
-                    cause = NATIVE
+                cause = NATIVE
                 if native_id in natives:
                     cause = cause_of(natives[native_id])
-                    if cause in ("waiting", OTHER):
-                        cause += " " + next(t.name for t in threads if t.native_id == native_id)
                 causes[cause] += taken_s
             before = now_seconds
             if time.time() - written_s >= WRITTEN_EVERY_S:

@@ -17,8 +17,8 @@ from pa_npu.config.schema import Config
 from pa_npu.errors import ConfigError
 from pa_npu.families.spec import ModelSpec
 from pa_npu.platform.base import Platform
-from pa_npu.platform.gloo import share_device
 from pa_npu.telemetry.timeline import Timeline
+from pa_npu.weight_transfer.gloo_device import share_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

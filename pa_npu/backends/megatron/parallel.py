@@ -18,7 +18,7 @@ from pa_npu.attention.context import ContextGroup
 from pa_npu.config.mesh import Mesh, Place
 from pa_npu.config.schema import Config
 from pa_npu.platform.base import Platform
-from pa_npu.platform.gloo import share_device
+from pa_npu.weight_transfer.gloo_device import share_device
 
 
 def initialise_parallel(

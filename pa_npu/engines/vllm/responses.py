@@ -109,7 +109,7 @@ def _leave_out_token_strings() -> None:
     """
     from vllm.v1.engine import logprobs
 
-    processor = getattr(logprobs, "LogprobsProcessor", None)
+    processor: Any = getattr(logprobs, "LogprobsProcessor", None)
     from_new_request = getattr(processor, "from_new_request", None)
     if from_new_request is None:
         return

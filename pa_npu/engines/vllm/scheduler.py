@@ -110,17 +110,16 @@ def _send_kept_tokens_first() -> None:
     vLLM answers such requests by itself, without the scheduler. A release that does it elsewhere
     ends a kept request without tokens, which are then sampled again.
     """
-    send = getattr(EngineCoreProc, "_send_finish_outputs_to_client", None)
+    send: Any = getattr(EngineCoreProc, "_send_finish_outputs_to_client", None)
     if send is None:
         return
 
     @functools.wraps(send)
     def send_all(self: Any, req_ids: Iterable[str], client_index: int, finish_reason: Any) -> None:
-        take = getattr(self.scheduler, "take", None)
         rest = []
-        for request_id in req_ids if take is not None else ():
-            if (output := take(request_id)) is not None:
-                rest.append(output)
+        if isinstance(self.scheduler, KeepingScheduler):
+            kept = [self.scheduler.take(request_id) for request_id in req_ids]
+            rest = [output for output in kept if output is not None]
         if rest:
             self.output_queue.put_nowait((client_index, EngineCoreOutputs(outputs=rest)))
         send(self, req_ids, client_index, finish_reason)

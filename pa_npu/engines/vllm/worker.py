@@ -25,7 +25,7 @@ from pa_npu.engines.vllm import expert_choices, scores
 from pa_npu.engines.vllm.live import live_tensors
 from pa_npu.engines.vllm.streams import follow_streams
 from pa_npu.engines.weight_calls import WeightCalls
-from pa_npu.platform.gloo import share_device
+from pa_npu.weight_transfer.gloo_device import share_device
 from pa_npu.weight_transfer.receiver import HEAD, is_embedding, is_head
 
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"

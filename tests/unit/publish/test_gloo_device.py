@@ -14,7 +14,7 @@ import glob, json, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from pa_npu.platform.gloo import share_device
+from pa_npu.weight_transfer.gloo_device import share_device
 
 rank, file, shares = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "share"
 

@@ -29,7 +29,7 @@ def share_device() -> bool:
     if gloo is None or not hasattr(gloo, "create_default_device") or not hasattr(gloo, "_Options"):
         return False
     if distributed_c10d.ProcessGroupGloo is gloo:
-        distributed_c10d.ProcessGroupGloo = _on_one_device(gloo)
+        setattr(distributed_c10d, "ProcessGroupGloo", _on_one_device(gloo))  # noqa: B010
     return True
 
 
