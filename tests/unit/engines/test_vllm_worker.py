@@ -263,6 +263,7 @@ def test_engine_needs_nothing_but_torch_and_vllm() -> None:
         "computation",
         "contents",
         "digest",
+        "gloo_device",
         "manifest",
         "receiver",
         "transport",
