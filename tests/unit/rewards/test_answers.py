@@ -21,7 +21,7 @@ from pa_npu.rewards.answers import extract_answer, is_correct, last_boxed
 from pa_npu.rewards.equal_answers import equal_answers
 from pa_npu.rewards.numbers import read_number
 from pa_npu.rewards.thoughts import without_thought
-from tests.helpers.answer_table import ANSWERS, Row, table
+from tests.helpers.answer_table import ANSWERS, Row, is_judged_right, table
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k"
 
@@ -139,7 +139,7 @@ def test_is_correct_with_math_verify(response: str, reference: str, correct: boo
 
 @pytest.mark.parametrize("row", ANSWERS, ids=lambda row: f"{row.response[:40]}-{row.reference}")
 def test_every_answer_of_the_table_is_judged_rightly(row: Row) -> None:
-    assert is_correct(row.response, row.reference, row.prompt) is row.truth
+    assert is_judged_right(row) is row.truth
 
 
 def test_the_published_table_is_what_the_command_prints_and_math_verify_alone_has_more_of_both_errors() -> (
