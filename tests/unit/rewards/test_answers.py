@@ -142,6 +142,19 @@ def test_every_answer_of_the_table_is_judged_rightly(row: Row) -> None:
     assert is_judged_right(row) is row.truth
 
 
+def test_the_published_table_says_what_the_judge_does() -> None:
+    *_, last = published = table(of_both=False)[2:]
+    page = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
+    missing = [line for line in published if f"{line} " not in page]
+    assert not missing, "run python -m tests.helpers.answer_table"
+    assert last.endswith("| 0 / 0 |")
+    # Controls: there are enough pairs of both kinds.
+    pairs = {(row.prompt, row.response, row.reference) for row in ANSWERS}
+    assert len(ANSWERS) >= 1600 and len(pairs) == len(ANSWERS)
+    assert min(Counter(row.truth for row in ANSWERS).values()) >= 500
+
+
+@pytest.mark.nightly  # its numbers change with its release and the pairs, not with this package
 def test_the_published_table_is_what_the_command_prints_and_math_verify_alone_has_more_of_both_errors() -> (
     None
 ):
@@ -149,12 +162,8 @@ def test_the_published_table_is_what_the_command_prints_and_math_verify_alone_ha
     assert "\n".join(lines) in (Path(__file__).parents[3] / "docs" / "rewards.md").read_text()
     *_, ours, theirs = lines[-1].strip("| ").split("|")
     assert ours.strip() == "0 / 0"
-    # Controls: the pairs are hard enough to tell a judge from another, and there are enough of both
-    # kinds.
+    # Control: the pairs are hard enough to tell a judge from another.
     assert min(map(int, theirs.split("/"))) >= 20
-    pairs = {(row.prompt, row.response, row.reference) for row in ANSWERS}
-    assert len(ANSWERS) >= 1600 and len(pairs) == len(ANSWERS)
-    assert min(Counter(row.truth for row in ANSWERS).values()) >= 500
 
 
 @given(value=st.fractions(max_denominator=10**6), another=st.fractions(max_denominator=10**6))
