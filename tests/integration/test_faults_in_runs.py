@@ -53,11 +53,8 @@ FAULTS = {
     ],
     "advantages negated inside the loss": step_faults.LOSS["advantages negated inside the loss"],
 }
-FEW = [("megatron", "bf16", SENT_OLD)]
 CASES = [
-    pytest.param(
-        run, dtype, fault, marks=[] if (run, dtype, fault) in FEW else [pytest.mark.nightly]
-    )
+    (run, dtype, fault)
     for run in RUNS
     for dtype in ("fp32", "bf16")
     for fault in FAULTS
@@ -96,6 +93,7 @@ def ends_with(run: Launched, message: str, limit_s: float = LIMIT_S) -> None:
     assert re.search(message, run.output + logs), run.output[-3000:]
 
 
+@pytest.mark.nightly  # a shard that one of two senders shifts is below
 @pytest.mark.parametrize(("run", "dtype", "fault"), CASES)
 def test_a_fault_ends_the_run_in_its_iteration(
     run: str, dtype: str, fault: str, launch: Callable[..., Launched], tmp_path: Path
@@ -111,7 +109,7 @@ TWO_SENDERS: dict[str, dict[str, object]] = {
 }
 HANGS_LIMIT_S = 300.0
 """Of a run whose sender hangs: four attempts, none of which takes longer than 30 s."""
-FEW_OF_SENDERS = [("TP2", "fp32", sender_faults.SHIFTED)]
+FEW_OF_SENDERS = [("TP2", "bf16", sender_faults.SHIFTED)]
 
 
 @pytest.mark.parametrize(
