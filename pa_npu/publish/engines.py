@@ -22,8 +22,31 @@ from pa_npu.publish.messages import PublishMembers, SentWeights, StageManifest
 from pa_npu.weight_transfer import collectives
 from pa_npu.weight_transfer.computation import Computation
 from pa_npu.weight_transfer.digest import first_difference
-from pa_npu.weight_transfer.manifest import Manifest
-from pa_npu.weight_transfer.transport import HOST_BACKEND, Abandonment, Way, epoch_name
+from pa_npu.weight_transfer.manifest import Manifest, check_covered
+from pa_npu.weight_transfer.transport import (
+    HOST_BACKEND,
+    Abandonment,
+    Way,
+    WeightSyncError,
+    epoch_name,
+)
+
+
+def check_announced(senders: Sequence[StageManifest]) -> None:
+    """Checks that what the senders announce is together each weight once (I5). Stand-ins for
+    trainers announce nothing.
+
+    Raises InvariantViolation. Engines refuse it too, but no further attempt announces anything
+    else.
+    """
+    announced = [sender.manifest for sender in senders if sender.manifest]
+    try:
+        check_covered([Manifest.from_json(manifest) for manifest in announced])
+    except WeightSyncError as error:
+        raise InvariantViolation(
+            f"I5: the trainers announce other weights than they have: {error}; look for what "
+            "divides the weights among those that send them"
+        ) from None
 
 
 @dataclass(frozen=True)

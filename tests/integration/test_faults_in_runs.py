@@ -129,7 +129,10 @@ FEW_OF_SENDERS = [("TP2", "bf16", sender_faults.SHIFTED)]
 def test_a_fault_of_one_of_two_senders_ends_the_run_in_its_iteration(
     run: str, dtype: str, fault: str, launch: Callable[..., Launched], tmp_path: Path
 ) -> None:
-    launched = launch("run", variables(tmp_path / "site", fault), **_of_two_senders(run, dtype))
+    keys = _of_two_senders(run, dtype)
+    if fault == sender_faults.HANGS:
+        keys["run.restarts"] = 0
+    launched = launch("run", variables(tmp_path / "site", fault), **keys)
     limit_s = HANGS_LIMIT_S if fault == sender_faults.HANGS else LIMIT_S
     ends_with(launched, sender_faults.FAULTS[fault], limit_s)
     records = tmp_path / "run" / "run" / "metrics.jsonl"
@@ -144,7 +147,7 @@ def test_a_fault_of_one_of_two_senders_ends_the_run_in_its_iteration(
 def test_a_rank_that_hangs_while_another_one_gathers_ends_the_run(
     run: str, dtype: str, launch: Callable[..., Launched], tmp_path: Path
 ) -> None:
-    keys = {**_of_two_senders(run, dtype), "publish.senders": "leader"}
+    keys = {**_of_two_senders(run, dtype), "publish.senders": "leader", "run.restarts": 0}
     launched = launch("run", variables(tmp_path / "site", sender_faults.HANGS), **keys)
     ends_with(launched, sender_faults.HANGS_GATHERING, HANGS_LIMIT_S)
 
