@@ -70,6 +70,14 @@ class Connection:
     device: str = ""
     computation: Computation | None = None
 
+    @property
+    def has_trainers(self) -> bool:
+        """Returns whether trainers have said what they will send.
+
+        Stand-ins for trainers say nothing, and send nothing.
+        """
+        return any(stage.manifest for stage in self.stages)
+
     def abandon(self, stages: Sequence[StageManifest], epoch: int, reason: str) -> None:
         """Declares the groups of an epoch abandoned, so that nobody waits in them any longer.
 
@@ -162,21 +170,17 @@ class EngineProcessGroups:
 
 
 class ArrivalCheck:
-    """Compares digests of what was sent and what arrived, bucket by bucket."""
+    """Compares digests of what was sent and what arrived, bucket by bucket.
+
+    applies: whether there is anything to compare.
+    """
 
     def __init__(self, connection: Connection) -> None:
+        self.applies = connection.has_trainers
         self._stages = connection.stages
         self._late_stages = connection.late_stages
         # the last version and its digests, per sender
         self._published: tuple[int, tuple[str, ...]] | None = None
-
-    @property
-    def applies(self) -> bool:
-        """Returns whether trainers have said what they will send.
-
-        Stand-ins for trainers say nothing, and send nothing.
-        """
-        return any(stage.manifest for stage in self._stages)
 
     def check(
         self, version: int, sent: Sequence[SentWeights], loaded: Mapping[str, LoadedWeights]

@@ -53,10 +53,11 @@ FAULTS = {
     DOUBLED: r"I5: the trainers announce other weights than they have: .* the segments of "
     r"model\.\S+ do not cover shape",
     DIES: r"failed: trainer-1 ended: killed by SIGKILL",  # after the launcher's own restarts
-    HANGS: r"weight version 1 could not be published in 4 attempts: .*rank 1 of stage",
+    HANGS: r"weight version 1 could not be published in 4 attempts: .*; nothing is heard of these "
+    r"trainer ranks: 1; look",
 }
 """Faults that end a run, and what its last lines say."""
-HANGS_GATHERING = r"weight version 1 could not be published in 4 attempts: .* stage 0"
+HANGS_GATHERING = FAULTS[HANGS].replace("ranks: 1;", "ranks: (0, )?1;")
 """What they say where rank 1 hangs while rank 0 gathers what both have, and sends it."""
 
 
@@ -185,7 +186,7 @@ def _stop(fault: str, source: Any) -> None:
     if fault == HANGS:
         time.sleep(3600)
     if fault == STUCK_ONCE and not has_hung:
-        time.sleep(1.5 * PUBLISH_TIMEOUT_S)
+        time.sleep(2.5 * PUBLISH_TIMEOUT_S)
 
 
 def _moved(fault: str, manifest: Manifest, bucket: Bucket, buffer: torch.Tensor) -> torch.Tensor:
