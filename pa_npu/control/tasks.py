@@ -135,7 +135,12 @@ async def cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
     The task that calls this is left out. If the caller is cancelled, that cancellation is raised
     once the tasks have ended.
     """
-    unfinished = [task for task in tasks if not task.done()]
+    unfinished = []
+    for task in tasks:
+        if not task.done():
+            unfinished.append(task)
+        elif not task.cancelled():
+            task.exception()  # which asyncio would log if nobody had asked for it
     if not unfinished:
         return
     unfinished = [task for task in unfinished if task is not asyncio.current_task()]

@@ -11,6 +11,7 @@ checkpoint. SIGTERM ends it when the last iteration's record is written (run_unt
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -69,7 +70,7 @@ from pa_npu.errors import PaNpuError, exit_code
 from pa_npu.planning.iteration_model.controller import ScheduleController
 from pa_npu.planning.iteration_model.subjects import Rules
 from pa_npu.planning.publish import publishers_of
-from pa_npu.publish.engines import Connection
+from pa_npu.publish.engines import Connection, check_announced
 from pa_npu.publish.messages import LATE_MANIFEST, MANIFEST
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.samples.rollout_buffer import RolloutBuffer, open_buffer
@@ -316,13 +317,16 @@ async def connect_to_trainers(
     """Waits until each sender has said how engines reach its groups, and rank 0 what trainers run
     on.
 
-    Raises DeadlineExceeded.
+    Raises DeadlineExceeded, and InvariantViolation if what senders announce is not each weight once.
     """
     device = platform.get(config.run.device)
     limit_s = config.run.startup_timeout_s
     ranks = publishers_of(config)
     stages = [await MANIFEST.wait_async(channel, limit_s, rank=rank) for rank in ranks]
     late_stages = [await LATE_MANIFEST.wait_async(channel, limit_s, rank=rank) for rank in ranks]
+    # of a large mixture with many senders it takes seconds
+    await asyncio.to_thread(check_announced, stages)
+    await asyncio.to_thread(check_announced, late_stages)
     trainers = await TRAINERS_RUN_ON.wait_async(channel, limit_s)
     computation = None
     if trainers.computation:

@@ -38,9 +38,9 @@
     TRAINED and VERDICT. MEMBERS and the request to load are under way while the trainers step. A
     publish that forms groups anew begins at READY, as forming them has a deadline.
 
-    A rank that fails puts BROKEN; the coordinator declares the groups abandoned, finds out which
-    engines are left, says so in the verdict, and both begin the next attempt at MEMBERS, in groups
-    of the next epoch.
+    A rank that fails puts GAVE_UP and BROKEN; the coordinator declares the groups abandoned, finds
+    out which ranks hang and which engines are left, says so in the verdict, and both begin the next
+    attempt at MEMBERS, in groups of the next epoch.
 
     inside an iteration, for an engine that was started again: LATE_REQUEST ... LATE_BROKEN
     (late_engines draws it).

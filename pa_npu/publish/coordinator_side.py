@@ -155,9 +155,8 @@ class CoordinatorPublish:
                     except (EngineError, DeadlineExceeded) as error:
                         if _failed(ready):  # nobody is left to try again with
                             raise
-                        reason = str(error)
+                        reason = await self._give_up(members, error, place, ready.done())
                         logger.warning("publish of weight version %d failed: %s", version, reason)
-                        await self._give_up(members, reason, place)
                         continue
                     logger.info(
                         "weight version %d on %s after %.2f s",
@@ -197,11 +196,11 @@ class CoordinatorPublish:
         try:
             received = await guarded(gather(work), self._trainers.broken(BROKEN, place))
         except (EngineError, DeadlineExceeded) as error:
-            logger.warning(
-                "weight version %d could not be sent while engines generate: %s", version, error
-            )
             self._failed_ahead = version
-            await self._give_up(members, str(error), place)
+            reason = await self._give_up(members, error, place, True)
+            logger.warning(
+                "weight version %d could not be sent while engines generate: %s", version, reason
+            )
             return None
         by_engine = {
             member.name: weights for member, weights in zip(members, received, strict=True)
@@ -300,12 +299,27 @@ class CoordinatorPublish:
         broken = self._trainers.broken(BROKEN, place, begins_within_s or 0.0)
         return await guarded(gather(loads), broken, asyncio.shield(ready))
 
-    async def _give_up(self, members: Sequence[Member], reason: str, place: dict[str, int]) -> None:
-        """Ends an attempt on both sides, and finds out which engines are left."""
+    async def _give_up(
+        self, members: Sequence[Member], error: Exception, place: dict[str, int], were_ready: bool
+    ) -> str:
+        """Ends an attempt on both sides, and finds out who is left. Returns why it failed.
+
+        were_ready: whether the trainers had begun with it.
+        """
+        reason = str(error)
         self._connection.abandon(self._connection.stages, self._epoch, reason)
         self._connected = None
+        if were_ready and self._connection.has_trainers:
+            silent = await self._trainers.silent(place)
+            if silent:
+                ranks = ", ".join(map(str, silent))
+                reason += (
+                    f"; nothing is heard of these trainer ranks: {ranks}; look at the log of the "
+                    "first one for where it hangs"
+                )
         await self._membership.check(members)
         VERDICT.put(self._channel, PublishVerdict(False, reason), **place)
+        return reason
 
 
 def _failed(task: asyncio.Task[Any]) -> bool:

@@ -22,8 +22,31 @@ from pa_npu.publish.messages import PublishMembers, SentWeights, StageManifest
 from pa_npu.weight_transfer import collectives
 from pa_npu.weight_transfer.computation import Computation
 from pa_npu.weight_transfer.digest import first_difference
-from pa_npu.weight_transfer.manifest import Manifest
-from pa_npu.weight_transfer.transport import HOST_BACKEND, Abandonment, Way, epoch_name
+from pa_npu.weight_transfer.manifest import Manifest, check_covered
+from pa_npu.weight_transfer.transport import (
+    HOST_BACKEND,
+    Abandonment,
+    Way,
+    WeightSyncError,
+    epoch_name,
+)
+
+
+def check_announced(senders: Sequence[StageManifest]) -> None:
+    """Checks that what the senders announce is together each weight once (I5). Stand-ins for
+    trainers announce nothing.
+
+    Raises InvariantViolation. Engines refuse it too, but no further attempt announces anything
+    else.
+    """
+    announced = [sender.manifest for sender in senders if sender.manifest]
+    try:
+        check_covered([Manifest.from_json(manifest) for manifest in announced])
+    except WeightSyncError as error:
+        raise InvariantViolation(
+            f"I5: the trainers announce other weights than they have: {error}; look for what "
+            "divides the weights among those that send them"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -46,6 +69,14 @@ class Connection:
     late_stages: Sequence[StageManifest]
     device: str = ""
     computation: Computation | None = None
+
+    @property
+    def has_trainers(self) -> bool:
+        """Returns whether trainers have said what they will send.
+
+        Stand-ins for trainers say nothing, and send nothing.
+        """
+        return any(stage.manifest for stage in self.stages)
 
     def abandon(self, stages: Sequence[StageManifest], epoch: int, reason: str) -> None:
         """Declares the groups of an epoch abandoned, so that nobody waits in them any longer.
@@ -139,21 +170,17 @@ class EngineProcessGroups:
 
 
 class ArrivalCheck:
-    """Compares digests of what was sent and what arrived, bucket by bucket."""
+    """Compares digests of what was sent and what arrived, bucket by bucket.
+
+    applies: whether there is anything to compare.
+    """
 
     def __init__(self, connection: Connection) -> None:
+        self.applies = connection.has_trainers
         self._stages = connection.stages
         self._late_stages = connection.late_stages
         # the last version and its digests, per sender
         self._published: tuple[int, tuple[str, ...]] | None = None
-
-    @property
-    def applies(self) -> bool:
-        """Returns whether trainers have said what they will send.
-
-        Stand-ins for trainers say nothing, and send nothing.
-        """
-        return any(stage.manifest for stage in self._stages)
 
     def check(
         self, version: int, sent: Sequence[SentWeights], loaded: Mapping[str, LoadedWeights]

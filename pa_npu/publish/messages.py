@@ -128,6 +128,11 @@ class PublishBroken:
 
 
 BROKEN = Topic("publish/{version}/{attempt}/broken", PublishBroken, "a failure that did not come")
+GAVE_UP = Topic(
+    "publish/{version}/{attempt}/gave_up/{rank}",
+    PublishBroken,
+    "trainer rank {rank} to give up its part",
+)
 
 
 @dataclass(frozen=True)

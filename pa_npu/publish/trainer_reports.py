@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
 from pa_npu.control.channel import StoreChannel
 from pa_npu.control.typed import Topic
 from pa_npu.engines.protocol import EngineError
-from pa_npu.publish.messages import READY, TRAINED, PublishBroken, SentWeights
+from pa_npu.publish.messages import GAVE_UP, READY, SENT, TRAINED, PublishBroken, SentWeights
 from pa_npu.weight_transfer.contents import added
 
 # Workers have the same deadline and a better message (which bucket, which stage); the client's only
 # catches workers that hang.
 GRACE_S = 15.0
+# Ranks that are alive look whether they should give up several times a second.
+_ANSWER_S = 3.0
+_LOOK_EVERY_S = 0.1
 
 
 class TrainersBroke(EngineError):
@@ -38,6 +42,7 @@ class TrainerReports:
         self._senders = senders
         self._publishers = publishers
         self._deadline_s = deadline_s
+        self._complete: dict[str, int] = {}  # the attempt that all ranks have ended
 
     async def ready(self, version: int, within_s: float) -> float:
         """Waits for the trainers; returns when they were seen to be ready (time.perf_counter)."""
@@ -64,7 +69,26 @@ class TrainerReports:
             trained = await TRAINED.wait_async(self._channel, self._deadline_s, rank=rank, **place)
             self._channel.delete(TRAINED.at(rank=rank, **place))  # a mixture has many tensors
             of_ranks.append(trained.contents)
+        self._complete = dict(place)
         return added(of_ranks)
+
+    async def silent(self, place: dict[str, int]) -> list[int]:
+        """Returns the ranks that take part in an attempt that was given up, and within a few seconds
+        have neither ended their part nor given it up: they hang.
+        """
+        if self._complete == place:
+            return []
+        silent = list(self._senders)
+        deadline = time.monotonic() + _ANSWER_S
+        while True:
+            silent = [rank for rank in silent if not self._has_answered(rank, place)]
+            if not silent or time.monotonic() > deadline:
+                return silent
+            await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _has_answered(self, rank: int, place: dict[str, int]) -> bool:
+        topics = (GAVE_UP, SENT, TRAINED)
+        return any(topic.exists(self._channel, rank=rank, **place) for topic in topics)
 
     async def broken(
         self, topic: Topic[PublishBroken], place: dict[str, int], longer_s: float = 0.0

@@ -18,6 +18,7 @@ from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.publish.messages import (
     BROKEN,
     ENGINES_SWAPPED,
+    GAVE_UP,
     MEMBERS,
     READY,
     SENT,
@@ -156,7 +157,10 @@ class TrainerPublish:
             stats = self._send(version, members)
         except (WeightSyncError, DeadlineExceeded) as error:
             logger.warning("%s", error)
-            BROKEN.put(self._channel, PublishBroken(str(error)), version=version, attempt=attempt)
+            place = {"version": version, "attempt": attempt}
+            broken = PublishBroken(str(error))
+            GAVE_UP.put(self._channel, broken, rank=self._rank, **place)
+            BROKEN.put(self._channel, broken, **place)
             if self._contents is not None:
                 self._contents()  # peers for which all went well do it together with this rank
             return time.perf_counter() - start

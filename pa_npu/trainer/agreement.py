@@ -44,7 +44,7 @@ from pa_npu.algorithm.agreement_sums import (
     DifferenceSums,
 )
 from pa_npu.algorithm.drawn_tokens import DrawnTokens
-from pa_npu.algorithm.objective import NUM_STRETCHES
+from pa_npu.algorithm.microbatch_agreement import NUM_STRETCHES
 from pa_npu.config.schema import Config
 from pa_npu.control.messages import AgreementReport
 from pa_npu.errors import InvariantViolation

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from pa_npu.algorithm.agreement_sums import DifferenceSums
+from pa_npu.algorithm.microbatch_agreement import measure
 from pa_npu.algorithm.model_outputs import Outputs, Targets
-from pa_npu.algorithm.objective import measure
 from pa_npu.algorithm.update_sums import MetricSums
 from pa_npu.backends.protocol import TrainBackend
 from pa_npu.config.schema import Config

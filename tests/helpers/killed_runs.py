@@ -52,17 +52,18 @@ class Result:
     losses: list[float]
 
     @classmethod
-    def read(cls, directory: Path) -> Result:
+    def read(cls, directory: Path, iterations: int = ITERATIONS) -> Result:
         records = [
             json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()
         ]
-        assert [record["iteration"] for record in records] == list(range(ITERATIONS)), (
+        assert [record["iteration"] for record in records] == list(range(iterations)), (
             "each iteration is recorded once"
         )
         weights = load_file(directory / "hf" / "model.safetensors")
         return cls(weights, [r["reward_mean"] for r in records], [r["loss"] for r in records])
 
     def assert_equal(self, another: Result) -> None:
+        assert any(0 < reward < 1 for reward in self.rewards), "there is something to learn"
         assert (self.rewards, self.losses) == (another.rewards, another.losses)
         assert self.weights.keys() == another.weights.keys()
         changed = [
@@ -76,10 +77,18 @@ class Result:
 class Watched:
     """A launched run, with eyes on its store and its processes."""
 
-    def __init__(self, launched: Launched, ahead: int = 0, engine_port: int | None = None) -> None:
+    def __init__(
+        self,
+        launched: Launched,
+        ahead: int = 0,
+        engine_port: int | None = None,
+        iterations: int = ITERATIONS,
+    ) -> None:
         """ahead: how far the iteration that a version completes is ahead of the one that it trains.
-        engine_port: of the first engine, by which engines of one kind are told apart."""
+        engine_port: of the first engine, by which engines of one kind are told apart.
+        iterations: of the run."""
         self.run = launched
+        self._iterations = iterations
         self._ahead = ahead
         self._ports = (
             {}
@@ -100,18 +109,19 @@ class Watched:
 
         def reached() -> bool:
             version = next(
-                (v for v in range(ITERATIONS, -1, -1) if self._there(READY.at(version=v))), None
+                (v for v in range(self._iterations, -1, -1) if self._there(READY.at(version=v))),
+                None,
             )
             if version is None:
                 return False
-            produces = min(version + self._ahead, ITERATIONS - 1)
+            produces = min(version + self._ahead, self._iterations - 1)
             produced = DISPATCHED.exists(self._channel, iteration=produces)
             published = self._published(version)
             state = "training" if produced else "generation"
             if not published:
                 state = "publish"
             actual[:] = [version]
-            return state == moment and at_least <= version < ITERATIONS
+            return state == moment and at_least <= version < self._iterations
 
         self._until(reached, moment)
         return actual[0]
@@ -151,7 +161,7 @@ class Watched:
     def progress(self) -> int:
         """Completed publishes and late deliveries of this attempt."""
         late = next(n for n in range(100) if not self._there(LATE_DECISION.at(number=n)))
-        return late + sum(self._published(version) for version in range(ITERATIONS + 1))
+        return late + sum(self._published(version) for version in range(self._iterations + 1))
 
     def _published(self, version: int) -> bool:
         if (
@@ -230,7 +240,8 @@ def keys(tiny: Path, directory: Path, backend: str, **others: object) -> list[st
         "rollout.ignore_eos": "true",
         "rollout.window": 8,
         "run.restarts": 40,
-        "reward.functions": '[{name: format, pattern: "[0-4]"}]',
+        # which about half of the responses have, so that there is something to learn
+        "reward.functions": '[{name: format, pattern: "3"}]',
         "data.test": "null",
         "trainer.devices": 2,
         "optimizer.learning_rate": "1e-3",
@@ -245,21 +256,27 @@ def each(kinds: Iterable[str]) -> Kills:
     return itertools.product(kinds, MOMENTS)
 
 
-def watched_when_ready(run: Launched, ahead: int = 0, engine_port: int | None = None) -> Watched:
-    watched = Watched(run, ahead, engine_port)
+def watched_when_ready(
+    run: Launched, ahead: int = 0, engine_port: int | None = None, iterations: int = ITERATIONS
+) -> Watched:
+    watched = Watched(run, ahead, engine_port, iterations)
     run.wait_for(lambda: "engine-0 ready" in run.output, "the engine is ready", TIMEOUT_S)
     return watched
 
 
 def kill_all(
-    watched: Watched, kills: Kills, number: int = signal.SIGKILL, directory: Path | None = None
+    watched: Watched,
+    kills: Kills,
+    number: int = signal.SIGKILL,
+    directory: Path | None = None,
+    first: int | None = None,
 ) -> None:
-    """directory: the run's, for moments of CHANGES."""
+    """directory: the run's, for moments of CHANGES. first: the iteration of the first kill."""
     kinds: list[str] = []
     kills = list(kills)
-    first = (
-        3 if len(kills) <= FEW_KILLS else 0
-    )  # a few kills would otherwise all come before there is a checkpoint to go on from
+    if first is None:
+        # a few kills would otherwise all come before there is a checkpoint to go on from
+        first = 3 if len(kills) <= FEW_KILLS else 0
     for kind, moment in kills:
         if kind not in kinds:
             kinds.append(kind)

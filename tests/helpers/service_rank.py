@@ -1,15 +1,15 @@
-"""A trainer rank of a service in a process of its own: `python service_rank.py RANK RANKS PORT MODEL OUT BUDGET`.
+"""A trainer rank of a service in a process of its own, which tests.helpers.preloaded starts with a Job as JSON.
 
 It trains two slots, one of which goes on from a file that the other has saved, and writes what a client
-sees and the gradients; the first rank's answer is the service's. BUDGET: packed tokens of a microbatch.
+sees and the gradients; the first rank's answer is the service's.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -25,6 +25,19 @@ from tests.helpers.service import call_of, random_datum, service_config
 STEPS = 2
 
 
+class Job(msgspec.Struct):
+    """port: of the store. out: directory of what the first rank writes. budget: packed tokens of a
+    microbatch.
+    """
+
+    rank: int
+    ranks: int
+    port: int
+    model: str
+    out: str
+    budget: int
+
+
 def calls(vocab: int) -> list[list[Datum]]:
     """Calls of datums with shared beginnings, of which the last has fewer than there are ranks."""
     random = np.random.default_rng(5)
@@ -34,16 +47,16 @@ def calls(vocab: int) -> list[list[Datum]]:
     return [group + others, others[:1]]
 
 
-def main() -> None:
-    rank, ranks, port = map(int, sys.argv[1:4])
-    model, out, budget = Path(sys.argv[4]), Path(sys.argv[5]), int(sys.argv[6])
+def main(argument: str) -> None:
+    job = msgspec.json.decode(argument, type=Job)
+    rank, out = job.rank, Path(job.out)
     config = service_config(
-        model,
+        Path(job.model),
         out,
-        trainer={"backend": "fsdp", "devices": ranks},
-        microbatch={"max_tokens": budget},
+        trainer={"backend": "fsdp", "devices": job.ranks},
+        microbatch={"max_tokens": job.budget},
     )
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.TCPStore("127.0.0.1", job.port, is_master=False)
     spec = ModelSpec.from_config(config)
     timeline = Timeline(None, "")
     backend: Any = backend_module("fsdp").create(
@@ -94,7 +107,3 @@ def refusals(slots: Slots, data: list[Datum], file: Path) -> list[str]:
         except Refused as refusal:
             reasons.append(str(refusal))
     return reasons
-
-
-if __name__ == "__main__":
-    main()

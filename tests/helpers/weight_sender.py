@@ -131,4 +131,5 @@ def manifest_of(tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -> Mani
             buckets.append([])
         buckets[-1].append(segment)
     shapes: dict[str, Any] = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return Manifest(0, sizes, shapes, tuple(Bucket("float32", tuple(bucket)) for bucket in buckets))
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    return Manifest(0, sizes, shapes, tuple(Bucket(dtype, tuple(bucket)) for bucket in buckets))

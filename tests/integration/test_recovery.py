@@ -69,19 +69,20 @@ def undisturbed(
     tiny: Path,
     shared_engine: Callable[[Path], str],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], Result]:
+) -> Callable[..., Result]:
     """Runs with engines of a kind, without a kill, and returns the results."""
 
     @functools.cache
-    def result(backend: str) -> Result:
+    def result(backend: str, iterations: int = ITERATIONS) -> Result:
         directory = tmp_path_factory.mktemp("undisturbed") / "run"
         others = (
             {"rollout.attach": shared_engine(tiny / "model")} if backend == "transformers" else {}
         )
+        others["schedule.iterations"] = str(iterations)
         run = launch(*keys(tiny, directory, backend, **others))
         run.popen.wait(TIMEOUT_S)
         assert run.popen.returncode == 0, run.output
-        return Result.read(directory)
+        return Result.read(directory, iterations)
 
     return result
 
@@ -105,7 +106,7 @@ def test_engines_that_are_killed_whenever_change_nothing(
     launch: Callable[..., Launched],
     tiny: Path,
     tmp_path: Path,
-    undisturbed: Callable[[str], Result],
+    undisturbed: Callable[..., Result],
 ) -> None:
     """Each comes back with the weights of the iteration; coordinator and trainers go on all the
     time.
@@ -119,8 +120,9 @@ def test_engines_that_are_killed_whenever_change_nothing(
 
 
 @pytest.mark.parametrize(
-    ("backend", "kills"),
+    ("backend", "kills", "iterations", "first"),
     [
+        # as short as it can be: the first iteration is the one that there is nothing to go on from
         pytest.param(
             "transformers",
             (
@@ -128,17 +130,23 @@ def test_engines_that_are_killed_whenever_change_nothing(
                 ("trainer-1", "training"),
                 ("coordinator", "generation"),
             ),
+            6,
+            1,
             id="transformers",
         ),
         pytest.param(
             "transformers",
             tuple(each(["reward worker", *WORKERS])),
+            ITERATIONS,
+            0,
             id="transformers-all",
             marks=pytest.mark.nightly,
         ),
         pytest.param(
             "vllm",
             tuple(each(["reward worker", *WORKERS])),
+            ITERATIONS,
+            0,
             id="vllm-all",
             marks=pytest.mark.nightly,
         ),
@@ -147,19 +155,23 @@ def test_engines_that_are_killed_whenever_change_nothing(
 def test_engines_trainers_coordinator_reward_workers_and_launcher_that_are_killed_whenever_change_nothing(
     backend: str,
     kills: Kills,
+    iterations: int,
+    first: int,
     launch: Callable[..., Launched],
     tiny: Path,
     tmp_path: Path,
-    undisturbed: Callable[[str], Result],
+    undisturbed: Callable[..., Result],
 ) -> None:
     """Groups lie with the trainers that are killed, whose ends are theirs; undisturbed they lie in
     the store on the head.
     """
     directory = tmp_path / "run"
-    watched = watched_when_ready(launch(*keys(tiny, directory, backend, buffer__shards="node")))
-    kill_all(watched, kills)
+    others = {"schedule.iterations": iterations}
+    killed = launch(*keys(tiny, directory, backend, buffer__shards="node", **others))
+    watched = watched_when_ready(killed, iterations=iterations)
+    kill_all(watched, kills, first=first)
     assert "the run continues from" in watched.run.output, watched.run.output
-    watched.wait_for("training", ITERATIONS - 1)
+    watched.wait_for("training", iterations - 2)  # or in the last one
     watched.run.popen.kill()
     watched.run.popen.wait(30)
     watched.run.assert_nothing_survives()
@@ -168,11 +180,11 @@ def test_engines_trainers_coordinator_reward_workers_and_launcher_that_are_kille
             "they were in shards"
         )
 
-    last = launch(*keys(tiny, directory, backend, checkpoint__resume="auto"))
+    last = launch(*keys(tiny, directory, backend, checkpoint__resume="auto", **others))
     last.popen.wait(TIMEOUT_S)
     assert last.popen.returncode == 0, last.output
     assert "the run continues from" in last.output
-    Result.read(directory).assert_equal(undisturbed(backend))
+    Result.read(directory, iterations).assert_equal(undisturbed(backend, iterations))
 
 
 @pytest.mark.nightly
@@ -180,7 +192,7 @@ def test_keepers_that_are_killed_and_engines_that_hang_change_nothing_either(
     launch: Callable[..., Launched],
     tiny: Path,
     tmp_path: Path,
-    undisturbed: Callable[[str], Result],
+    undisturbed: Callable[..., Result],
 ) -> None:
     directory = tmp_path / "run"
     others = {"rollout.probe_timeout_s": 15.0, "publish.timeout_s": 60.0}
@@ -228,7 +240,7 @@ def test_a_run_whose_devices_decode_then_train_ends_with_the_weights_of_one_that
     launch: Callable[..., Launched],
     tiny: Path,
     tmp_path: Path,
-    undisturbed: Callable[[str], Result],
+    undisturbed: Callable[..., Result],
 ) -> None:
     """engine-k is beside trainer-k, roles change at every chance.
 

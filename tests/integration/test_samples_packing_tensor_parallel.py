@@ -1,6 +1,6 @@
 """Two TP ranks pack what the leader found in the buffer, and wait for a microbatch's first group outside of collectives.
 
-The test is the coordinator; run as a script this file is one rank. It puts groups while the ranks
+The test is the coordinator; a fork of it with `main` is one rank. It puts groups while the ranks
 are between microbatches, so that what is there is known. The collectives' timeout is shorter than
 the pause before the second put.
 """
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -86,8 +86,8 @@ def rank_main(rank: int, port: int) -> None:
 
 
 @pytest.mark.integration
-def test_tensor_parallel_ranks_pack_what_the_leader_found() -> None:
-    with rank_processes(__file__, RANKS, timeout_s=60) as ranks:
+def test_tensor_parallel_ranks_pack_what_the_leader_found(tmp_path: Path) -> None:
+    with rank_processes(__name__, RANKS, timeout_s=60, directory=tmp_path) as ranks:
         buffer = RolloutBuffer(ranks.channel, "run", readers=RANKS)
         for number, slots in enumerate(ARRIVALS):
             if number:
@@ -114,5 +114,7 @@ def test_tensor_parallel_ranks_pack_what_the_leader_found() -> None:
         assert digests == expected, f"rank {rank} packed something else"
 
 
-if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), int(sys.argv[2]))
+def main(argument: str) -> None:
+    """Is a rank; argument: its number and the store's port."""
+    rank, port = map(int, argument.split())
+    rank_main(rank, port)

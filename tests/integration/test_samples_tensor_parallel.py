@@ -1,6 +1,6 @@
 """Four ranks of one replica (TP=2, PP=2 over gloo) get the same groups from their reader, from a producer that is late.
 
-The test is the coordinator; run as a script this file is one rank. The collectives' timeout is
+The test is the coordinator; a fork of it with `main` is one rank. The collectives' timeout is
 shorter than the producer's delay, so a rank that waited for rollouts inside a collective would
 fail.
 """
@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -229,12 +229,12 @@ def rank_main(rank: int, port: int) -> None:
 
 
 @pytest.mark.integration
-def test_every_group_is_read_once_for_its_replica_and_each_rank_gets_it() -> None:
+def test_every_group_is_read_once_for_its_replica_and_each_rank_gets_it(tmp_path: Path) -> None:
     """From a producer that is late.
 
     Then a group that never comes, and a reader that ends while it reads.
     """
-    with rank_processes(__file__, RANKS, timeout_s=120) as ranks:
+    with rank_processes(__name__, RANKS, timeout_s=120, directory=tmp_path) as ranks:
         ranks.wait_until_all_have_added("ready")
         buffer = RolloutBuffer(ranks.channel, "run", readers=RANKS, ahead=2, columns=COLUMNS)
         groups = [make_group(index) for index in range(GROUPS)]
@@ -311,5 +311,7 @@ def test_every_group_is_read_once_for_its_replica_and_each_rank_gets_it() -> Non
     assert not left, f"slots {left} stayed in the store after all ranks were done"
 
 
-if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), int(sys.argv[2]))
+def main(argument: str) -> None:
+    """Is a rank; argument: its number and the store's port."""
+    rank, port = map(int, argument.split())
+    rank_main(rank, port)

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import contextlib
 import importlib.metadata
-import io
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -29,17 +27,13 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from pa_npu import platform
 from pa_npu.engines import compact_answer
-from pa_npu.engines.codec import (
-    SERVED_MODEL,
-)
-from pa_npu.engines.echo import echo_logprobs
+from pa_npu.engines.codec import SERVED_MODEL
 from pa_npu.engines.http_server import (
     COMPACT_TYPE,
     KEY_VARIABLE,
@@ -49,17 +43,16 @@ from pa_npu.engines.http_server import (
     accepts_compact,
     authorised,
 )
-from pa_npu.engines.images import UNKNOWN_IMAGE, KeptImages, UnknownImage
+from pa_npu.engines.transformers.answers import Answers, as_choice
 from pa_npu.engines.transformers.decoding import (
-    NO_CHOICES,
     Busy,
     Decoder,
     DecodingParameters,
-    RunningResponse,
     Scheduler,
     ScoredTokens,
 )
 from pa_npu.engines.transformers.image_passes import PromptImage, has_tower
+from pa_npu.engines.transformers.request_images import ImageReader
 from pa_npu.engines.transformers.requests import (
     CompletionRequest,
     EngineRequestRefused,
@@ -71,8 +64,6 @@ from pa_npu.families.any_model import auto_class, config_of
 from pa_npu.families.config_json import token_ids
 from pa_npu.families.model_directory import end_token_ids, load_tokenizer
 from pa_npu.families.wire_names import use_dtype
-from pa_npu.vision.images import BadImage
-from pa_npu.vision.placeholders import expanded_at
 from pa_npu.vision.processor import ImageProcessor
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -112,15 +103,17 @@ class Server:
         config_tokens = token_ids(vars(model.config.get_text_config()), "eos_token_id")
         self._end_token_ids = frozenset(end_token_ids(path, config_tokens, tokenizer))
         self._identity = EngineIdentity()
-        self._device = device
-        self._images = KeptImages()
-        self._processor: ImageProcessor | None = None
+        self._answers = Answers(tokenizer)
+        self._images: ImageReader | None = None
         if has_tower(model):
-            self._processor = ImageProcessor.from_directory(path)
-            self._image_token = int(model.config.image_token_id)
+            self._images = ImageReader(
+                processor=ImageProcessor.from_directory(path),
+                image_token=int(model.config.image_token_id),
+                device=device,
+            )
         self._decoder = Decoder(model, device)
         self._worker = ModelWorker(
-            model, device, path, self._decoder.records_expert_choices, self._processor is not None
+            model, device, path, self._decoder.records_expert_choices, self._images is not None
         )
         self._scheduler = Scheduler(self._decoder, max_num_seqs)
 
@@ -189,9 +182,11 @@ class Server:
         prompts = self._prompts(asked.prompt)
         images: list[PromptImage] = []
         if asked.images:
+            if self._images is None:
+                raise EngineRequestRefused("this model reads no images")
             if len(prompts) > 1:
                 raise EngineRequestRefused("images: they belong to one prompt; send one at a time")
-            prompts[0], images = await asyncio.to_thread(self._expanded, prompts[0], asked)
+            prompts[0], images = await asyncio.to_thread(self._images.expanded, prompts[0], asked)
             self._check_length(prompts[0])
         accepted = [value.encode() for value in request.headers.getall("Accept", [])]
         if accepts_compact(accepted) and len(prompts) == 1 and not asked.echo:
@@ -206,8 +201,8 @@ class Server:
             written: list[dict[str, Any]] = []
             if asked.max_tokens:
                 responses = await self._generate(prompt, asked, images)
-                written = [_choice(response) for response in responses]
-            choices += self._joined(prompt, written, scored, asked)
+                written = [as_choice(response) for response in responses]
+            choices += self._answers.joined(prompt, written, scored, asked)
         for number, choice in enumerate(choices):
             choice["index"] = number
         answer: dict[str, Any] = {"object": "text_completion", "model": asked.model}
@@ -260,63 +255,6 @@ class Server:
         )
         return await asyncio.wrap_future(self._scheduler.call(call))
 
-    def _joined(
-        self,
-        prompt: Sequence[int],
-        written: Sequence[dict[str, Any]],
-        scored: ScoredTokens | None,
-        asked: CompletionRequest,
-    ) -> list[dict[str, Any]]:
-        """Returns the choices of a prompt, with what is asked for of the prompt itself."""
-        choices = list(written)
-        if not choices:
-            choices = [{"text": "", "token_ids": [], "finish_reason": "length"}]
-            if asked.logprobs is not None:
-                choices[0]["logprobs"] = {"token_logprobs": []}
-        for choice in choices:
-            if asked.prompt_logprobs is not None and scored is not None:
-                choice["prompt_logprobs"] = self._places(prompt, scored)
-            if asked.echo:
-                self._echo(choice, prompt, scored)
-        return choices
-
-    def _places(
-        self, prompt: Sequence[int], scored: ScoredTokens
-    ) -> list[dict[str, dict[str, Any]] | None]:
-        """Returns the scores as vLLM's prompt_logprobs."""
-        places: list[dict[str, dict[str, Any]] | None] = [None]
-        for place, token in enumerate(prompt[1:]):
-            logprob_by_token = {token: scored.logprobs[place]}
-            logprob_by_token |= zip(
-                scored.likely[place], scored.likely_logprobs[place], strict=True
-            )
-            places.append(
-                {
-                    str(number): {"logprob": logprob, "decoded_token": self._text([number])}
-                    for number, logprob in logprob_by_token.items()
-                }
-            )
-        return places
-
-    def _echo(
-        self, choice: dict[str, Any], prompt: Sequence[int], scored: ScoredTokens | None
-    ) -> None:
-        """Puts the prompt, and its log-probs in the form of OpenAI's API, before what was written."""
-        choice["text"] = self._text(prompt) + choice["text"]
-        tokens = [*prompt, *choice["token_ids"]]
-        choice["token_ids"] = tokens
-        if scored is None:
-            return
-        likely = [
-            list(zip(numbers, logprobs, strict=True))
-            for numbers, logprobs in zip(scored.likely, scored.likely_logprobs, strict=True)
-        ]
-        logprobs = [*scored.logprobs, *choice["logprobs"]["token_logprobs"]]
-        choice["logprobs"] = echo_logprobs(self._text, tokens, logprobs, likely)
-
-    def _text(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(tokens))
-
     async def _generate(
         self, tokens: Sequence[int], asked: CompletionRequest, images: Sequence[PromptImage]
     ) -> list[compact_answer.CompactResponse]:
@@ -331,55 +269,14 @@ class Server:
             max_tokens=min(asked.max_tokens, room),
             temperature=asked.temperature,
             end_token_ids=ends,
-            stops=partial(self._contains_one_of, asked.stops) if asked.stops else None,
+            stops=partial(self._answers.contains_one_of, asked.stops) if asked.stops else None,
             top_p=asked.top_p,
             written=written,
         )
         seeds = range(asked.seed, asked.seed + asked.n)
         generated = self._scheduler.generate(prompt, seeds, parameters, images)
         responses = await asyncio.wrap_future(generated)
-        return [self._response(response, asked, ends) for response in responses]
-
-    def _expanded(
-        self, prompt: Sequence[int], asked: CompletionRequest
-    ) -> tuple[list[int], list[PromptImage]]:
-        """Returns a request's prompt with all placeholders of its images, and the images.
-
-        Raises RequestRefused.
-        """
-        processor = self._processor
-        if processor is None:
-            raise EngineRequestRefused("this model reads no images")
-        places = [image.place for image in asked.images]
-        num_prompt = len(prompt) - asked.vllm_xargs.drawn
-        if sorted(set(places)) != places or not 0 <= places[0] <= places[-1] < num_prompt:
-            raise EngineRequestRefused("images: their places must ascend within the prompt")
-        if any(prompt[place] != self._image_token for place in places):
-            raise EngineRequestRefused("images: at each place must be the model's placeholder")
-        grids = []
-        patches = []
-        for image in asked.images:
-            try:
-                pixels = self._images.pixels(image)
-            except UnknownImage:
-                raise EngineRequestRefused(f"{UNKNOWN_IMAGE} {image.key}; send its data") from None
-            except BadImage as error:
-                raise EngineRequestRefused(f"image {image.key:.40}: {error}") from None
-            height, width = pixels.shape[:2]
-            if processor.size_of(height, width) != (height, width):
-                raise EngineRequestRefused(
-                    f"image {image.key}: {width} x {height} pixels are not what the image "
-                    "processor of this model's directory makes"
-                )
-            grids.append(processor.grid_of(height, width))
-            patches.append(processor.patches(torch.from_numpy(pixels).to(self._device)))
-        lengths = [processor.num_tokens(grid) for grid in grids]
-        tokens, spans = expanded_at(prompt, places, lengths)
-        images = [
-            PromptImage(start, start + length, grid, array)
-            for (start, length), grid, array in zip(spans, grids, patches, strict=True)
-        ]
-        return tokens, images
+        return [self._answers.response(response, asked, ends) for response in responses]
 
     async def _pause(self, request: web.Request) -> web.Response:
         await asyncio.wrap_future(self._scheduler.call(self._scheduler.cut_responses))
@@ -387,33 +284,6 @@ class Server:
 
     async def _resume(self, request: web.Request) -> web.Response:
         return web.Response()
-
-    def _contains_one_of(self, texts: Sequence[str], tokens: Sequence[int]) -> bool:
-        response_text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return any(text in response_text for text in texts)
-
-    def _response(
-        self, response: RunningResponse, asked: CompletionRequest, ends: frozenset[int]
-    ) -> compact_answer.CompactResponse:
-        tokens = response.tokens
-        if tokens and tokens[-1] in ends:
-            tokens = tokens[:-1]
-        text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        if not asked.include_stop_str_in_output:
-            text = _before(text, asked.stops)
-        reason = "abort" if response.finish_reason == "cut" else str(response.finish_reason)
-        expert_choices = None
-        if asked.vllm_xargs.expert_choices:
-            file = io.BytesIO()
-            np.save(file, np.concatenate(response.expert_choices or [NO_CHOICES]))
-            expert_choices = file.getvalue()
-        return compact_answer.CompactResponse(
-            text=text,
-            token_ids=response.tokens,
-            finish_reason=reason,
-            logprobs=response.logprobs if asked.logprobs is not None else None,
-            expert_choices=expert_choices,
-        )
 
     async def _call_worker(self, request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read(), type=WorkerCall)
@@ -433,26 +303,6 @@ class Server:
         alone = loads or asked.method == "pa_connect"
         result = await asyncio.wrap_future(self._scheduler.call(call, alone=alone))
         return _json({"results": [result]})
-
-
-def _choice(response: compact_answer.CompactResponse) -> dict[str, Any]:
-    """Returns a response as /v1/completions has it, without its index."""
-    choice: dict[str, Any] = {
-        "text": response.text,
-        "token_ids": response.token_ids,
-        "finish_reason": response.finish_reason,
-    }
-    if response.logprobs is not None:
-        choice["logprobs"] = {"token_logprobs": response.logprobs}
-    if response.expert_choices is not None:
-        choice["routed_experts"] = base64.b64encode(response.expert_choices).decode()
-    return choice
-
-
-def _before(text: str, stops: Sequence[str]) -> str:
-    """Returns a text up to the first of the texts that end it."""
-    ends = [text.index(stop) for stop in stops if stop in text]
-    return text[: min(ends)] if ends else text
 
 
 def _json(answer: object) -> web.Response:

@@ -65,8 +65,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2": {"devices": 2, "expert_parallel": 2, "recompute": "none"},
     "C2": {"devices": 2, "context_parallel": 2, "recompute": "none"},
 }
-if PROFILE != NIGHTLY:  # both are parts of TP2xPP2
-    LAYOUTS = {name: trainer for name, trainer in LAYOUTS.items() if name not in ("TP2", "PP2")}
+PARTS_OF_TP2XPP2 = ("TP2", "TP2 full", "PP2")
+if PROFILE != NIGHTLY:
+    LAYOUTS = {name: trainer for name, trainer in LAYOUTS.items() if name not in PARTS_OF_TP2XPP2}
 ONE_RANK = {"one rank": {"devices": 1}, "one rank, mixture": {"devices": 1}}
 
 

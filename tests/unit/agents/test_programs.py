@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pa_npu.agents import programs
 from pa_npu.agents.environment import evaluated
 from pa_npu.environments.protocol import EnvironmentFailed
 from pa_npu.environments.registry import make_environment, opened
@@ -116,8 +117,11 @@ async def test_a_killed_program_begins_again_with_the_same_seeds(tmp_path: Path)
         ("print('x' * 10**6); import time; time.sleep(90)", "output"),
     ],
 )
-async def test_outcomes_decide_what_is_trained(tmp_path: Path, line: str, outcome: str) -> None:
+async def test_outcomes_decide_what_is_trained(
+    tmp_path: Path, line: str, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One session of a group ends so, the other is done."""
+    monkeypatch.setattr(programs, "_GRACE_S", 2.0)
     number = tmp_path / "number"
     lines = f"if not os.path.exists({str(number)!r}):\n    open({str(number)!r}, 'w')\n    {line}"
     keys = {

@@ -128,10 +128,11 @@ def test_agents_are_refused_where_other_numbers_of_samples_would_end_the_run() -
     checked(tree)
 
 
-async def test_a_sessions_time_runs_from_when_it_is_taken() -> None:
+async def test_a_sessions_time_runs_from_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of two is taken and forgotten; the other has waited for as long and has all of its
     time.
     """
+    monkeypatch.setattr(environment_module, "_GRACE_S", 0.1)
     async with opened(make_environment(config(timeout_s=0.3), TOKENIZER), 30.0) as agents:
         assert isinstance(agents, AgentEnvironment) and agents.sessions is not None
         working = asyncio.create_task(

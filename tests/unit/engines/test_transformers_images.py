@@ -178,7 +178,7 @@ def test_an_image_is_sent_once_and_again_to_an_engine_that_forgot_it(
             answers = []
             for forgets in (False, False, True):
                 if forgets:
-                    server._images.clear()
+                    server._images.kept.clear()
                 answers += await client.generate(
                     prompt, 1, 7, SAMPLING, deadline_s=60, images=images
                 )

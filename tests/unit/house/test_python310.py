@@ -74,6 +74,9 @@ NEWER_KEYWORDS = {
     ("rmtree", "onexc"),
     ("mkstemp", "delete_on_close"),
 }
+# looked at first: the text of an expression takes most of the time
+_ATTRIBUTES = NEWER_ATTRIBUTES.union(*NEWER_NAMES.values())
+_KEYWORDS = {keyword for _, keyword in NEWER_KEYWORDS}
 
 
 def violations(source: str) -> list[str]:
@@ -114,7 +117,7 @@ def _names(tree: ast.AST, aliases: dict[str, str]) -> Iterator[tuple[int, str]]:
             for name in node.names:
                 if node.module in NEWER_MODULES or name.name in newer:
                     yield node.lineno, f"from {node.module} import {name.name}"
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and node.attr in _ATTRIBUTES:
             owner = ast.unparse(node.value)
             if node.attr in NEWER_NAMES.get(aliases.get(owner, ""), set()) or (
                 node.attr in NEWER_ATTRIBUTES
@@ -124,8 +127,9 @@ def _names(tree: ast.AST, aliases: dict[str, str]) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Name) and node.id in NEWER_NAMES["builtins"]:
             yield node.lineno, node.id
         elif isinstance(node, ast.Call):
-            function = ast.unparse(node.func).split(".")[-1]
-            for keyword in node.keywords:
+            keywords = [keyword for keyword in node.keywords if keyword.arg in _KEYWORDS]
+            function = ast.unparse(node.func).split(".")[-1] if keywords else ""
+            for keyword in keywords:
                 if (function, keyword.arg) in NEWER_KEYWORDS:
                     yield node.lineno, f"{function}({keyword.arg}=)"
 

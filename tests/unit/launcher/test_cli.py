@@ -153,12 +153,12 @@ def test_plan_is_a_dry_run(
         and len(planned.splitlines()) < 60
     )
     assert "without a password" not in planned
-    assert main(["plan", *keys, "placement.host=0.0.0.0"]) == 0
-    assert (
-        "placement.host: 0.0.0.0 opens the run's store, without a password"
-        in capsys.readouterr().out
-    )
-    assert main(["plan", *keys, "--full"]) == 0
+
+    small = ["model.path=models/qwen3-0.6B", "data.train=t.jsonl", "run.device=cpu"]
+    assert main(["plan", *small, "placement.host=0.0.0.0"]) == 0
+    planned = capsys.readouterr().out
+    assert "placement.host: 0.0.0.0 opens the run's store, without a password" in planned
+    assert main(["plan", *small, "placement.host=0.0.0.0", "--full"]) == 0
     full = capsys.readouterr().out
     assert full.splitlines()[0] == f"# {planned.splitlines()[0]}"
     assert yaml.safe_load(full)["rollout"]["responses_per_prompt"] > 0, "a file that --config takes"

@@ -1,11 +1,16 @@
-"""An engine that dies in the middle of a publish: the others get the version, and it gets the next one when it is back."""
+"""An engine that dies in the middle of a publish: the others get the version, and it gets the next one when it is back.
+
+A sender that hangs in the middle: it sends again once it is through, or the run ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +26,10 @@ from pa_npu.control.roster import Roster
 from pa_npu.engines.client import EngineClient
 from pa_npu.engines.membership import EngineMembership
 from pa_npu.engines.pool import EnginePool
-from pa_npu.engines.protocol import Sampling
+from pa_npu.engines.protocol import EngineError, Sampling
 from pa_npu.errors import InvariantViolation
 from pa_npu.planning.publish import contributors_of, publishers_of
+from pa_npu.publish import trainer_reports
 from pa_npu.publish.engines import Connection
 from pa_npu.publish.messages import VERDICT, PublishVerdict
 from pa_npu.publish.publisher import Publisher
@@ -38,7 +44,7 @@ from tests.helpers.publish import ServesNobodyLate
 from tests.helpers.weight_sender import manifest_of, tensors_of
 
 
-def config(urls: list[str]) -> Config:
+def config(urls: list[str], timeout_s: float) -> Config:
     return Config.model_validate(
         {
             "run": {"device": "cpu"},
@@ -50,25 +56,26 @@ def config(urls: list[str]) -> Config:
                 "attach": urls,
                 "probe_timeout_s": 30.0,
             },
-            "publish": {"timeout_s": 60.0},
+            "publish": {"timeout_s": timeout_s},
         }
     )
 
 
 class Source:
     """A stage's weights, another bit of them for each version; stops before a bucket until it may
-    go on, where it is told to.
+    go on, where it is told to, or then ends.
     """
 
     is_leader = True
 
-    def __init__(self, model: Path) -> None:
-        self.tensors = tensors_of(model)
+    def __init__(self, model: Path, dtype: torch.dtype) -> None:
+        self.tensors = {name: tensor.to(dtype) for name, tensor in tensors_of(model).items()}
         self.manifest = manifest_of(self.tensors, {})
         self.old: dict[str, torch.Tensor] = {}
         self.stop = False
         self.stopped = threading.Event()
         self.go_on = threading.Event()
+        self.ends = False
 
     def contents(self) -> dict[str, str]:
         """Of the weights as they are; `old` are sent instead of them."""
@@ -85,6 +92,8 @@ class Source:
                 self.stop = False
                 self.stopped.set()
                 assert self.go_on.wait(60)
+                if self.ends:  # as a thread of a process that is killed does
+                    raise SystemExit
             sent = {**self.tensors, **self.old}
             parts = [sent[s.name].flatten()[s.start : s.start + s.size] for s in bucket.segments]
             yield torch.cat(parts)
@@ -101,16 +110,24 @@ class Job:
     Use it with `async with`.
     """
 
-    def __init__(self, model: Path, urls: list[str]) -> None:
+    def __init__(
+        self,
+        model: Path,
+        urls: list[str],
+        *,
+        timeout_s: float = 60.0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """timeout_s: publish.timeout_s. dtype: that weights are sent in."""
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         address = ("127.0.0.1", self.store.port)
-        self.config = config(urls)
-        self.source = Source(model)
+        self.config = config(urls, timeout_s)
+        self.source = Source(model, dtype)
         self.publisher = Publisher(
             self.source,  # type: ignore[arg-type]
             store_host=address[0],
             store_port=address[1],
-            timeout_s=60.0,
+            timeout_s=timeout_s,
             backend="gloo",
             device=torch.device("cpu"),
             scope="pa/0/",
@@ -162,10 +179,12 @@ class Job:
         await self.pool.close()
         self.publisher.close()
 
-    async def version(self, version: int, dies: ForkedEngine | None = None) -> None:
-        """Publish it; `dies` is killed when half of it has been sent."""
+    async def version(
+        self, version: int, dies: ForkedEngine | None = None, hangs: bool = False
+    ) -> None:
+        """Publish it; `dies` is killed when half of it has been sent, or the sender `hangs`."""
         self.source.update()
-        self.source.stop = dies is not None
+        self.source.stop = hangs or dies is not None
         both = asyncio.gather(
             self.publish.publish(version, None, 60.0),
             asyncio.to_thread(self.trainers.publish, version),
@@ -228,6 +247,76 @@ async def test_a_publish_goes_on_without_who_dies_in_it_and_with_who_is_back(
     finally:
         for engine in engines:
             engine.kill()
+
+
+HANGING_S = 1.5
+"""publish.timeout_s while a sender hangs."""
+MORE = pytest.mark.nightly
+
+
+def failures(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Returns what was logged of attempts to publish version 1 that failed."""
+    logged = [record.getMessage() for record in caplog.records]
+    return [text for text in logged if "publish of weight version 1 failed" in text]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=MORE)])
+async def test_a_sender_that_hung_once_sends_again(
+    dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That engines then have what is trained is checked in the publish."""
+    model = make_engine_model(tmp_path / "model")
+    engine = ForkedEngine(model, tmp_path / "engine")
+    try:
+        async with Job(model, [engine.url()], timeout_s=HANGING_S, dtype=dtype) as job:
+            await job.version(0)
+            threading.Timer(2 * HANGING_S, job.source.go_on.set).start()
+            with caplog.at_level(logging.WARNING):
+                await job.version(1, hangs=True)
+            assert job.source.stopped.is_set()
+            first, *_ = failures(caplog)
+            assert "\n" not in first and f"not done within {HANGING_S} s" in first, first
+    finally:
+        engine.kill()
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=MORE), torch.bfloat16])
+async def test_a_sender_that_hangs_ends_the_run(
+    dtype: torch.dtype,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trainer_reports, "_ANSWER_S", 0.2)
+    model = make_engine_model(tmp_path / "model")
+    engine = ForkedEngine(model, tmp_path / "engine")
+    try:
+        async with Job(model, [engine.url()], timeout_s=HANGING_S, dtype=dtype) as job:
+            await job.version(0)
+            job.source.update()
+            job.source.stop = True
+
+            def send() -> None:
+                with contextlib.suppress(SystemExit):
+                    job.trainers.publish(1)
+
+            sender = threading.Thread(target=send, name="trainer that hangs", daemon=True)
+            sender.start()
+            message = (
+                r"weight version 1 could not be published in 4 attempts: .*stage 0.* did not join"
+                r".*; nothing is heard of these trainer ranks: 0; look"
+            )
+            start = time.monotonic()
+            with caplog.at_level(logging.WARNING), pytest.raises(EngineError, match=message):
+                await job.publish.publish(1, None, 60.0)
+            assert job.source.stopped.is_set() and sender.is_alive()
+            assert time.monotonic() - start < 40 * HANGING_S
+            assert f"not done within {HANGING_S} s" in failures(caplog)[0]
+            job.source.ends = True
+            job.source.go_on.set()
+            sender.join(10)
+    finally:
+        engine.kill()
 
 
 async def test_a_tensor_that_the_trainers_sent_from_an_old_copy_ends_the_run_and_is_named(

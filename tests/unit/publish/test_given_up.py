@@ -65,7 +65,7 @@ def test_engine_whose_trainer_stops_ends_at_the_deadline(
 ) -> None:
     spec = make_checkpoint(tmp_path, "qwen2", tied=False)
     world = World(monkeypatch, spec, stages=2)
-    publishers = world.publishers()
+    publishers = world.publishers(timeout_s=4.0)
     (receiver,) = world.connect(publishers, timeout_s=2.0)
     _, worker = run_threads(lambda: publishers[0].publish(1, world.members), received(receiver, 1))
     assert isinstance(worker, DeadlineExceeded), worker

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 from pa_npu.backends.megatron.weights.buckets import StageTensors
 from pa_npu.config.mesh import Mesh
 from pa_npu.config.sections.operation import Senders
-from pa_npu.errors import DeadlineExceeded
+from pa_npu.errors import DeadlineExceeded, InvariantViolation
 from pa_npu.planning.publish import published_bytes, senders_of
+from pa_npu.publish.engines import check_announced
+from pa_npu.publish.messages import StageManifest
 from pa_npu.publish.publisher import Publisher, PublishStats
 from pa_npu.weight_transfer import transport
 from pa_npu.weight_transfer.contents import OrderedContents, added
@@ -223,6 +225,7 @@ def test_senders_that_do_not_make_up_the_stage_are_refused_before_anything_is_se
 ) -> None:
     first, second = connect().manifests
     check_covered([first, second])
+    check_announced(announced([first, second]))
     name = "model.layers.1.mlp.down_proj.weight"
     manifests = [first, second]
     if fault == "absent":
@@ -250,6 +253,15 @@ def test_senders_that_do_not_make_up_the_stage_are_refused_before_anything_is_se
     }[fault]
     with pytest.raises(transport.WeightSyncError, match=expected):
         check_covered(manifests)
+    if fault == "shape":  # which its own segments are not in
+        expected = rf"of rank 1 .* the segments of {name} do not"
+    with pytest.raises(InvariantViolation, match=rf"^I5: the trainers announce .*{expected}"):
+        check_announced(announced(manifests))
+
+
+def announced(manifests: Sequence[Manifest]) -> list[StageManifest]:
+    """What the coordinator gets of them."""
+    return [StageManifest(f"publish-{m.rank}", m.to_json()) for m in manifests]
 
 
 def _changed(manifest: Manifest, name: str, change: Any) -> Manifest:

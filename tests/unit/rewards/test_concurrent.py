@@ -138,7 +138,7 @@ async def test_a_process_that_is_killed_is_asked_again_and_rewards_do_not_change
 async def test_a_group_that_kills_or_blocks_its_process_each_time_costs_its_reward(
     row: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_processes, "SILENCE_S", 3.0)
+    monkeypatch.setattr(worker_processes, "SILENCE_S", 2.0)
     async with RewardPool(config("waits", "computes", timeout_s=0.5)) as pool:
         result = await asyncio.wait_for(pool.score(group(**row)), 120)
         later = await asyncio.wait_for(pool.score(group()), 60)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers import service_rank
 from tests.helpers.models import make_model
-from tests.helpers.rank_processes import ROOT
+from tests.helpers.preloaded import start_rank
 
 LIMIT_S = 120.0
 
@@ -22,14 +22,17 @@ def seen_by(ranks: int, model: Path, out: Path, *, budget: int) -> dict[str, Any
     """Returns what the first of so many ranks sees. budget: packed tokens of a microbatch."""
     out.mkdir()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    script = str(ROOT / "tests" / "helpers" / "service_rank.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = []
     for rank in range(ranks):
-        argv = [sys.executable, script, str(rank), str(ranks), str(store.port), str(model)]
-        processes.append(subprocess.Popen([*argv, str(out), str(budget)], env=environment))
+        job = service_rank.Job(rank, ranks, store.port, str(model), str(out), budget)
+        argument = msgspec.json.encode(job).decode()
+        log = out / f"rank{rank}.log"
+        processes.append(start_rank(service_rank.__name__, argument, environment, log))
     try:
-        assert [process.wait(LIMIT_S) for process in processes] == [0] * ranks
+        codes = [process.wait(LIMIT_S) for process in processes]
+        logs = [file.read_text() for file in sorted(out.glob("rank*.log"))]
+        assert codes == [0] * ranks, "\n".join(logs)
     finally:
         for process in processes:
             process.kill()

@@ -56,9 +56,7 @@ def test_transformers_loads_what_was_made(family: str, tied: bool, tmp_path: Pat
 
 
 def test_the_teacher_of_edits_writes_calls_that_repair_files_or_do_not(tmp_path: Path) -> None:
-    report = make(
-        tmp_path / "m", "--task", "edit", "--steps", "300", "--hidden", "128", "--layers", "2"
-    )
+    report = make(tmp_path / "m", "--task", "edit", "--steps", "100", "--hidden", "128")
     assert report["right_after_asking"] > 0.9, (
         "it reads and writes files, also those of held-out tasks, and leaves mistakes in"
     )

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from pa_npu.algorithm.agreement_sums import DifferenceSums
+from pa_npu.algorithm.microbatch_agreement import NUM_STRETCHES
 from pa_npu.algorithm.model_outputs import Logprobs, Outputs
-from pa_npu.algorithm.objective import NUM_STRETCHES, Objective
+from pa_npu.algorithm.objective import Objective
 from pa_npu.errors import InvariantViolation
 from pa_npu.samples.microbatch import Microbatch, pack
 from pa_npu.trainer.agreement import Agreement
