@@ -341,7 +341,6 @@ def settings(arguments: argparse.Namespace) -> argparse.Namespace:
         response=arguments.response,
         responses=arguments.responses,
         groups=2,
-        lengths="drawn",
     )
 
 

@@ -428,11 +428,16 @@ def make_config(model: str, args: argparse.Namespace) -> Config:
     )
 
 
-def make_groups(args: argparse.Namespace, vocab_size: int) -> list[Group]:
+def make_groups(
+    args: argparse.Namespace, vocab_size: int, equal_lengths: bool = False
+) -> list[Group]:
+    """Returns args.groups groups of random tokens. equal_lengths: every response has args.response
+    tokens; otherwise between half of them and all.
+    """
     rng = np.random.default_rng(0)
     groups = []
     for index in range(args.groups):
-        if args.lengths == "equal":
+        if equal_lengths:
             lengths = np.full(args.responses, args.response, np.int32)
         else:
             lengths = rng.integers(
