@@ -9,7 +9,7 @@ out: gloo copies the whole gradient buffer there, which NCCL and HCCL do not.
     python tools/bench_memory.py [--hidden 512] [--layers 8] [--prompt 256] [--response 256] [--chunk 1024]
     python tools/bench_memory.py --long [--tokens 4096 16384 65536] [--context 1 2 4]
 
---long measures one microbatch of many tokens, a prompt and 15 responses of equal length, on 1, 2 and
+--long measures one microbatch of many tokens, a prompt and responses of its length, on 1, 2 and
 4 ranks that share it (trainer.context_parallel): the fullest rank's peak. The ranks pass keys and
 values point to point, because gloo's own collectives copy them, which NCCL's and HCCL's do not.
 """
@@ -69,7 +69,9 @@ def main() -> int:
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--response", type=int, default=256)
-    parser.add_argument("--responses", type=int, default=8)
+    parser.add_argument(
+        "--responses", type=int, help=f"default: 8, or {LONG_RESPONSES} with --long"
+    )
     parser.add_argument("--chunk", type=int, default=1024, help="model.head_chunk_tokens")
     parser.add_argument(
         "--cases", type=int, default=len(CASES), help="only the first n cases of each backend"
@@ -84,7 +86,8 @@ def main() -> int:
     if arguments.long:
         arguments.hidden = min(arguments.hidden, 128)
         arguments.layers = min(arguments.layers, 4)
-        arguments.responses = LONG_RESPONSES
+    if arguments.responses is None:
+        arguments.responses = LONG_RESPONSES if arguments.long else 8
     if arguments.case and arguments.long:
         print(json.dumps(measure_long(json.loads(arguments.case), arguments)))
         return 0
@@ -145,7 +148,7 @@ def print_long(model: str, scratch: Path, arguments: argparse.Namespace) -> None
 
 def measure_long(case: list[Any], arguments: argparse.Namespace) -> dict[str, object]:
     model, backend, recompute, tokens, context, store, rank = case
-    length = tokens // (1 + LONG_RESPONSES)
+    length = tokens // (1 + arguments.responses)
     arguments.prompt = arguments.response = length
     config = make_config([model, backend, "fp32", recompute, 0.0, 0], arguments)
     trainer = config.trainer.model_copy(update={"devices": context, "context_parallel": context})
