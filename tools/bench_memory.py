@@ -206,8 +206,8 @@ def scattered_without_copies(
     for distance in range(1, size):
         to = (rank + distance) % size
         sent = dist.isend(parts[to], group=group, group_dst=to)
-        dist.irecv(received, group=group, group_src=(rank - distance) % size).wait()
-        sent.wait()
+        arrived = dist.irecv(received, group=group, group_src=(rank - distance) % size)
+        _OnTheWire([sent, arrived]).wait()
         own += received
     return _OnTheWire([])
 
