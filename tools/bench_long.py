@@ -111,7 +111,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     learner = Learner(config, backend, platform, Timeline(None, ""))
     args.groups = 1
-    (group,) = make_groups(args, spec.vocab_size)
+    (group,) = make_groups(args, spec.vocab_size, equal_lengths=args.lengths == "equal")
     microbatches = ways(group)[args.way]
     lengths = group.trained_lengths.tolist()
     flops = spec.definition.flops(spec)

@@ -9,8 +9,9 @@ out: gloo copies the whole gradient buffer there, which NCCL and HCCL do not.
     python tools/bench_memory.py [--hidden 512] [--layers 8] [--prompt 256] [--response 256] [--chunk 1024]
     python tools/bench_memory.py --long [--tokens 4096 16384 65536] [--context 1 2 4]
 
---long measures one microbatch of many tokens, a prompt and 15 responses of equal length, on 1, 2 and
-4 ranks that share it (trainer.context_parallel): the fullest rank's peak.
+--long measures one microbatch of many tokens, a prompt and responses of its length, on 1, 2 and
+4 ranks that share it (trainer.context_parallel): the fullest rank's peak. The ranks pass keys and
+values point to point, because gloo's own collectives copy them, which NCCL's and HCCL's do not.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from pa_npu.attention import context as context_attention
 from pa_npu.config.schema import Config
 from pa_npu.families.spec import ModelSpec
-from pa_npu.planning.memory import trainer_memory
+from pa_npu.planning.amounts import work
+from pa_npu.planning.memory import gathered_keys_bytes, trainer_memory
 from pa_npu.samples.group import Group
 from pa_npu.samples.microbatch import build_microbatches
 from tools.groups import group_of_responses
@@ -66,7 +69,9 @@ def main() -> int:
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--response", type=int, default=256)
-    parser.add_argument("--responses", type=int, default=8)
+    parser.add_argument(
+        "--responses", type=int, help=f"default: 8, or {LONG_RESPONSES} with --long"
+    )
     parser.add_argument("--chunk", type=int, default=1024, help="model.head_chunk_tokens")
     parser.add_argument(
         "--cases", type=int, default=len(CASES), help="only the first n cases of each backend"
@@ -81,7 +86,8 @@ def main() -> int:
     if arguments.long:
         arguments.hidden = min(arguments.hidden, 128)
         arguments.layers = min(arguments.layers, 4)
-        arguments.responses = LONG_RESPONSES
+    if arguments.responses is None:
+        arguments.responses = LONG_RESPONSES if arguments.long else 8
     if arguments.case and arguments.long:
         print(json.dumps(measure_long(json.loads(arguments.case), arguments)))
         return 0
@@ -142,28 +148,80 @@ def print_long(model: str, scratch: Path, arguments: argparse.Namespace) -> None
 
 def measure_long(case: list[Any], arguments: argparse.Namespace) -> dict[str, object]:
     model, backend, recompute, tokens, context, store, rank = case
-    length = tokens // (1 + LONG_RESPONSES)
+    length = tokens // (1 + arguments.responses)
     arguments.prompt = arguments.response = length
     config = make_config([model, backend, "fp32", recompute, 0.0, 0], arguments)
     trainer = config.trainer.model_copy(update={"devices": context, "context_parallel": context})
     schedule = config.schedule.model_copy(update={"prompts_per_iteration": 1})
     config = config.model_copy(update={"trainer": trainer, "schedule": schedule})
     ranks = dist.HashStore() if context == 1 else dist.FileStore(store, context)
+    context_attention._all_gather = gathered_without_copies
+    context_attention._reduce_scatter = scattered_without_copies
     return {
         **measure(config, arguments, ranks, rank),
+        "gathered_keys": gathered_keys_bytes(config, ModelSpec.read(model), work(config)),
         "tokens": tokens,
         "context": context,
         "recompute": recompute,
     }
 
 
+class _OnTheWire:
+    """Messages to and from the other ranks of a group."""
+
+    def __init__(self, messages: list[Any]) -> None:
+        self._messages = messages
+
+    def wait(self) -> None:
+        for message in self._messages:
+            message.wait()
+        self._messages.clear()
+
+
+def gathered_without_copies(
+    whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+) -> _OnTheWire:
+    """Gathers `own` of all ranks into `whole`, as all_gather_into_tensor does."""
+    size = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    parts = whole.view(size, *own.shape)
+    parts[rank] = own
+    messages = []
+    for peer in range(size):
+        if peer != rank:
+            messages.append(dist.isend(own, group=group, group_dst=peer))
+            messages.append(dist.irecv(parts[peer], group=group, group_src=peer))
+    return _OnTheWire(messages)
+
+
+def scattered_without_copies(
+    own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+) -> _OnTheWire:
+    """Sums every rank's part of `whole` into its `own`, as reduce_scatter_tensor does."""
+    size = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    parts = whole.view(size, *own.shape)
+    own.copy_(parts[rank])
+    received = torch.empty_like(own)
+    for distance in range(1, size):
+        to = (rank + distance) % size
+        sent = dist.isend(parts[to], group=group, group_dst=to)
+        arrived = dist.irecv(received, group=group, group_src=(rank - distance) % size)
+        _OnTheWire([sent, arrived]).wait()
+        own += received
+    return _OnTheWire([])
+
+
 def make_model(directory: Path, arguments: argparse.Namespace) -> str:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    # a long microbatch has keys and values of two heads, which are gathered one by one
+    head_dim = 32 if arguments.long else 64
     config = Qwen2Config(
         vocab_size=arguments.vocab, hidden_size=arguments.hidden, intermediate_size=3 * arguments.hidden,
-        num_hidden_layers=arguments.layers, num_attention_heads=arguments.hidden // 64,
-        num_key_value_heads=arguments.hidden // 128, max_position_embeddings=8192, tie_word_embeddings=False,
+        num_hidden_layers=arguments.layers, num_attention_heads=arguments.hidden // head_dim,
+        num_key_value_heads=arguments.hidden // head_dim // 2, max_position_embeddings=8192,
+        tie_word_embeddings=False,
     )  # fmt: skip
     model: Any = Qwen2ForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(directory)
@@ -308,9 +366,10 @@ def at_full_length(group: Group, arguments: argparse.Namespace, vocab_size: int)
 
 
 LONG_HEAD = (
-    "MiB; 'microbatch' is the peak beyond weights, gradients and optimizer\n\n"
+    "MiB; 'microbatch' is the peak beyond weights, gradients and optimizer, 'keys' what the estimate "
+    "counts\nfor keys and values of the whole sequence, while one layer's are gathered\n\n"
     f"{'tokens':>7} {'recompute':<10}{'C':>3}{'peak':>10}{'estimate':>10}{'ratio':>7}"
-    f"{'microbatch':>12}{'x C, of C=1':>13}"
+    f"{'microbatch':>12}{'x C, of C=1':>13}{'keys':>8}"
 )
 
 
@@ -326,6 +385,7 @@ def long_line(row: dict[str, object], alone: dict[str, object] | None) -> str:
     return (
         f"{row['tokens']!s:>7} {row['recompute']!s:<10}{context:>3}{_mib(row, 'peak'):>10.1f}"
         f"{_mib(row, 'peak_estimated'):>10.1f}{ratio:>7.2f}{beyond:>12.1f}{share:>13}"
+        f"{_mib(row, 'gathered_keys'):>8.1f}"
     )
 
 

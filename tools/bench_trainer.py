@@ -190,7 +190,13 @@ def main() -> int:
         "--response",
         type=int,
         default=64,
-        help="longest response; lengths are drawn between half of it and it",
+        help="longest response, see --lengths",
+    )
+    parser.add_argument(
+        "--lengths",
+        choices=("drawn", "equal"),
+        help="of responses: drawn between half of --response and it, or equal to it, which is the "
+        "default of --long",
     )
     parser.add_argument("--responses", type=int, default=8, help="responses per group")
     parser.add_argument("--groups", type=int, default=4)
@@ -203,6 +209,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=2, help="of the random model of --long")
     parser.add_argument("--recompute", default="none", help="trainer.recompute of --long")
     args = parser.parse_args()
+    args.lengths = args.lengths or ("equal" if args.long else "drawn")
     torch.set_num_threads(1)
     if args.long:
         sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -421,13 +428,21 @@ def make_config(model: str, args: argparse.Namespace) -> Config:
     )
 
 
-def make_groups(args: argparse.Namespace, vocab_size: int) -> list[Group]:
+def make_groups(
+    args: argparse.Namespace, vocab_size: int, equal_lengths: bool = False
+) -> list[Group]:
+    """Returns args.groups groups of random tokens. equal_lengths: every response has args.response
+    tokens; otherwise between half of them and all.
+    """
     rng = np.random.default_rng(0)
     groups = []
     for index in range(args.groups):
-        lengths = rng.integers(
-            max(1, args.response // 2), args.response + 1, args.responses
-        ).astype(np.int32)
+        if equal_lengths:
+            lengths = np.full(args.responses, args.response, np.int32)
+        else:
+            lengths = rng.integers(
+                max(1, args.response // 2), args.response + 1, args.responses
+            ).astype(np.int32)
         total = int(lengths.sum())
         groups.append(
             group_of_responses(

@@ -198,17 +198,17 @@ class _Gather:
         )
         self._work = _all_gather(self._parts, self._own, group=group.group, async_op=True)
 
-    def wait(self) -> list[torch.Tensor]:
-        """Returns n tensors [rows.layout.total, ...], in packed order."""
+    def wait(self) -> torch.Tensor:
+        """Returns [n, rows.layout.total, ...], in packed order. To be called once: it releases what
+        came over the wire.
+        """
         self._work.wait()
-        rows = self._rows
-        places = rows.tensor("gathered places", self._parts.device, lambda: rows.division.places)
-        size = rows.division.size
-        by_rank = self._parts.view(size, -1, *self._own.shape[1:])
-        whole = []
-        for number in range(len(self._own)):
-            whole.append(by_rank[:, number].flatten(0, 1).index_select(0, places))
-        return whole
+        parts = self._parts.flatten(0, 1)
+        num_tensors = len(self._own)
+        del self._parts, self._own, self._work
+        places = _places_by_rank(self._rows, num_tensors, parts.device)
+        whole = parts.index_select(0, places.flatten())
+        return whole.unflatten(0, places.shape)
 
 
 class _Scatter:
@@ -218,22 +218,35 @@ class _Scatter:
 
     def __init__(self, rows: RankRows, whole: Sequence[torch.Tensor]) -> None:
         group = _group_of(rows)
-        division = rows.division
         first = whole[0]
-        order = rows.tensor("all row numbers", first.device, division.rows.flatten)
-        self._brought = first.new_empty(division.size, len(whole), rows.total, *first.shape[1:])
-        for number, gradient in enumerate(whole):
-            by_rank = gradient.index_select(0, order).unflatten(0, (division.size, rows.total))
-            self._brought[:, number] = by_rank
-        self._own = torch.empty_like(self._brought[0])
+        places = _places_by_rank(rows, len(whole), first.device)
+        self._brought = first.new_empty(places.numel(), *first.shape[1:])
+        for place, gradient in zip(places, whole, strict=True):
+            self._brought.index_copy_(0, place, gradient)
+        self._own = first.new_empty(len(whole), rows.total, *first.shape[1:])
         self._work = _reduce_scatter(
             self._own.view(-1), self._brought.view(-1), group=group.group, async_op=True
         )
 
     def wait(self) -> torch.Tensor:
-        """Returns [n, rows.total, ...]."""
+        """Returns [n, rows.total, ...]. To be called once: it releases what went over the wire."""
         self._work.wait()
-        return self._own
+        own = self._own
+        del self._brought, self._own, self._work
+        return own
+
+
+def _places_by_rank(rows: RankRows, num_tensors: int, device: torch.device) -> torch.Tensor:
+    """Returns the place of each tensor's packed rows among [ranks x tensors x rows of a rank] rows,
+    the order in which collectives pass them; int64 [num_tensors, rows.layout.total].
+    """
+
+    def build() -> torch.Tensor:
+        places = rows.division.places
+        before = (places // rows.total) * (num_tensors - 1) * rows.total
+        return torch.stack([places + before + number * rows.total for number in range(num_tensors)])
+
+    return rows.tensor(f"places of {num_tensors} tensors by rank", device, build)
 
 
 def _group_of(rows: RankRows) -> ContextGroup:
@@ -306,11 +319,12 @@ class _AttentionOfRows(torch.autograd.Function):
                 ctx.kernel,
                 wide_sums=True,
             )
+            del keys, values
             dqs.append(dq)
             if scatter is not None:
                 own.append(scatter.wait())
             scatter = _Scatter(rows, (dk, dv))
-            del dk, dv, keys, values
+            del dk, dv
         assert scatter is not None, "there is a piece"
         own.append(scatter.wait())
         dk, dv = (torch.cat(own, dim=2) if len(own) > 1 else own[0]).to(kv.dtype)

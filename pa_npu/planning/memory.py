@@ -21,7 +21,7 @@ from pa_npu.families.peft_directory import AdapterShape
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning.amounts import Work, work
 from pa_npu.planning.teachers import teacher_specs
-from pa_npu.platform.pieces import pieces_of_heads
+from pa_npu.platform.pieces import gathering_bytes
 from pa_npu.platform.typical import LARGEST_BUCKET_BYTES, group_buffer_bytes
 from pa_npu.vision.family import is_of_tower, read_tower
 
@@ -318,24 +318,28 @@ def _activation_bytes(config: Config, spec: ModelSpec, stage: int) -> tuple[int,
     microbatches = amount.microbatches_per_replica // amount.updates
     in_flight = max(1, min(trainer.pipeline_parallel - stage, microbatches))
 
-    # The backward of one layer holds gradients of the gated layer's three parts and of its input
-    # and output, and the gathered input.
-    layer_step = feed_forward + 2 * hidden
-    if tensor > 1:
-        layer_step += spec.hidden_size
     if trainer.recompute == "full":
         kept_per_layer = hidden
-        layer_step += per_layer
+        recomputed = per_layer
     elif trainer.recompute == "selective":
         kept_per_layer = per_layer - rotated
-        layer_step += rotated
+        recomputed = rotated
     else:
         kept_per_layer = per_layer
+        recomputed = 0
     kept = kept_per_layer * layers * in_flight
 
+    # The backward of a layer begins with the gated one: it holds gradients of its three parts and
+    # of its input and output, and the gathered input.
+    gated_step = recomputed + feed_forward + 2 * hidden
+    if tensor > 1:
+        gated_step += spec.hidden_size
+    # Attention's comes after it, with the gated layer's tensors released: it holds gradients of its
+    # own tensors, and keys of rows before or beside these.
+    attention_step = recomputed + layer.attention // tensor - feed_forward
     kept_keys, keys_of_layer = kept_keys_bytes(config, spec, amount)
-    working_set = tokens * layer_step * element + gathered_keys_bytes(config, spec, amount)
-    working_set += keys_of_layer
+    keys = gathered_keys_bytes(config, spec, amount) + keys_of_layer
+    working_set = max(tokens * gated_step * element, tokens * attention_step * element + keys)
     if stage == trainer.pipeline_parallel - 1:
         working_set = max(working_set, _head_bytes(config, spec, amount))
     # Frozen models keep no activations, but a later stage receives their hidden states in the same
@@ -388,19 +392,16 @@ def rank_tokens(config: Config, tokens: int) -> int:
 
 def gathered_keys_bytes(config: Config, spec: ModelSpec, amount: Work) -> int:
     """Returns the bytes of keys and values of the whole sequence at the peak of a layer's backward,
-    which a rank of a context group has for one piece of heads at a time (attention/context.py).
-
-    Beside a piece in packed order there are the next one as it arrives, gradients in the model's
-    type, their sums in fp32, and a copy of these on its way to the other ranks.
+    which a rank of a context group has for a few heads at a time (attention/context.py).
     """
     if config.mesh.context == 1:
         return 0
-    element = BYTES[config.model.dtype]
-    heads = spec.num_kv_heads // config.trainer.tensor_parallel
-    per_head = 2 * amount.microbatch_tokens * spec.head_dim
-    pieces = pieces_of_heads(heads, heads * per_head * element)
-    widest = max(piece.stop - piece.start for piece in pieces)
-    return widest * per_head * (3 * element + 2 * FP32)
+    return gathering_bytes(
+        kv_heads=spec.num_kv_heads // config.trainer.tensor_parallel,
+        head_dim=spec.head_dim,
+        rows=amount.microbatch_tokens,
+        element_bytes=BYTES[config.model.dtype],
+    )
 
 
 def kept_keys_bytes(config: Config, spec: ModelSpec, amount: Work) -> tuple[int, int]:
