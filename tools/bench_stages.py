@@ -3,7 +3,7 @@
 
     python tools/bench_stages.py teacher [--seeds 1,2,3] [--iterations 10] [--set CASE:KEY=VALUE ...]
                                           [--work DIR] [--markdown FILE] [key=value ...]
-    python tools/bench_stages.py nothing [--supervised 150] [--iterations 10] ...
+    python tools/bench_stages.py nothing [--supervised 150] [--mistakes 0.65] [--iterations 10] ...
 
 teacher: the student of configs/distill_tiny.yaml, which slips at sums, by
   GRPO          the reward alone
@@ -13,9 +13,12 @@ with equally many responses an iteration, 384. --set gives a case keys of its ow
 learning rate; without it all have the configurations'.
 
 nothing: a model with random weights, by
-  supervised    --supervised iterations of 128 rows
+  supervised    --supervised iterations of 128 rows, of which a share of --mistakes is wrong by one
   GRPO          --iterations of the reward, from random weights
   both          the first, then the second
+
+Demonstrations are rarely faultless. With --mistakes=0 they teach all that there is to learn here,
+and nothing is left for the reward.
 
 Runs that are complete in --work are not made again. Accuracy is that of greedy answers to the 200
 held-out questions. Seconds are those of iterations, publishing included, without the start of
@@ -25,6 +28,9 @@ processes and without evaluations.
 from __future__ import annotations
 
 import argparse
+import json
+import random
+import re
 import statistics
 import subprocess
 import sys
@@ -32,7 +38,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+# run as a file, this folder's parent is not on the path
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pa_npu.telemetry.records import read_evaluations, read_records
+from tools.make_tiny_model import solution
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -103,6 +112,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--supervised", type=int, default=150, help="iterations of 128 rows")
     parser.add_argument(
+        "--mistakes", type=float, default=0.65, help="share of supervised rows that are wrong"
+    )
+    parser.add_argument(
         "--model", default=".cache/tiny_random/model", help="with random weights, of nothing"
     )
     parser.add_argument("--cases", help="only these, such as GRPO,both")
@@ -126,6 +138,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"{name!r} is not a case of {args.subject}; use {', '.join(names)}")
     cases = [case for case in cases if case.name in wanted]
     curves: dict[str, list[Curve]] = {case.name: [] for case in cases}
+    if args.subject == "nothing":
+        rows = args.work / f"rows-{args.mistakes:g}.jsonl"
+        write_rows(ROOT / ".cache/tiny/train.jsonl", rows, args.mistakes)
+        own.setdefault("supervised", []).insert(0, f"data.train={rows}")
     for seed in seeds:
         for case in cases:
             directory = args.work / f"{args.subject}-{case.name}-{seed}"
@@ -142,6 +158,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.markdown:
         args.markdown.write_text(table + "\n", encoding="utf-8")
     return 0
+
+
+def write_rows(source: Path, to: Path, mistakes: float) -> None:
+    """Writes the questions of `source` with their answers, of which a share of `mistakes` has one too
+    much at the ones.
+    """
+    drawn = random.Random(0)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with to.open("w", encoding="utf-8") as file:
+        for line in source.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            x, y = map(int, re.findall(r"\d+", row["question"]))
+            row["answer"] = solution(x, y, slip=int(drawn.random() < mistakes))
+            file.write(json.dumps(row) + "\n")
 
 
 def run(directory: Path, config: Path, settings: Sequence[str]) -> None:

@@ -150,3 +150,20 @@ def test_the_table_of_stages_has_means_over_seeds_and_the_first_iteration_that_i
         "3 (1 to 5), 1 not",
         "2.0 (1.5 to 2.5)",
     ]
+
+
+def test_supervised_rows_of_stages_have_as_many_mistakes_as_asked(tmp_path: Path) -> None:
+    source = tmp_path / "train.jsonl"
+    sums = [(x, y) for x in range(20, 60) for y in range(10, 40)]
+    source.write_text(
+        "".join(
+            json.dumps({"question": f"What is {x}+{y}?", "answer": "as it was"}) + "\n"
+            for x, y in sums
+        )
+    )
+    for share in (0.0, 0.65, 1.0):
+        bench_stages.write_rows(source, tmp_path / "rows.jsonl", share)
+        rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+        answers = [int(row["answer"].split("#### ")[1]) for row in rows]
+        wrong = [answer != x + y for answer, (x, y) in zip(answers, sums, strict=True)]
+        assert abs(sum(wrong) / len(wrong) - share) < 0.05
