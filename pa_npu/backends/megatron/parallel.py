@@ -18,7 +18,6 @@ from pa_npu.attention.context import ContextGroup
 from pa_npu.config.mesh import Mesh, Place
 from pa_npu.config.schema import Config
 from pa_npu.platform.base import Platform
-from pa_npu.weight_transfer.gloo_device import share_device
 
 
 def initialise_parallel(
@@ -34,7 +33,6 @@ def initialise_parallel(
     trainer = config.trainer
     timeout_s = platform.group_timeout_s(config.deadlines.collective_timeout_s)
     platform.set_device(local_index)
-    share_device()
     dist.init_process_group(
         platform.process_group_backend,
         store=store,

@@ -87,8 +87,11 @@ def assigned_attributes(source: str) -> set[str]:
 
 def test_nothing_outside_the_list_assigns_to_torch_or_megatron() -> None:
     patches = PACKAGE / "backends" / "megatron" / "patches"
+    # in the list too, which calls it; FSDP2's ranks and engines make the same change without Megatron
+    of_engines_too = PACKAGE / "weight_transfer" / "gloo_device.py"
+    assert any("weight_transfer.gloo_device" in patch.target for patch in PATCHES)
     for file in sorted(PACKAGE.rglob("*.py")):
-        if file.parent != patches:
+        if file.parent != patches and file != of_engines_too:
             changed = assigned_attributes(file.read_text()) - SETTINGS
             assert not changed, (
                 f"{file.relative_to(PACKAGE)} changes {sorted(changed)}: list it in "

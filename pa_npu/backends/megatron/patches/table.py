@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from pa_npu.backends.megatron.patches import cuda_on_cpu, mindspeed, repairs
 from pa_npu.errors import PaNpuError
+from pa_npu.weight_transfer.gloo_device import share_device
 
 _CORE = "megatron-core 0.12.1 to 0.16.1"
 _prepared: set[str] = set()
@@ -51,7 +52,21 @@ class Patch:
 
 _ALL = ("npu", "cuda", "cpu")
 
+
+def _share_gloo_device(kind: str) -> None:
+    share_device()
+
+
 PATCHES: tuple[Patch, ...] = (
+    Patch(
+        "torch.distributed.distributed_c10d.ProcessGroupGloo, by weight_transfer.gloo_device",
+        "each gloo group, also of one rank, has a thread that wakes a hundred times a second; all of "
+        "a process get one",
+        _ALL,
+        "torch 2.7 to 2.13",
+        "torch shares the device of its gloo groups",
+        _share_gloo_device,
+    ),
     Patch(
         "torch.cuda, torch's tensor factories, Tensor.to, Tensor.cuda, Module.cuda",
         "megatron-core asks for CUDA devices by name; on the CPU they lead to the CPU",
