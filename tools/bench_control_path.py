@@ -47,7 +47,7 @@ import numpy as np
 
 from pa_npu.algorithm.advantages import group_advantages
 from pa_npu.config.schema import Config
-from pa_npu.config.sections.rollout import RewardConfig
+from pa_npu.config.sections.reward import RewardConfig
 from pa_npu.control.channel import StoreChannel, connect
 from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.episode import reward_input

@@ -10,18 +10,20 @@ from dataclasses import dataclass
 from pa_npu.config.sections.inputs import RunConfig
 from pa_npu.config.sections.learning import TrainerConfig
 from pa_npu.config.sections.operation import PublishConfig, ScheduleConfig
-from pa_npu.config.sections.rollout import (
+from pa_npu.config.sections.reward import (
     COMPARED_CPU_S,
     JUDGE_ATTEMPTS,
     LONGEST_JUDGE_PAUSE_S,
     MAX_COMPARISONS,
     MOST_TESTS,
     RESPONSE_CPU_S,
-    SLOWEST_TOKEN_S,
     STARVED_FACTOR,
+    RewardConfig,
+)
+from pa_npu.config.sections.rollout import (
+    SLOWEST_TOKEN_S,
     AgentConfig,
     EnvironmentConfig,
-    RewardConfig,
     RolloutConfig,
 )
 

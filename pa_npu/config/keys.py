@@ -17,7 +17,8 @@ from pa_npu.config.presets import PRESETS, PresetName
 from pa_npu.config.schema import Config
 from pa_npu.config.sections import Section
 from pa_npu.config.sections.inputs import DemonstrationDataset, TrainingDataset
-from pa_npu.config.sections.rollout import EngineSettings, RewardFunction
+from pa_npu.config.sections.reward import RewardFunction
+from pa_npu.config.sections.rollout import EngineSettings
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,8 @@ from pa_npu.config.sections.operation import (
     ScheduleConfig,
     TelemetryConfig,
 )
-from pa_npu.config.sections.rollout import (
-    AgentConfig,
-    EnvironmentConfig,
-    RewardConfig,
-    RolloutConfig,
-)
+from pa_npu.config.sections.reward import RewardConfig
+from pa_npu.config.sections.rollout import AgentConfig, EnvironmentConfig, RolloutConfig
 from pa_npu.config.sections.service import ServiceConfig
 
 

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from pa_npu.config.sections.rollout import STARVED_FACTOR
+from pa_npu.config.sections.reward import STARVED_FACTOR
 from pa_npu.control.keeper import descendants
 
 _LONGEST_LOOK_S = 1.0

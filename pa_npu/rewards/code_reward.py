@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pa_npu.config.sections.rollout import CodeConfig
+from pa_npu.config.sections.reward import CodeConfig
 from pa_npu.control.tasks import GroupSemaphore
 from pa_npu.errors import DataError
 from pa_npu.rewards.code_program import whole_program

@@ -35,7 +35,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pa_npu.config.sections.rollout import MOST_TESTS
+from pa_npu.config.sections.reward import MOST_TESTS
 from pa_npu.errors import DataError
 from pa_npu.rewards.code_suites import (
     Suite,

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import pa_npu
-from pa_npu.config.sections.rollout import COMPARED_CPU_S
+from pa_npu.config.sections.reward import COMPARED_CPU_S
 from pa_npu.control.worker_process import private_pipes, send
 from pa_npu.data.limits import memory_limit
 from pa_npu.errors import PaNpuError

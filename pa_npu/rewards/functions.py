@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pa_npu.config.sections.rollout import RESPONSE_CPU_S
+from pa_npu.config.sections.reward import RESPONSE_CPU_S
 from pa_npu.config.user_code import ERROR_CHARACTERS, describe, import_function, source_of
 from pa_npu.data.limits import TimeLimitReached, time_limit
 from pa_npu.data.records import CHOICE_COLUMN
@@ -30,7 +30,8 @@ from pa_npu.rewards.thoughts import opened_thought
 from pa_npu.rewards.values import NotAReward, as_rewards
 
 if TYPE_CHECKING:
-    from pa_npu.config.sections.rollout import EnvironmentConfig, RewardConfig
+    from pa_npu.config.sections.reward import RewardConfig
+    from pa_npu.config.sections.rollout import EnvironmentConfig
 
 SHAPING = frozenset({"format", "overlong"})
 """Functions that judge a response's form, not its content."""
@@ -292,12 +293,12 @@ def is_concurrent(function: Any) -> bool:
 def build_concurrent(spec: FunctionSpec) -> Any:
     """Returns the judge or the sandbox that `spec` names, for use in one event loop."""
     if spec.name == "judge":
-        from pa_npu.config.sections.rollout import JudgeConfig
+        from pa_npu.config.sections.reward import JudgeConfig
         from pa_npu.rewards.judge import JudgeReward
 
         cache = Path(spec.cache) if spec.cache else None
         return JudgeReward(JudgeConfig.model_validate(spec.settings), cache)
-    from pa_npu.config.sections.rollout import CodeConfig
+    from pa_npu.config.sections.reward import CodeConfig
     from pa_npu.rewards.code_reward import CodeReward
 
     return CodeReward(CodeConfig.model_validate(spec.settings), spec.programs)

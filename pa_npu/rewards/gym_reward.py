@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pa_npu.config.sections.rollout import RESPONSE_CPU_S
+from pa_npu.config.sections.reward import RESPONSE_CPU_S
 from pa_npu.data.limits import TimeLimitReached, time_limit
 from pa_npu.data.made_rows import COLUMN, score_of
 from pa_npu.data.records import ANSWER_MARK

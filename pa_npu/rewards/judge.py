@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pa_npu.config.sections.rollout import (
+from pa_npu.config.sections.reward import (
     JUDGE_ATTEMPTS,
     JUDGE_KEY_VARIABLE,
     LONGEST_JUDGE_PAUSE_S,

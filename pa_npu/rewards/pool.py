@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pa_npu.config.sections.rollout import MAX_REWARD, RewardConfig
+from pa_npu.config.sections.reward import MAX_REWARD, RewardConfig
 from pa_npu.control.tasks import gather
 from pa_npu.errors import DataError, InvariantViolation, PaNpuError
 from pa_npu.rewards.functions import (

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-from pa_npu.config.sections.rollout import MAX_REWARD
+from pa_npu.config.sections.reward import MAX_REWARD
 
 _SHOWN_CHARACTERS = 40
 _TEXTS = (str, bytes, bytearray, memoryview)

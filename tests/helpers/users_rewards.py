@@ -7,7 +7,7 @@ from typing import Any
 
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.inputs import DataConfig, ModelConfig
-from pa_npu.config.sections.rollout import RewardConfig, RewardFunction
+from pa_npu.config.sections.reward import RewardConfig, RewardFunction
 from pa_npu.rewards.functions import RewardInput
 
 USERS_MODULE = '''

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from pa_npu.config.sections.learning import REWARDS
-from pa_npu.config.sections.rollout import JudgeConfig
+from pa_npu.config.sections.reward import JudgeConfig
 from pa_npu.config.texts import shown, url_problem
 from pa_npu.config.tree import ConfigTree
 from pa_npu.config.words import choose_among

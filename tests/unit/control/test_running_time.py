@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from pa_npu.config.sections.rollout import STARVED_FACTOR
+from pa_npu.config.sections.reward import STARVED_FACTOR
 from pa_npu.control.running_time import TimeLimit, waits_of
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from pa_npu.config.schema import Config
 from pa_npu.config.sections.inputs import DataConfig, Dataset, TrainingDataset
-from pa_npu.config.sections.rollout import RewardConfig, RewardFunction
+from pa_npu.config.sections.reward import RewardConfig, RewardFunction
 from pa_npu.data import made_rows
 from pa_npu.data.prompts import Prompt, load_prompts
 from pa_npu.errors import DataError

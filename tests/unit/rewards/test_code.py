@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.config.sections.rollout import CodeConfig, RewardConfig, RewardFunction
+from pa_npu.config.sections.reward import CodeConfig, RewardConfig, RewardFunction
 from pa_npu.errors import DataError
 from pa_npu.rewards.check import check_reward_functions
 from pa_npu.rewards.code_reward import CodeReward

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.config.sections.rollout import RewardConfig, RewardFunction
+from pa_npu.config.sections.reward import RewardConfig, RewardFunction
 from pa_npu.errors import DataError, PaNpuError
 from pa_npu.rewards import worker_processes
 from pa_npu.rewards.check import check_reward_functions

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pa_npu.config.load import load_config
-from pa_npu.config.sections.rollout import RewardConfig, RewardFunction
+from pa_npu.config.sections.reward import RewardConfig, RewardFunction
 from pa_npu.data.prompts import load_training
 from pa_npu.errors import DataError
 from pa_npu.rewards.check import check_reward_functions

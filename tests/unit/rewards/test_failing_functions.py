@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pa_npu.config.sections.rollout import RewardConfig, RewardFunction
+from pa_npu.config.sections.reward import RewardConfig, RewardFunction
 from pa_npu.errors import DataError
 from pa_npu.rewards.pool import LEAST, WINDOW, FailureLimit, RewardPool
 from tests.helpers.users_rewards import group, users_config

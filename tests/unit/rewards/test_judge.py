@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pa_npu.config.schema import Config
-from pa_npu.config.sections.rollout import JudgeConfig, RewardConfig, RewardFunction
+from pa_npu.config.sections.reward import JudgeConfig, RewardConfig, RewardFunction
 from pa_npu.errors import DataError, PaNpuError
 from pa_npu.rewards import judge as judge_module
 from pa_npu.rewards.check import check_reward_functions

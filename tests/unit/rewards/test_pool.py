@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pa_npu.config.sections.rollout import RewardConfig
+from pa_npu.config.sections.reward import RewardConfig
 from pa_npu.control.worker_process import WorkerProcess
 from pa_npu.errors import PaNpuError
 from pa_npu.rewards import worker_processes

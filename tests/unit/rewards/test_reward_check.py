@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pa_npu.config.sections.rollout import RewardFunction
+from pa_npu.config.sections.reward import RewardFunction
 from pa_npu.errors import DataError
 from pa_npu.rewards import loading
 from pa_npu.rewards.check import check_reward_functions

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pa_npu.config.sections.rollout import STARVED_FACTOR, RewardConfig, RewardFunction
+from pa_npu.config.sections.reward import STARVED_FACTOR, RewardConfig, RewardFunction
 from pa_npu.control import running_time
 from pa_npu.rewards.functions import RewardInput
 from pa_npu.rewards.pool import RewardPool

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pa_npu.config.sections.rollout import RewardConfig, RewardFunction
+from pa_npu.config.sections.reward import RewardConfig, RewardFunction
 from pa_npu.rewards.functions import RewardInput, call_function
 from pa_npu.rewards.pool import RewardPool
 from tests.helpers.users_rewards import group, users_config

@@ -321,7 +321,7 @@ def _in_another_order(group: RewardInput, reply: dict[str, Any]) -> dict[str, An
 async def test_a_worker_that_scored_other_texts_ends_the_run(
     change: Callable[..., dict[str, Any]],
 ) -> None:
-    from pa_npu.config.sections.rollout import RewardConfig
+    from pa_npu.config.sections.reward import RewardConfig
 
     group = RewardInput("question", "4", ["a", "bb", "ccc"], [1, 2, 3], {})
     for kind, passes in ((lambda _, reply: reply, True), (change, False)):
