@@ -8,9 +8,9 @@ what=${1:-all}
 shift || true
 options=()
 case $what in
-  unit) paths=(tests/unit) limit_s=2400 ;;
+  unit) paths=(tests/unit) limit_s=2400 && options=(--timeout 300) ;;
   integration) paths=(tests/integration) limit_s=3600 ;;
-  all) paths=(tests/integration) limit_s=4800 ;;
+  all) paths=(tests/integration) limit_s=4800 && unit_options=(--timeout 300) ;;
   # everything, the tests marked nightly too, and 10,000 examples of each property where it is otherwise 100
   nightly) paths=(tests/integration) limit_s=14400 options=(--timeout 3600) && export HYPOTHESIS_PROFILE=nightly ;;
   *) fail "tests/run.sh: $what is not unit, integration, all or nightly" ;;
@@ -84,7 +84,7 @@ run_tests() {
 arguments=("$@")
 if [[ $what == unit || $what == integration ]]; then
   "$PYTHON" -m mypy
-  run_tests "${paths[@]}"
+  run_tests "${paths[@]}" "${options[@]}"
   exit
 fi
 # halves that take as long: whole runs have types, simulated devices and plans beside them
@@ -94,7 +94,7 @@ for folder in tests/*/; do
 done
 beside=$(mktemp)
 set -m # a process group of its own, which can be ended
-run_tests "${others[@]}" "${options[@]}" -p no:cacheprovider >"$beside" 2>&1 &
+run_tests "${others[@]}" "${unit_options[@]-${options[@]}}" -p no:cacheprovider >"$beside" 2>&1 &
 half=$!
 set +m
 trap 'kill -- -"$half" 2>/dev/null || true; rm -f "$beside"' EXIT

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,21 @@ async def until_gone(pid: int, deadline_s: float = 10.0) -> None:
             await asyncio.sleep(0.01)
 
     await asyncio.wait_for(gone(), deadline_s)
+
+
+async def written_pids(
+    pid_file: Path, may_still_write: Callable[[], bool], deadline_s: float = 120.0
+) -> tuple[int, int]:
+    """Returns the process numbers of a worker and its child, once the worker has written them."""
+
+    async def written() -> None:
+        while not pid_file.exists() or not pid_file.read_text():
+            assert may_still_write(), "it ended before a worker scored the group"
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(written(), deadline_s)
+    worker, child = map(int, pid_file.read_text().split())
+    return worker, child
 
 
 async def test_a_group_over_the_time_limit_is_killed_with_its_children_and_gets_zero(
@@ -100,9 +116,7 @@ async def test_closing_ends_workers_and_fails_what_waits(tmp_path: Path) -> None
     pid_file = tmp_path / "pids"
     async with RewardPool(users_config()) as pool:
         waiting = asyncio.create_task(pool.score(group(endless=True, pid_file=str(pid_file))))
-        while not pid_file.exists() or not pid_file.read_text():
-            await asyncio.sleep(0.01)
-    worker, child = map(int, pid_file.read_text().split())
+        worker, child = await written_pids(pid_file, lambda: not waiting.done())
     await until_gone(worker)
     await until_gone(child)
     with pytest.raises(PaNpuError, match="closed"):
@@ -175,7 +189,7 @@ async def test_a_worker_dies_with_its_parent(tmp_path: Path) -> None:
     pid_file = tmp_path / "pids"
     program = f"""
 import asyncio
-from pa_npu.config.sections.rollout import RewardConfig, RewardFunction
+from pa_npu.config.sections.reward import RewardConfig, RewardFunction
 from pa_npu.rewards.pool import RewardPool
 from pa_npu.rewards.functions import RewardInput, call_function
 async def main():
@@ -187,9 +201,7 @@ asyncio.run(main())
     parent = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, env={**os.environ, "PYTHONPATH": root}
     )
-    while not pid_file.exists() or not pid_file.read_text():
-        await asyncio.sleep(0.01)
-    worker, child = map(int, pid_file.read_text().split())
+    worker, child = await written_pids(pid_file, lambda: parent.returncode is None)
     assert running(worker)
     parent.kill()
     await parent.wait()
