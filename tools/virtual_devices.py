@@ -259,7 +259,10 @@ def run(
                 await asyncio.sleep(max(0.0, end_s - loop.time()))
 
     try:
-        with mock.patch.object(time, "perf_counter", loop.time):
+        with (
+            mock.patch.object(time, "perf_counter", loop.time),
+            mock.patch.object(time, "thread_time", loop.time),  # decisions take none
+        ):
             loop.run_until_complete(all_iterations())
     finally:
         loop.close()

@@ -20,7 +20,7 @@ from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.roles import Roles
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch.assignment import Assignment
-from pa_npu.dispatch.roles import Rest, RoleUnit, decoding_units, role_units
+from pa_npu.dispatch.roles import Decision, Rest, RoleUnit, decoding_units, role_units
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.environments.protocol import EnvironmentContext
@@ -186,8 +186,9 @@ async def produce(
     """keep: units that go on decoding, however little is left. fails: the engine that dies as it is
     asked to hand on. learned: whether there were iterations before."""
 
-    def wanted(rest: Rest, speed: EngineSpeed) -> tuple[int, float, float]:
-        return max(keep, rest.decoding - 1), 0.0, 0.0
+    def wanted(rest: Rest, speed: EngineSpeed) -> Decision:
+        units = max(keep, rest.decoding - 1)
+        return Decision(units=units, end_s=0.0, turns_s=0.0, decoded_s=0.0)
 
     monkeypatch.setattr(module, "decoding_units", wanted)
     # at every completion, however busy the machine is
@@ -358,7 +359,7 @@ def test_where_engines_sleep_a_unit_whose_engine_is_being_started_changes_last(
     for engine in (engines[0], engines[2]):
         pool.serve(engine, 5)
     roles = Roles(chosen, pool, Timeline(None, ""), lambda: None)
-    assert roles._emptiest(roles.units, 1) == [roles.units[first]]
+    assert roles._emptiest(roles.units)[0] == roles.units[first]
 
 
 # the decision

@@ -309,7 +309,7 @@ def test_pipeline_stages_know_how_many_groups_an_update_has_before_it_begins() -
 
 def test_an_update_that_neither_goes_on_nor_ends_is_one_line() -> None:
     source = updates_of([], 0.05, lambda: None)
-    with pytest.raises(DeadlineExceeded, match="slot 0 of replica 0 in iteration 2 nor how many"):
+    with pytest.raises(DeadlineExceeded, match="the group of slot 0, replica 0, iteration 2"):
         next(source)
     source = updates_of(make_groups(2, 3, 4, seed=1), 0.05, lambda: None)
     with pytest.raises(DeadlineExceeded, match="slot 3 of replica 0 in iteration 2 nor how many"):
