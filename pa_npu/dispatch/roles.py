@@ -80,7 +80,8 @@ def role_units(config: Config) -> list[RoleUnit]:
     return units
 
 
-class Owned(NamedTuple):
+@dataclass(frozen=True)
+class Owned:
     """A group of schedule.order=prompt: the replica that its index gives it to."""
 
     replica: int
@@ -223,11 +224,11 @@ def _owned_trained_s(
         unit_free_s: when each decoding unit is free, in the order of `owners.changing`.
     """
     queues: dict[int, list[tuple[int, float, float]]] = defaultdict(list)
-    for (replica, index), seconds in zip(owners.ready, rest.ready_s, strict=True):
-        queues[replica].append((index, 0.0, seconds))
+    for owned, seconds in zip(owners.ready, rest.ready_s, strict=True):
+        queues[owned.replica].append((owned.index, 0.0, seconds))
     living = zip(owners.living, ready_at_s, rest.trains_s.tolist(), strict=True)
-    for (replica, index), at_s, seconds in living:
-        queues[replica].append((index, at_s, seconds))
+    for owned, at_s, seconds in living:
+        queues[owned.replica].append((owned.index, at_s, seconds))
     free = dict(zip(owners.free, rest.free_s, strict=True))
     for replicas, at_s in zip(owners.changing, unit_free_s, strict=True):
         free |= dict.fromkeys(replicas, at_s)

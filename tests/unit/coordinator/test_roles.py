@@ -18,10 +18,11 @@ from pa_npu.control.tasks import cancel
 from pa_npu.coordinator import roles as module
 from pa_npu.coordinator.delivery import Produced
 from pa_npu.coordinator.engine_groups import producer_on_engines
-from pa_npu.coordinator.roles import DecodingErrors, Roles, expected_rest
+from pa_npu.coordinator.roles import Roles
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch import roles as dispatch
 from pa_npu.dispatch.assignment import Assignment
+from pa_npu.dispatch.decoding_left import DecodingErrors, expected_rest
 from pa_npu.dispatch.roles import (
     TURNS,
     Decision,
