@@ -11,4 +11,4 @@ if [ ! -d runs/sft_random/hf ]; then
     schedule.iterations=150 schedule.evaluate_every=50 optimizer.learning_rate=3e-3 optimizer.warmup_iterations=20
 fi
 run_recipe grpo_tiny run.dir=runs/sft_grpo_tiny model.path=runs/sft_random/hf data.train=.cache/tiny_random/train.jsonl "$test" \
-  optimizer.learning_rate=1e-4 "$@"
+  optimizer.learning_rate=1e-4 schedule.evaluate_every=5 "$@"

@@ -288,7 +288,7 @@ def test_the_script_from_nothing_to_a_reward_names_keys_and_goes_on_from_its_exp
     keys = re.findall(pattern, second)
     rewarded = load_config([ROOT / "configs" / "grpo_tiny.yaml"], [*keys, test])
     # the reward is told the right answers, not those of the demonstrations
-    assert str(rewarded.data.train).endswith("tiny_random/train.jsonl") and len(keys) == 2
+    assert str(rewarded.data.train).endswith("tiny_random/train.jsonl") and len(keys) == 3
     assert str(supervised.data.train).endswith("tiny_random/demonstrations.jsonl")
     (run_dir,) = re.findall(r"sft_tiny.yaml run.dir=(\S+)", first)
     assert f"model.path={run_dir}/hf" in second and f"[ ! -d {run_dir}/hf ]" in first
