@@ -344,6 +344,11 @@ class Bench:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    @property
+    def last_run(self) -> Path:
+        """The run directory of the last run of this system."""
+        return self._scratch / f"run{self._runs}" / "run"
+
     def run(self, shape: str, system: str, number: int, iterations: int) -> Measured:
         """Round `number` of a system; never raises PeerError."""
         self._runs += 1

@@ -32,6 +32,7 @@ off.
     python tools/bench_schedule.py --colocated            # each row also with placement.colocate: in turns, and with roles
     python tools/bench_schedule.py --paced 45,0.75,0.2 --devices 4 --replica 1,2    # turns, roles and every split of them
     python tools/bench_schedule.py --paced 18,0.045,0.01 --devices 4 --virtual    # the same in virtual time
+    python tools/bench_schedule.py --paced 18,0.045,0.01 --devices 4 --virtual --unsteady 0.1 --order prompt
     python tools/bench_schedule.py --max-num-seqs 32      # engines whose memory holds 32 sequences
     python tools/bench_schedule.py --paced 12,0.5,0.12    # devices of this speed: ms a step, a sequence, a token of a prompt
     python tools/bench_schedule.py --engine-args=--block-size,128    # rollout.extra_args
@@ -251,6 +252,19 @@ def make_parser() -> argparse.ArgumentParser:
         "--replica", default="1", help="of --devices: devices of a replica, a run of rows each"
     )
     parser.add_argument(
+        "--order",
+        choices=("completion", "prompt"),
+        default="completion",
+        help="of --devices: schedule.order",
+    )
+    parser.add_argument(
+        "--unsteady",
+        type=float,
+        default=0.0,
+        help="of --virtual: how much engines differ, by the standard deviation of the logarithm of "
+        "their decode steps, drawn anew for each iteration",
+    )
+    parser.add_argument(
         "--shared-prompt",
         action="store_true",
         help="measure attention.shared_prompt on and off instead",
@@ -298,6 +312,8 @@ def main() -> int:
         parser.error(f"--iterations: {args.iterations} is not above {SHARED_WARMUP}")
     if args.virtual and not args.devices:
         parser.error("--virtual: only rows of --devices are run in virtual time")
+    if args.unsteady and not args.virtual:
+        parser.error("--unsteady: only engines in virtual time are as unsteady as asked")
     if args.devices and not args.paced:
         parser.error("--devices: only paced devices are as many as asked; give --paced")
     if args.devices:
@@ -597,6 +613,7 @@ class Bench:
                 f"rollout.attach=[{','.join(self._urls[:engines])}]",
                 f"trainer.devices={devices if beside else devices - engines}",
                 f"trainer.tensor_parallel={replica}",
+                f"schedule.order={args.order}",
                 *overrides,
             ]
             psutil.cpu_percent()
@@ -907,6 +924,7 @@ class VirtualBench(Bench):
         keys = [
             "model.path=none",
             "data.train=none",
+            f"schedule.iterations={iterations}",
             f"schedule.prompts_per_iteration={case.groups}",
             "schedule.skip_zero_advantage=false",  # the same work whatever the rewards
             f"rollout.responses_per_prompt={RESPONSES}",
@@ -917,7 +935,13 @@ class VirtualBench(Bench):
         token_s = float(self._environment["PACED_TRAINER"])
         lengths = functools.partial(self._lengths, case)
         return virtual_devices.run(
-            load_config([], keys), self._args.paced, token_s, prompt, lengths, iterations
+            load_config([], keys),
+            self._args.paced,
+            token_s,
+            prompt,
+            lengths,
+            iterations,
+            unsteady=self._args.unsteady,
         )
 
 
@@ -1112,8 +1136,10 @@ def render_shared(rows: list[SharedRow], args: argparse.Namespace) -> str:
         f"{args.devices} paced devices {where}; a decode step takes {step} ms, {sequence} ms per "
         f"sequence in it and {prompt} ms per token of a prompt of {PACED_PROMPT}; groups of "
         f"{RESPONSES} responses of {args.response} tokens on average, room for {args.max_num_seqs} "
-        "sequences, all training as long as all decoding; medians of "
-        f"{args.iterations - SHARED_WARMUP} iterations, border included.",
+        "sequences, all training as long as all decoding"
+        f"{f', engines unsteady by {args.unsteady:.0%}' if args.unsteady else ''}; "
+        f"schedule.order={args.order}; medians of {args.iterations - SHARED_WARMUP} iterations, "
+        "border included.",
         "",
         "| row | R | turns s | "
         f"{' | '.join(f'{count} + {args.devices - count} s' for count in splits)} | roles s | "

@@ -292,7 +292,7 @@ def _decide(
         np.asarray(remaining), np.asarray(groups, np.int64), np.asarray(written), len(decoding), float(replica), 1.0,
         np.full(len(numbers), costs), costs_and_times[0], costs_and_times[1], shape.max_sequences, shape.size, change_s,
     )  # fmt: skip
-    return decoding_units(rest, speed)[0]
+    return decoding_units(rest, speed).units
 
 
 def _finished(

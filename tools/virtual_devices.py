@@ -45,6 +45,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.bench_balance import Inline, VirtualLoop
 
 Lengths = Sequence[Sequence[int]]
+Draw = Callable[[int], Lengths]
+"""Returns the lengths of an iteration's groups."""
 
 
 @dataclass
@@ -63,6 +65,8 @@ class PacedEngine:
 
     def __init__(self, name: str, pace: EngineSpeed, max_running: int) -> None:
         self.name = name
+        self.slowness = 1.0
+        """What multiplies the seconds of its decode steps."""
         self._pace = pace
         self._max_running = max_running
         self.lengths: Lengths = ()
@@ -123,7 +127,7 @@ class PacedEngine:
         """Nothing to close."""
 
     def _step_s(self) -> float:
-        return self._pace.step_s + self._pace.sequence_s * len(self._running)
+        return self.slowness * (self._pace.step_s + self._pace.sequence_s * len(self._running))
 
     def _advance(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -189,11 +193,21 @@ def run(
     pace: EngineSpeed,
     token_s: float,
     prompt: int,
-    lengths: Callable[[int], Lengths],
+    lengths: Draw,
     iterations: int,
+    *,
+    unsteady: float = 0.0,
 ) -> list[dict[str, Any]]:
-    """Records of iterations with what tables need. token_s: of a replica. lengths: of an
-    iteration's groups.
+    """Returns records of iterations with what tables need.
+
+    Args:
+        pace: of an engine.
+        token_s: of a replica.
+        prompt: tokens of a prompt.
+        lengths: of an iteration's groups.
+        iterations: of the run.
+        unsteady: standard deviation of the logarithm of an engine's decode steps, drawn for each
+            engine and iteration, the same in every run.
     """
 
     def work(prompt: int, responses: Sequence[int]) -> float:
@@ -242,8 +256,10 @@ def run(
             )
             for iteration in range(iterations):
                 by_seed.clear()
-                for engine in engines:
+                drawn = np.random.default_rng([iteration, 9]).standard_normal(len(engines))
+                for engine, number in zip(engines, drawn.tolist(), strict=True):
                     engine.lengths = lengths(iteration)
+                    engine.slowness = math.exp(unsteady * number)
                 shelf = Shelf(token_s)
                 producer.buffer = shelf  # type: ignore[assignment]
                 begin_s = loop.time()
@@ -259,7 +275,10 @@ def run(
                 await asyncio.sleep(max(0.0, end_s - loop.time()))
 
     try:
-        with mock.patch.object(time, "perf_counter", loop.time):
+        with (
+            mock.patch.object(time, "perf_counter", loop.time),
+            mock.patch.object(time, "thread_time", loop.time),  # decisions take none
+        ):
             loop.run_until_complete(all_iterations())
     finally:
         loop.close()

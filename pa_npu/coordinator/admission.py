@@ -156,7 +156,7 @@ class Admission:
             prompt = self.choice.prompt(taken)
             lease.expect(self.planner.tokens(prompt))
         for notify_admitted in self.hook_points.admitted:
-            notify_admitted(lease)
+            notify_admitted(lease, index)
         return Admitted(index, prompt, lease)
 
     def delivered(self, index: int, group: ScoredGroup, lease: Lease, times: DeliveryTimes) -> None:

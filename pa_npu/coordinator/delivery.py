@@ -201,7 +201,7 @@ class Production(Feature):
         self.iteration = iteration
         self._run_dir = run_dir
         self._num_kept = num_kept
-        self._num_demonstrations = num_demonstrations
+        self.num_demonstrations = num_demonstrations
         self._demonstrated: Sums = defaultdict(int)
         self._start_s = time.perf_counter()
         self._samples: list[dict[str, Any]] = []
@@ -311,7 +311,7 @@ class Production(Feature):
             )
         if scored.is_demonstration:
             return
-        place = group.index - self._num_demonstrations
+        place = group.index - self.num_demonstrations
         if place < min(self._num_kept, SAMPLES_IN_SHORT):
             self._samples.append(_sample(group, scored))
         if place < self._num_kept:

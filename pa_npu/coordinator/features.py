@@ -30,8 +30,8 @@ class Feature:
         A wait holds back all further groups, and needs a deadline.
         """
 
-    def admitted(self, lease: Lease) -> None:
-        """Is called when a group has room on an engine."""
+    def admitted(self, lease: Lease, index: int) -> None:
+        """Is called when a group has room on an engine. index: its dispatch index."""
 
     def nothing_left(self) -> None:
         """Is called when no group is left, or none can be admitted before another one is scored."""
@@ -62,7 +62,7 @@ class HookPoints:
             return methods
 
         self.before_admit: list[Callable[[], Awaitable[None]]] = at("before_admit")
-        self.admitted: list[Callable[[Lease], None]] = at("admitted")
+        self.admitted: list[Callable[[Lease, int], None]] = at("admitted")
         self.nothing_left: list[Callable[[], None]] = at("nothing_left")
         self.generated: list[Callable[[Lease], None]] = at("generated")
         self.scored: list[Callable[[int, ScoredGroup], None]] = at("scored")
@@ -120,7 +120,7 @@ class AdmissionPace(Feature):
             self.schedule.slow_engine_limit.place(engine, self._left, self._now_s())
         )
 
-    def admitted(self, lease: Lease) -> None:
+    def admitted(self, lease: Lease, index: int) -> None:
         """Notes that the next group has been given to an engine."""
         self._dispatching.note_dispatched()
 
@@ -171,7 +171,7 @@ class IdleTailMeter(Feature):
         self._last = pool.use()
         self._engines: defaultdict[str, _EngineLoad] = defaultdict(_EngineLoad)  # seen so far
 
-    def admitted(self, lease: Lease) -> None:
+    def admitted(self, lease: Lease, index: int) -> None:
         """Counts a group that has been given to an engine."""
         engine = lease.engine
         if self._waits or engine.name not in self._last:

@@ -36,14 +36,23 @@ from pa_npu.coordinator.delivery import Delivery
 from pa_npu.coordinator.episode import ScoredGroup
 from pa_npu.coordinator.features import Feature
 from pa_npu.dispatch.assignment import common_end_s, divide_group
-from pa_npu.dispatch.roles import Rest, RoleUnit, decoding_units, role_units
+from pa_npu.dispatch.decoding_left import DecodingErrors, expected_rest
+from pa_npu.dispatch.roles import (
+    Decision,
+    Owned,
+    Owners,
+    Rest,
+    RoleUnit,
+    decoding_units,
+    role_units,
+)
 from pa_npu.dispatch.schedule import EngineSpeed
 from pa_npu.engines.pool import EnginePool, Lease
 from pa_npu.telemetry.timeline import Timeline, now
 
 logger = logging.getLogger(__name__)
 
-# Decisions take no more of a core than this.
+# Decisions take no more of a core's processor time than this.
 _SHARE_OF_CORE = 0.01
 # A replica is given its next group this many groups before it will have trained what it has:
 # earlier, a replica that is free sooner could not have it; later, it would wait.
@@ -51,12 +60,20 @@ _AHEAD = 0.5
 _LEAST_WAIT_S = 0.001
 # Iterations whose lengths are expected of what is in flight.
 _ITERATIONS_SEEN = 4
+# Where no device has trained yet when the last response is there, groups go out as in turns unless
+# that leaves replicas waiting for more than this share of the training. Smaller parts of groups, and
+# unequal numbers of them, cost more than they save then.
+_MAX_IMBALANCE = 0.05
 
 
 @dataclass
 class _Flight:
-    """A group on an engine; steps: of decoding when it began."""
+    """A group on an engine.
 
+    index: its dispatch index. tokens: expected, prompts included. steps: of decoding when it began.
+    """
+
+    index: int
     tokens: int
     steps: float
 
@@ -83,6 +100,7 @@ class Roles(Feature):
         self._engine: EngineSpeed | None = None
         self._seconds_per_work = self._change_s = 0.0
         self._seen: deque[np.ndarray] = deque(maxlen=_ITERATIONS_SEEN)
+        self._errors = DecodingErrors()
         self.num_changes = 0
         """Units with engines that trained before the last response was there, of the last
         iteration.
@@ -93,6 +111,7 @@ class Roles(Feature):
         self._flights: dict[Lease, _Flight] = {}
         self._since: dict[RoleUnit, float] = {}  # when its training began, on the timeline's clock
         self._lengths: list[int] = []
+        self._lengths_seen: np.ndarray | None = None  # of earlier iterations, rising
         self._dispatched = False
         self._unscored = 0
         self._delivery = delivery
@@ -100,7 +119,7 @@ class Roles(Feature):
         """A change of roles that goes on, or the last one."""
         self._steps = 0.0
         self._next_s = 0.0
-        self._at_s = time.perf_counter()
+        self._at_s = self._written_s = time.perf_counter()
         self._begin_s = now()
 
     # the iteration
@@ -118,9 +137,9 @@ class Roles(Feature):
             if not unit.engines:  # it never decodes
                 delivery.free(unit.replicas)
 
-    def admitted(self, lease: Lease) -> None:
+    def admitted(self, lease: Lease, index: int) -> None:
         self._step()
-        self._flights[lease.first] = _Flight(lease.tokens, self._steps)
+        self._flights[lease.first] = _Flight(index, lease.tokens, self._steps)
         self._unscored += 1
 
     def all_dispatched(self) -> None:
@@ -128,42 +147,51 @@ class Roles(Feature):
 
     def generated(self, lease: Lease) -> None:
         self._step()
+        self._written_s = self._at_s
         self._flights.pop(lease.first, None)
 
     def scored(self, index: int, group: ScoredGroup) -> None:
         self._lengths += group.lengths
         self._unscored -= 1
+        if not self._may_decide:
+            return
         decoding = [unit for unit in self.units if not self._trains(unit)]
-        known = self._engine is not None and bool(self._seen)
-        due = time.perf_counter() >= self._next_s and (
-            self.changing is None or self.changing.done()
+        if len(decoding) < 2:
+            return
+        self._raise_failure()
+        # its processor time, since on a busy core the wall may show many times as much
+        begin_s = time.thread_time()
+        by_emptiness = self._emptiest(decoding)
+        decision = self._decide(by_emptiness)
+        took_s = time.thread_time() - begin_s
+        self._next_s = time.perf_counter() + took_s / _SHARE_OF_CORE
+        self._errors.predicted(
+            time.perf_counter(), decision.decoded_s, changes=decision.units < len(decoding)
         )
-        if (
-            self._dispatched
-            and self._flights
-            and known
-            and due
-            and len(decoding) > 1
-            and self._delivery is not None
-        ):
-            self._raise_failure()
-            begin_s = time.perf_counter()
-            wanted = self._wanted(decoding)
-            took_s = time.perf_counter() - begin_s
-            self._next_s = begin_s + took_s / _SHARE_OF_CORE
-            if wanted < len(decoding):
-                change = self._change(self._emptiest(decoding, len(decoding) - wanted))
-                self.changing = asyncio.create_task(change, name="change of roles")
+        if decision.units < len(decoding):
+            change = self._change(by_emptiness[: len(decoding) - decision.units])
+            self.changing = asyncio.create_task(change, name="change of roles")
+
+    @property
+    def _may_decide(self) -> bool:
+        """Returns whether something is known to decide by, and left to decide about."""
+        if self._engine is None or not self._seen or self._delivery is None:
+            return False
+        if not self._dispatched or not self._flights:
+            return False
+        is_changing = self.changing is not None and not self.changing.done()
+        return not is_changing and time.perf_counter() >= self._next_s
 
     async def end(self) -> None:
         """All responses are there: whoever still decodes trains from here on."""
         if self.changing is not None:
             await self.changing
+        self._errors.decoded(self._written_s)
         self.num_changes = len(self._since)
         for unit in self.units:
             if not self._trains(unit):
                 self._train(unit)
-        self._seen.append(np.sort(np.asarray(self._lengths, float)))
+        self._seen.append(np.asarray(self._lengths, float))
         self._delivery = None
         self.pool.devices.all_written()
 
@@ -186,63 +214,55 @@ class Roles(Feature):
 
     # deciding
 
-    def _wanted(self, decoding: Sequence[RoleUnit]) -> int:
+    def _decide(self, decoding: Sequence[RoleUnit]) -> Decision:
+        """Predicts the rest of the iteration. decoding: in the order in which they would change."""
         assert self._engine is not None and self._delivery is not None
+        flights = self._flights.values()
         size = self.config.rollout.responses_per_prompt
-        seen = np.concatenate(list(self._seen))
-        seen.sort()
-        remaining = []
-        groups = []
-        written = []
-        tokens = []
-        for number, flight in enumerate(self._flights.values()):
-            age = self._steps - flight.steps
-            first = int(np.searchsorted(seen, age, side="right"))
-            drawn = seen[
-                ((0.5 + np.arange(size) + number * 0.6180339887) / size % 1.0 * len(seen)).astype(
-                    int
-                )
-            ]
-            longer = drawn[drawn > age]
-            if not len(longer):  # it is in flight, so one at least is longer than what has ended
-                longer = (
-                    seen[[(first + len(seen)) // 2]]
-                    if first < len(seen)
-                    else np.asarray([1.1 * age + 1.0])
-                )
-            remaining.append(longer - age)
-            groups.append(np.full(len(longer), number))
-            tokens.append(float(np.maximum(drawn, age).sum()))
-            written.append(np.full(len(longer), age + flight.tokens / size))
-        costs = np.asarray(tokens) * self._delivery.work_per_token * self._seconds_per_work
-        engines = sum(len(unit.engines) for unit in self.units) / len(self.units)
-        rest = Rest(
-            np.concatenate(remaining),
-            np.concatenate(groups).astype(np.int64),
-            np.concatenate(written),
-            len(decoding),
-            engines,
-            sum(len(unit.replicas) for unit in self.units) / len(self.units),
-            costs,
-            [work * self._seconds_per_work for work in self._delivery.held_work],
-            self._delivery.free_in(),
-            self.config.rollout.max_num_seqs,
-            size if self.divides_groups else 1,
-            self._change_s,
+        if self._lengths_seen is None:
+            self._lengths_seen = np.sort(np.concatenate(list(self._seen)))
+        seen = self._lengths_seen
+        ages = self._steps - np.asarray([flight.steps for flight in flights])
+        remaining, groups, tokens = expected_rest(
+            seen, ages, size, self.config.rollout.max_response_tokens
         )
-        wanted, end_s, turns_s = decoding_units(rest, self._engine)
-        if wanted < len(decoding):
+        expected = np.asarray([flight.tokens for flight in flights]) / size
+        prompts = np.maximum(0.0, expected - seen.mean())
+        costs = tokens * self._delivery.work_per_token * self._seconds_per_work
+        owners = None
+        if self._delivery.assignment.by_index:
+            owners = self._delivery.owners([flight.index for flight in flights], decoding)
+        rest = Rest(
+            remaining=remaining,
+            group=groups,
+            written=(ages + prompts)[groups],
+            decoding=len(decoding),
+            engines=sum(len(unit.engines) for unit in self.units) / len(self.units),
+            replicas=sum(len(unit.replicas) for unit in self.units) / len(self.units),
+            trains_s=costs,
+            ready_s=[work * self._seconds_per_work for work in self._delivery.held_work],
+            free_s=self._delivery.free_in(),
+            max_sequences=self.config.rollout.max_num_seqs,
+            parts=size if self.divides_groups else 1,
+            change_s=self._change_s,
+            slower=self._errors.slower,
+            spread=self._errors.spread,
+            owners=owners,
+        )
+        decision = decoding_units(rest, self._engine)
+        if decision.units < len(decoding):
             logger.info(
                 "%d of %d units decode from here on: the iteration should end in %.2f s, in turns "
                 "in %.2f s",
-                wanted,
+                decision.units,
                 len(self.units),
-                end_s,
-                turns_s,
+                decision.end_s,
+                decision.turns_s,
             )
-        return wanted
+        return decision
 
-    def _emptiest(self, decoding: Sequence[RoleUnit], count: int) -> list[RoleUnit]:
+    def _emptiest(self, decoding: Sequence[RoleUnit]) -> list[RoleUnit]:
+        """Returns these units in the order in which they would change, the emptiest first."""
         in_flight = {engine: use.in_flight_sequences for engine, use in self.pool.by_seat().items()}
 
         def load(unit: RoleUnit) -> tuple[bool, int]:
@@ -250,7 +270,7 @@ class Roles(Feature):
             starts = self.config.devices.engines_sleep and not in_flight.keys() >= set(unit.engines)
             return starts, sum(in_flight.get(engine, 0) for engine in unit.engines)
 
-        return sorted(decoding, key=load)[:count]
+        return sorted(decoding, key=load)
 
     async def _change(self, units: Sequence[RoleUnit]) -> None:
         """Lets these units hand on what they decode, and train."""
@@ -334,6 +354,23 @@ class RolesDelivery(Delivery):
         at_s = time.perf_counter()
         return [max(0.0, until_s - at_s) for until_s in self._given_s.values()]
 
+    def owners(self, living: Sequence[int], changing: Sequence[RoleUnit]) -> Owners:
+        """Returns who trains what is left, where a group's index decides it.
+
+        living: dispatch indices of the groups in flight. changing: the units that decode.
+        """
+
+        def owned(number: int) -> Owned:
+            return Owned(self.assignment.replica_of(number), number)
+
+        first = self.production.num_demonstrations
+        return Owners(
+            living=[owned(first + index) for index in living],
+            ready=[owned(number) for number, _ in self._held],
+            free=list(self._given_s),
+            changing=[unit.replicas for unit in changing],
+        )
+
     def free(self, replicas: Sequence[int]) -> None:
         """Marks these replicas free to train."""
         at_s = time.perf_counter()
@@ -360,12 +397,32 @@ class RolesDelivery(Delivery):
         self._changed.set()
         if self._pump is not None:
             await self._pump
+        if self._is_in_turns:
+            await self._give_as_in_turns()
         while (due := self._due(at_end=True)) is not None:
             if self.roles.divides_groups:
                 await self._give_parts(due[0])
             else:
                 await self._give(*due[:2])
         return await super().finish(num_groups)
+
+    @property
+    def _is_in_turns(self) -> bool:
+        """Returns whether groups that may go to any replica go out as in turns: none has gone yet,
+        and equal numbers of them are about equal work.
+        """
+        if self.assignment.by_index or any(self.assignment.groups):
+            return False
+        return self.assignment.imbalance_of(self.held_work) <= _MAX_IMBALANCE
+
+    async def _give_as_in_turns(self) -> None:
+        held, self._held = self._held, []
+        slots = self.assignment.assign_all(
+            [number for number, _ in held],
+            [self._cost(number, scored) for number, scored in held],
+        )
+        for (number, scored), slot in zip(held, slots, strict=True):
+            await self._deliver_to(number, scored, slot)
 
     async def close(self) -> None:
         await cancel([task for task in (self._pump, self.roles.changing) if task is not None])

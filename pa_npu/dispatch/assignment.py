@@ -25,6 +25,9 @@ _MIN_LEFT = 0.3
 # Halvings of the interval that holds the end of a group's parts: down to a thousandth of the
 # group's seconds.
 _HALVINGS = 10
+# A group is divided where the iteration ends earlier by this share of what the group takes. A part
+# computes the prompt once more, and every microbatch costs a little however small it is.
+_MIN_SAVED = 0.1
 
 
 class GroupWork:
@@ -81,7 +84,8 @@ class Assignment:
     - one by one (assign): a group of more than average work goes to the replica with the least work
       in sight, a smaller one to the replica with the most. Work in sight is what a replica has,
       plus an average group for each of its free slots.
-    - all together (assign_all): by falling work, each to the replica with the least so far.
+    - all together (assign_all): by falling work, each to the replica with the least so far, and
+      the same number to each.
     Each share of the groups that makes an optimizer step is balanced by itself, since replicas wait
     for each other at a step.
 
@@ -100,7 +104,8 @@ class Assignment:
     unequal: bool = field(default=False, kw_only=True)
 
     def __post_init__(self, num_replicas: int, shares: int) -> None:
-        self._per_share = self.groups_per_replica * (num_replicas if self.unequal else 1) // shares
+        self._equal_share = self.groups_per_replica // shares
+        self._per_share = self._equal_share * (num_replicas if self.unequal else 1)
         self._work = [[0.0] * num_replicas for _ in range(shares)]
         self._filled = [0] * num_replicas
         self._indices: set[int] = set()
@@ -155,7 +160,7 @@ class Assignment:
         shall be trained.
         """
         slots: list[tuple[int, int]] = []
-        size = len(self._filled) * self._per_share
+        size = len(self._filled) * self._equal_share
         for start in range(0, len(indices), size):
             share = works[start : start + size]
             replicas = self._by_falling_work(share)
@@ -165,6 +170,16 @@ class Assignment:
                 self._register(index)
                 slots.append(self._fill_slot(index, work, replica))
         return slots
+
+    def imbalance_of(self, works: Sequence[float]) -> float:
+        """Returns what `imbalance` would be if assign_all assigned groups of these works, all of
+        one optimizer step.
+        """
+        loads = [0.0] * len(self._filled)
+        for replica, work in zip(self._by_falling_work(works), works, strict=True):
+            loads[replica] += work
+        mean = sum(loads) / len(loads)
+        return max(loads) / mean - 1.0 if mean else 0.0
 
     def finish(self, num_groups: int | None = None) -> None:
         """Raises InvariantViolation unless every slot is filled (I2).
@@ -243,7 +258,7 @@ class Assignment:
         load = [0.0] * len(self._filled)
         count = [0] * len(self._filled)
         for number in sorted(range(len(works)), key=lambda number: -works[number]):
-            free = [replica for replica in range(len(load)) if count[replica] < self._per_share]
+            free = [replica for replica in range(len(load)) if count[replica] < self._equal_share]
             replica = min(free, key=load.__getitem__)
             load[replica] += works[number]
             count[replica] += 1
@@ -294,12 +309,17 @@ def divide_group(
                 first = last
         return parts if first == size else None
 
+    whole = {order[0]: (0, size)}
+    whole_s = seconds(0, size)
+    whole_end_s = free_s[order[0]] + whole_s
+    if whole_end_s - earliest_s < _MIN_SAVED * whole_s:
+        return whole
     best = parts_until(earliest_s)
     if best is not None:
         return best
-    best = {order[0]: (0, size)}
+    best = whole
     low = earliest_s
-    high = free_s[order[0]] + seconds(0, size)
+    high = whole_end_s
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         parts = parts_until(middle)
@@ -308,4 +328,4 @@ def divide_group(
         else:
             best = parts
             high = middle
-    return best
+    return best if whole_end_s - high >= _MIN_SAVED * whole_s else whole

@@ -45,6 +45,10 @@ _MAX_PAUSE_S = 0.02
 _PAUSE_SHARE = 0.01
 
 
+def _pause_s(waited_s: float) -> float:
+    return min(_MAX_PAUSE_S, _MIN_PAUSE_S + _PAUSE_SHARE * waited_s)
+
+
 @dataclass(eq=False, repr=False)
 class MicrobatchIterator(Iterator[Microbatch]):
     """Yields the microbatches of `groups` slots in slot order, each piece once; call `finish` after
@@ -383,26 +387,40 @@ class MicrobatchIterator(Iterator[Microbatch]):
                 return size
             waited_s = time.perf_counter() - start_s
             if waited_s > self.timeout_s:
-                raise DeadlineExceeded(
-                    f"neither the group of slot {slot} of replica {self.replica} in iteration "
-                    f"{self.iteration} nor how many it has came from the coordinator within "
-                    f"{self.timeout_s:g} s; see its log"
-                )
-            time.sleep(min(_MAX_PAUSE_S, _MIN_PAUSE_S + _PAUSE_SHARE * waited_s))
+                raise self._nothing_came(slot)
+            time.sleep(_pause_s(waited_s))
 
     def _ends_at(self, slot: int) -> bool:
-        """Waits until the slot is filled, and returns False, or until the iteration is known to end
-        before it, and returns True.
+        """Waits until the slot's group has arrived, and returns False, or until the iteration is
+        known to end before it, and returns True.
+
+        Every replica trains a group, so that the first slot is never the end: while devices decode,
+        nobody asks for the size.
         """
-        if self.size is None:
+        if self.size is None or slot == 0:
             return False
-        size = self._size_or_filled(slot, self.size)
-        if size is None or slot < size:
-            return False
-        # only here, where all ranks come with the same slot: what they do together must not depend
-        # on when each of them got to know the size
-        self.groups = self._end = slot
-        return True
+        start_s = time.perf_counter()
+        waited_s = 0.0
+        while not self._source.arrives(slot, _pause_s(waited_s)):
+            size = self.size()
+            if size is not None and slot >= size:
+                # only here, where all ranks come with the same slot: what they do together must not
+                # depend on when each of them got to know the size
+                self.groups = self._end = slot
+                return True
+            if size is not None:
+                return False
+            waited_s = time.perf_counter() - start_s
+            if waited_s > self.timeout_s:
+                raise self._nothing_came(slot)
+        return False
+
+    def _nothing_came(self, slot: int) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"neither the group of slot {slot} of replica {self.replica} in iteration "
+            f"{self.iteration} nor how many it has came from the coordinator within "
+            f"{self.timeout_s:g} s; see its log"
+        )
 
     def _check(self, group: Group | Notice, slot: int) -> None:
         where = f"slot {slot} of replica {self.replica} in iteration {self.iteration}"

@@ -193,6 +193,13 @@ class ReplicaFeed:
         self.traffic = self.traffic.plus(traffic)
         return parsed, time.monotonic() - start_s
 
+    def arrives(self, slot: int, within_s: float) -> bool:
+        """Waits for the slot's group, `within_s` at most, and returns whether it has arrived. An
+        error of the feed counts as an arrival. Asks the store nothing.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: slot in self._arrived, within_s)
+
     def _wait_until_passed(self, slot: int) -> None:
         deadline_s = time.monotonic() + self.timeout_s
         while True:

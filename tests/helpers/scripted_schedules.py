@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pa_npu.coordinator import roles
-from pa_npu.dispatch.roles import Rest
+from pa_npu.dispatch.roles import Decision, Rest
 from pa_npu.dispatch.schedule import DispatchTurn, EngineSpeed, Schedule, Windows, same_windows
 from pa_npu.environments.protocol import EnvironmentContext
 from pa_npu.environments.single_turn import SingleTurn
@@ -37,8 +37,8 @@ class ChangesRoles(SingleTurn):
         roles.decoding_units = _one_fewer
 
 
-def _one_fewer(rest: Rest, speed: EngineSpeed) -> tuple[int, float, float]:
-    return max(1, rest.decoding - 1), 0.0, 0.0
+def _one_fewer(rest: Rest, speed: EngineSpeed) -> Decision:
+    return Decision(units=max(1, rest.decoding - 1), end_s=0.0, turns_s=0.0, decoded_s=0.0)
 
 
 def scripted(number: int, outlook: IterationOutlook, responses: int) -> Schedule:

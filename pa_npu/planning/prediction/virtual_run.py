@@ -17,7 +17,7 @@ import numpy as np
 
 from pa_npu.algorithm.registry import build_algorithm
 from pa_npu.config.schema import Config
-from pa_npu.dispatch.roles import Rest, decoding_units, role_units
+from pa_npu.dispatch.roles import Owned, Owners, Rest, decoding_units, role_units
 from pa_npu.dispatch.schedule import EngineSpeed, Schedule
 from pa_npu.families.spec import ModelSpec
 from pa_npu.planning import amounts
@@ -341,17 +341,28 @@ def _gained_s(
     written = [np.zeros(0)]
     trains_s: list[float] = []
     ready_s: list[float] = []
+    living: list[Owned] = []
+    ready: list[Owned] = []
     for index, start_s, end_s in zip(schedule.order, flow.starts_s, flow.ends_s, strict=True):
         group = groups[index]
+        owned = Owned(index % cluster.replicas, index)
         if end_s <= begin_s:
             ready_s.append(group.train_s)
+            ready.append(owned)
             continue
+        living.append(owned)
         steps = group.longest * max(0.0, begin_s - start_s) / (end_s - start_s)
         left = np.asarray([length - steps for length in group.lengths if length > steps])
         remaining.append(left)
         numbers.append(np.full(len(left), len(trains_s)))
         written.append(np.full(len(left), steps + group.prompt_tokens))
         trains_s.append(group.train_s)
+    owners = None
+    if cluster.order == "prompt":
+        changing = np.array_split(np.arange(cluster.replicas), units)
+        owners = Owners(
+            living=living, ready=ready, free=[], changing=[part.tolist() for part in changing]
+        )
     rest = Rest(
         np.concatenate(remaining),
         np.concatenate(numbers),
@@ -363,9 +374,10 @@ def _gained_s(
         ready_s=ready_s,
         free_s=[],
         max_sequences=cluster.max_num_seqs,
+        owners=owners,
     )
-    _, roles_s, turns_s = decoding_units(rest, _mean_speed(list(cluster.engines.values())))
-    return turns_s - roles_s
+    decision = decoding_units(rest, _mean_speed(list(cluster.engines.values())))
+    return decision.turns_s - decision.end_s
 
 
 def _mean_speed(speeds: Sequence[EngineSpeed]) -> EngineSpeed:

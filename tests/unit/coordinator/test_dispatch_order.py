@@ -178,7 +178,7 @@ async def test_tail_waste_is_the_idle_share_after_the_last_dispatch(store_thread
         leases = []
         for end_s in ends[:2]:
             leases.append((end_s, await pool.admit(4, 10, lambda _: 8, 1)))
-            meter.admitted(leases[-1][1])
+            meter.admitted(leases[-1][1], 0)
         waiting = ends[2:]
         while leases:
             leases.sort(key=lambda item: item[0])
@@ -188,7 +188,7 @@ async def test_tail_waste_is_the_idle_share_after_the_last_dispatch(store_thread
             meter.generated(lease)
             if waiting:
                 leases.append((waiting.pop(0), await pool.admit(4, 10, lambda _: 8, 1)))
-                meter.admitted(leases[-1][1])
+                meter.admitted(leases[-1][1], 0)
                 if not waiting:
                     meter.nothing_left()
         clock[0] += 10
@@ -208,7 +208,7 @@ async def test_while_there_is_something_to_dispatch_no_engine_is_looked_at_for_t
     monkeypatch.setattr(pool, "use", lambda: looks.append(1) or use())
     for _ in range(4):
         lease = await pool.admit(4, 10, lambda _: 8, 1)
-        meter.admitted(lease)
+        meter.admitted(lease, 0)
         lease.close()
         meter.generated(lease)
     assert not looks

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,22 @@ from pa_npu.coordinator.delivery import Produced
 from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.roles import Roles
 from pa_npu.data.prompts import Prompt
+from pa_npu.dispatch import roles as dispatch
 from pa_npu.dispatch.assignment import Assignment
-from pa_npu.dispatch.roles import Rest, RoleUnit, decoding_units, role_units
+from pa_npu.dispatch.decoding_left import DecodingErrors, expected_rest
+from pa_npu.dispatch.roles import (
+    TURNS,
+    Decision,
+    Owned,
+    Owners,
+    Predicted,
+    Rest,
+    RoleUnit,
+    Rule,
+    decoding_units,
+    predict,
+    role_units,
+)
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import EngineGone, Generation, RolloutEngine, Sampling
 from pa_npu.environments.protocol import EnvironmentContext
@@ -186,8 +201,9 @@ async def produce(
     """keep: units that go on decoding, however little is left. fails: the engine that dies as it is
     asked to hand on. learned: whether there were iterations before."""
 
-    def wanted(rest: Rest, speed: EngineSpeed) -> tuple[int, float, float]:
-        return max(keep, rest.decoding - 1), 0.0, 0.0
+    def wanted(rest: Rest, speed: EngineSpeed) -> Decision:
+        units = max(keep, rest.decoding - 1)
+        return Decision(units=units, end_s=0.0, turns_s=0.0, decoded_s=0.0)
 
     monkeypatch.setattr(module, "decoding_units", wanted)
     # at every completion, however busy the machine is
@@ -331,6 +347,26 @@ async def test_replicas_get_equal_work_before_anything_was_learned(
     assert max(work) < 1.1 * sum(work) / 3, work
 
 
+async def test_where_nothing_moves_groups_go_where_they_go_in_turns(
+    store_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same replicas, slots and whole groups, so that roles train the same microbatches."""
+    slots = []
+    for stream in (False, True):
+        chosen = config(schedule={"order": "completion", "stream": stream})
+        produced, shelf, _ = await produce(chosen, store_thread, monkeypatch, keep=3)
+        assert not produced.numbers.get("role_changes") and not shelf.beside
+        assert all(group.part is None for group in shelf.groups.values())
+        slots.append(
+            {
+                replica: [g.index for (r, _), g in shelf.groups.items() if r == replica]
+                for replica in range(3)
+            }
+        )
+    sizes = [[len(groups) for groups in each.values()] for each in slots]
+    assert sizes == [[GROUPS // 3] * 3] * 2
+
+
 @pytest.mark.parametrize("engine", [0, 1, 2])
 async def test_an_engine_that_dies_as_it_hands_on_changes_nothing(
     engine: int, store_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
@@ -358,7 +394,7 @@ def test_where_engines_sleep_a_unit_whose_engine_is_being_started_changes_last(
     for engine in (engines[0], engines[2]):
         pool.serve(engine, 5)
     roles = Roles(chosen, pool, Timeline(None, ""), lambda: None)
-    assert roles._emptiest(roles.units, 1) == [roles.units[first]]
+    assert roles._emptiest(roles.units)[0] == roles.units[first]
 
 
 # the decision
@@ -389,26 +425,127 @@ def test_it_is_never_more_than_a_hundredth_behind_turns_and_gains_where_lengths_
     ), gains
 
 
-def test_equal_lengths_and_dear_prompts_stay_in_turns() -> None:
-    def rest(remaining: np.ndarray, ready: int) -> Rest:
-        groups = np.arange(len(remaining))
-        return Rest(
-            remaining,
-            groups,
-            np.full(len(groups), 10.0),
-            4,
-            1.0,
-            1.0,
-            np.ones(len(groups)),
-            [1.0] * ready,
-            [],
-            64,
-        )
+def rest_of(remaining: np.ndarray, ready: int, **further: Any) -> Rest:
+    """Returns a rest of groups of one sequence, on four devices."""
+    groups = np.arange(len(remaining))
+    return Rest(
+        remaining=remaining,
+        group=groups,
+        written=np.full(len(groups), 10.0),
+        decoding=4,
+        engines=1.0,
+        replicas=1.0,
+        trains_s=np.ones(len(groups)),
+        ready_s=[1.0] * ready,
+        free_s=[],
+        max_sequences=64,
+        **further,
+    )
 
-    assert decoding_units(rest(np.full(32, 100.0), 0), EngineSpeed(0.01, 0.001))[0] == 4
-    tail = rest(np.r_[np.full(28, 5.0), np.full(4, 1000.0)], 8)
-    assert decoding_units(tail, EngineSpeed(0.01, 0.0001))[0] < 4, "the rest fits on fewer"
-    assert decoding_units(tail, EngineSpeed(0.01, 0.0001, prompt_token_s=10.0))[0] == 4
+
+TAIL = np.r_[np.full(28, 5.0), np.full(4, 1000.0)]
+
+
+def test_equal_lengths_and_dear_prompts_stay_in_turns() -> None:
+    equal = rest_of(np.full(32, 100.0), 0)
+    assert decoding_units(equal, EngineSpeed(0.01, 0.001)).units == 4
+    tail = rest_of(TAIL, 8)
+    assert decoding_units(tail, EngineSpeed(0.01, 0.0001)).units < 4, "the rest fits on fewer"
+    assert decoding_units(tail, EngineSpeed(0.01, 0.0001, prompt_token_s=10.0)).units == 4
+
+
+def test_a_change_gains_also_if_lengths_are_off_as_they_were_before() -> None:
+    """Two groups are to end, and while they do two devices could train, unless they end at once."""
+    speed = EngineSpeed(0.001, 0.0001)
+    few = np.full(2, 60.0)
+    for spread, units in ((0.0, 2), (0.2, 2), (0.9, 4)):
+        rest = replace(
+            rest_of(few, 0, spread=spread), ready_s=[0.03] * 6, trains_s=np.full(2, 0.03)
+        )
+        assert decoding_units(rest, speed).units == units, spread
+
+
+def test_a_change_that_slows_decoding_more_than_the_model_knows_is_not_made_again() -> None:
+    tail = rest_of(TAIL, 8)
+    speed = EngineSpeed(0.01, 0.0001)
+    assert decoding_units(replace(tail, slower=1.0), speed).units < 4
+    assert decoding_units(replace(tail, slower=3.0), speed).units == 4
+
+
+def test_where_groups_have_owners_a_change_gains_only_what_their_owners_can_train() -> None:
+    """schedule.order=prompt: the last replica to decode trains all of its groups after that."""
+    speed = EngineSpeed(0.01, 0.0001)
+    late = np.full(4, 1000.0)
+
+    def units(owner_of_ready: Callable[[int], int], first: int) -> int:
+        owners = Owners(
+            living=[Owned(replica, first + replica) for replica in range(4)],
+            ready=[Owned(owner_of_ready(number), 10 + number) for number in range(8)],
+            free=[],
+            changing=[(replica,) for replica in range(4)],
+        )
+        return decoding_units(rest_of(late, 8, owners=owners), speed).units
+
+    assert decoding_units(rest_of(late, 8), speed).units < 4, "control: any replica may train any"
+    assert units(lambda number: number % 4, 100) == 4, "each has as much"
+    assert units(lambda number: 0, 100) < 4, "the first to change has the most"
+    assert units(lambda number: 0, 0) == 4, "but waits for a group before these"
+
+
+def test_where_nothing_can_be_gained_one_prediction_is_the_decision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At small iterations a decision takes as long as it may, and the next one waits for it."""
+    predictions = []
+
+    def counted(rest: Rest, rule: Rule, speed: EngineSpeed) -> Predicted:
+        predictions.append(rule)
+        return predict(rest, rule, speed)
+
+    monkeypatch.setattr(dispatch, "predict", counted)
+    speed = EngineSpeed(0.003, 0.0002)
+    assert decoding_units(rest_of(np.full(4, 2.0), 28), speed).units == 4
+    assert predictions == [TURNS]
+    decoding_units(rest_of(TAIL, 8), speed)
+    assert len(predictions) > 10, "control: where something can"
+
+
+@pytest.mark.parametrize("age", [0.0, 7.5, 39.0, 45.0])
+def test_sequences_in_flight_become_as_long_as_those_before_that_were_longer(age: float) -> None:
+    seen = np.arange(1.0, 41.0)
+    ages = np.asarray([age, 0.0, age])
+    size = 4
+    remaining, groups, tokens = expected_rest(seen, ages, size, limit=40)
+    for number, group_age in enumerate(ages):
+        drawn = [
+            seen[int(((0.5 + place + 0.6180339887 * number) / size) % 1.0 * len(seen))]
+            for place in range(size)
+        ]
+        expected = [length - group_age for length in drawn if length > group_age]
+        of_group = remaining[groups == number].tolist()
+        if expected:
+            assert of_group == pytest.approx(expected)
+            assert tokens[number] == pytest.approx(sum(max(length, group_age) for length in drawn))
+        elif group_age < 40.0:
+            assert of_group == [40.0 - group_age]
+        else:
+            assert of_group == [1.0], "no response is longer than the limit"
+
+
+def test_errors_of_predicted_decoding_are_measured_and_forgotten() -> None:
+    errors = DecodingErrors()
+    for _ in range(12):
+        errors.predicted(10.0, 2.0, changes=False)
+        errors.decoded(12.0)
+    assert errors.spread < 0.001 and errors.slower == 1.0
+    for _ in range(8):  # decoding takes 1.5 times as long as was predicted, whenever a unit changes
+        errors.predicted(10.0, 2.0 * errors.slower, changes=True)
+        errors.decoded(13.0)
+    assert errors.slower == pytest.approx(1.5, rel=0.01) and errors.spread < 0.02
+    for _ in range(100):
+        errors.predicted(10.0, 2.0, changes=False)
+        errors.decoded(12.0)
+    assert 1.0 <= errors.slower < 1.1, "it is tried again"
 
 
 # when groups are given

@@ -306,14 +306,14 @@ async def test_a_turn_that_waits_for_a_completion_is_woken_by_it_and_one_in_the_
     pace = AdmissionPace(schedule, 1)
     lease: Any = SimpleNamespace(engine=SimpleNamespace(name="a"))
     await asyncio.wait_for(pace.before_admit(), 1)
-    pace.admitted(lease)
+    pace.admitted(lease, 0)
     waiting = asyncio.create_task(pace.before_admit())
     for _ in range(3):
         await asyncio.sleep(0)
     assert not waiting.done()
     pace.generated(lease)
     await asyncio.wait_for(waiting, 5)
-    pace.admitted(lease)
+    pace.admitted(lease, 0)
     await asyncio.wait_for(pace.before_admit(), 1)
 
 

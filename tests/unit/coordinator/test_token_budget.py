@@ -296,6 +296,13 @@ def test_trainers_end_where_the_update_ends_whenever_they_hear_of_it(
     assert sorted(set(taken)) == [0, 1, 2] and source.indices == (0, 1, 2)
 
 
+def test_nobody_asks_for_the_size_before_the_first_group() -> None:
+    """While devices decode, a look at the store would cost the cores that decode."""
+    asked = itertools.count()
+    source = updates_of(make_groups(2, 3, 4, seed=1), 5.0, lambda: next(asked) and None)
+    assert next(source).group_indices == (0,) and next(asked) == 0
+
+
 def test_pipeline_stages_know_how_many_groups_an_update_has_before_it_begins() -> None:
     looked = itertools.count()
     source = updates_of(make_groups(2, 3, 4, seed=1), 5.0, lambda: 3 if next(looked) > 20 else None)
@@ -309,7 +316,7 @@ def test_pipeline_stages_know_how_many_groups_an_update_has_before_it_begins() -
 
 def test_an_update_that_neither_goes_on_nor_ends_is_one_line() -> None:
     source = updates_of([], 0.05, lambda: None)
-    with pytest.raises(DeadlineExceeded, match="slot 0 of replica 0 in iteration 2 nor how many"):
+    with pytest.raises(DeadlineExceeded, match="the group of slot 0, replica 0, iteration 2"):
         next(source)
     source = updates_of(make_groups(2, 3, 4, seed=1), 0.05, lambda: None)
     with pytest.raises(DeadlineExceeded, match="slot 3 of replica 0 in iteration 2 nor how many"):
