@@ -1,12 +1,13 @@
 #!/usr/bin/env python
 """Time steps over a group of long sequences: its prompt computed once or in each microbatch, and its rows on one rank or several.
 
-    python tools/bench_trainer.py --long [--prompt 4096] [--response 2048] [--responses 8] [--context 1 2]
+    python tools/bench_trainer.py --long [--prompt 4096] [--response 2048] [--responses 8] [--context 1 2] [--rounds 3]
 
 Rows are steps of one thread over one group, each response a microbatch of its own, and over the
 group in one microbatch; then the group in one microbatch on the ranks of a context group, a process
-each. Seconds are of the processor, of the busiest rank: they leave out what other work on the
-machine takes, and waiting for the other ranks. The ideal is the ratio of floating-point operations.
+each. Processor seconds are of the busiest rank: they leave out what other work on the machine takes,
+and waiting for the other ranks; seconds by the clock have both in them. Speed is by processor
+seconds. The ideal is the ratio of floating-point operations.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,31 +43,36 @@ DEPTH_FIRST = "depth first"
 
 
 def compare_long(args: argparse.Namespace) -> dict[str, Any]:
-    """Measures all rows, each in processes of its own."""
+    """Measures all rows, each in processes of its own, in turn in each of args.rounds."""
+    cases = [(name, 1) for name in (ONCE, EACH, DEPTH_FIRST)]
+    cases += [(ONCE, context) for context in args.context if context > 1]
+    rounds: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model or make_model(Path(scratch) / "model", args)
-        rows: dict[str, Any] = {}
-        cases = [(name, 1) for name in (ONCE, EACH, DEPTH_FIRST)]
-        cases += [(ONCE, context) for context in args.context if context > 1]
-        for number, (way, context) in enumerate(cases):
-            store = str(Path(scratch) / f"store{number}")
-            ranks = [
-                _started(
-                    args,
-                    {"model": model, "way": way, "context": context, "rank": rank}
-                    | {"store": store},
-                )
-                for rank in range(context)
-            ]
-            results = [_result(process) for process in ranks]
-            name = way if context == 1 else f"{way}, C = {context}"
-            rows[name] = max(results, key=lambda result: result["seconds"])
-        return {
-            "shape": f"a prompt of {args.prompt:,} with {args.responses} responses of "
-            f"{args.response:,}; hidden {args.hidden}, {args.layers} layers, "
-            f"recompute={args.recompute}",
-            "rows": rows,
-        }
+        for number in range(args.rounds):
+            for way, context in cases:
+                store = str(Path(scratch) / f"store-{number}-{way}-{context}")
+                case = {"model": model, "way": way, "context": context, "store": store}
+                ranks = [_started(args, {**case, "rank": rank}) for rank in range(context)]
+                results = [_result(process) for process in ranks]
+                busiest = max(results, key=lambda result: result["seconds"])
+                name = way if context == 1 else f"{way}, C = {context}"
+                rounds.setdefault(name, []).append(busiest)
+    return {
+        "shape": f"a prompt of {args.prompt:,} with {args.responses} responses of "
+        f"{args.response:,}; hidden {args.hidden}, {args.layers} layers, "
+        f"recompute={args.recompute}; medians of {args.rounds} rounds",
+        "rows": {name: _median_of(results) for name, results in rounds.items()},
+    }
+
+
+def _median_of(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns what a row measured, with the medians of its times over rounds."""
+    medians = {
+        name: statistics.median(result[name] for result in results)
+        for name in ("seconds", "wall_s")
+    }
+    return {**results[0], **medians}
 
 
 def _started(args: argparse.Namespace, case: Mapping[str, Any]) -> subprocess.Popen[str]:
@@ -181,8 +187,8 @@ def render_long(result: Mapping[str, Any]) -> str:
     """Returns the rows as a table of Markdown."""
     rows = result["rows"]
     once = rows[ONCE]
-    head = ("step", "tokens", "operations", "processor s", "of all at once", "ideal", "of it")
-    lines = [head, ("---", *["---:"] * 6)]
+    head = ("step", "tokens", "operations", "s", "processor s", "of all at once", "ideal", "of it")
+    lines = [head, ("---", *["---:"] * 7)]
     for name, row in rows.items():
         context = int(name.rpartition("= ")[2]) if "C = " in name else 1
         speed = once["seconds"] / row["seconds"]
@@ -194,6 +200,7 @@ def render_long(result: Mapping[str, Any]) -> str:
                 name,
                 f"{row['tokens']:,}",
                 f"{row['work'] / once['work']:.2f}",
+                f"{row['wall_s']:.2f}",
                 f"{row['seconds']:.2f}",
                 f"{speed:.2f}x",
                 f"{ideal:.2f}x",

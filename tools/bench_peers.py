@@ -65,7 +65,7 @@ END_SCALE = 2.2
 # of all linear layers, in TRL as here
 LORA_RANK = 16
 LORA_ALPHA = 32
-TRL_ROWS = 16  # responses of a microbatch in TRL
+ROWS = 16  # responses of a microbatch, in TRL as here
 ENVIRONMENT = ROOT / ".cache" / "peers"
 REQUIREMENTS = ROOT / "requirements" / "peers.txt"
 # deadlines of a server's start and of a run
@@ -91,6 +91,11 @@ class Shape:
     def prompt_tokens(self) -> int:
         """An iteration's prompt tokens, each response's prompt counted."""
         return SAMPLES * self.prompt
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Tokens of groups with ROWS responses, each prompt computed once."""
+        return ROWS // RESPONSES * (self.prompt + RESPONSES * self.response)
 
 
 SHAPES = {"long": Shape(128, 64), "short": Shape(16, 64), "free": Shape(64, 128, free=True)}
@@ -372,6 +377,7 @@ class Bench:
             "schedule.iterations": iterations,
             "rollout.max_response_tokens": shape.response,
             "rollout.ignore_eos": str(not shape.free).lower(),
+            "microbatch.max_tokens": shape.microbatch_tokens,
         }
         env = dict(os.environ)
         if system in ("colocate", "roles"):  # engines of the run's own, on both cores
@@ -400,8 +406,8 @@ class Bench:
         mode = "server" if adapters else system.removeprefix("trl-")
         ranks = 2 if mode == "colocate" else 1
         options = {
-            "per_device_train_batch_size": TRL_ROWS,
-            "gradient_accumulation_steps": SAMPLES // TRL_ROWS // ranks,
+            "per_device_train_batch_size": ROWS,
+            "gradient_accumulation_steps": SAMPLES // ROWS // ranks,
         }
         cores = (
             [self._engine_core, self._trainer_core] if mode == "colocate" else [self._trainer_core]

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import re
 import statistics
 import subprocess
@@ -41,7 +40,7 @@ from pathlib import Path
 # run as a file, this folder's parent is not on the path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from pa_npu.telemetry.records import read_evaluations, read_records
-from tools.make_tiny_model import solution
+from tools.make_tiny_model import write_demonstrations
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -140,7 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     curves: dict[str, list[Curve]] = {case.name: [] for case in cases}
     if args.subject == "nothing":
         rows = args.work / f"rows-{args.mistakes:g}.jsonl"
-        write_rows(ROOT / ".cache/tiny/train.jsonl", rows, args.mistakes)
+        rows.parent.mkdir(parents=True, exist_ok=True)
+        pairs = questions_of(ROOT / ".cache/tiny/train.jsonl")
+        write_demonstrations(rows, pairs, args.mistakes)
         own.setdefault("supervised", []).insert(0, f"data.train={rows}")
     for seed in seeds:
         for case in cases:
@@ -160,18 +161,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def write_rows(source: Path, to: Path, mistakes: float) -> None:
-    """Writes the questions of `source` with their answers, of which a share of `mistakes` has one too
-    much at the ones.
-    """
-    drawn = random.Random(0)
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with to.open("w", encoding="utf-8") as file:
-        for line in source.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            x, y = map(int, re.findall(r"\d+", row["question"]))
-            row["answer"] = solution(x, y, slip=int(drawn.random() < mistakes))
-            file.write(json.dumps(row) + "\n")
+def questions_of(path: Path) -> list[tuple[int, int]]:
+    """Returns the two numbers of each question of a file."""
+    pairs = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        x, y = map(int, re.findall(r"\d+", json.loads(line)["question"]))
+        pairs.append((x, y))
+    return pairs
 
 
 def run(directory: Path, config: Path, settings: Sequence[str]) -> None:

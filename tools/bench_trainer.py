@@ -24,7 +24,7 @@ each), --responses the sessions.
 
 With --long, the steps over one group of long sequences that tools/bench_long.py describes:
 
-    python tools/bench_trainer.py --long --prompt 4096 --response 2048 --responses 8 --repetitions 3
+    python tools/bench_trainer.py --long --prompt 4096 --response 2048 --responses 8 --repetitions 1 --rounds 3
 """
 
 from __future__ import annotations
@@ -208,6 +208,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=256, help="of the random model of --long")
     parser.add_argument("--layers", type=int, default=2, help="of the random model of --long")
     parser.add_argument("--recompute", default="none", help="trainer.recompute of --long")
+    parser.add_argument("--rounds", type=int, default=1, help="of all rows of --long, in turn")
     args = parser.parse_args()
     args.lengths = args.lengths or ("equal" if args.long else "drawn")
     torch.set_num_threads(1)

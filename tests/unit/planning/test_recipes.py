@@ -278,13 +278,20 @@ def test_the_script_of_a_tiny_recipe_makes_its_models_and_questions(recipe: str)
 
 def test_the_script_from_nothing_to_a_reward_names_keys_and_goes_on_from_its_export() -> None:
     script = (ROOT / "launch" / "run_sft_grpo_tiny.sh").read_text()
-    keys = re.findall(r"\b((?:data|schedule|optimizer)\.\w+=[\w./-]+)", script)
-    assert len(keys) == 6
-    supervised = load_config([ROOT / "configs" / "sft_tiny.yaml"], keys)
-    assert supervised.schedule.iterations == 125 and not supervised.rollout.has_engines
-    load_config([ROOT / "configs" / "grpo_tiny.yaml"], keys[:2])
-    (run_dir,) = re.findall(r"sft_tiny.yaml run.dir=(\S+)", script)
-    assert f"model.path={run_dir}/hf" in script and f"[ ! -d {run_dir}/hf ]" in script
+    first, second = script.split("run_recipe grpo_tiny")
+    (test,) = re.findall(r"^test=(\S+)$", first, re.MULTILINE)
+    pattern = r"\b((?:data|schedule|optimizer)\.\w+=[\w./-]+)"
+    keys = re.findall(pattern, first.replace(f"test={test}", ""))
+    assert len(keys) == 5 and first.count('"$test"') == second.count('"$test"') == 1
+    supervised = load_config([ROOT / "configs" / "sft_tiny.yaml"], [*keys, test])
+    assert supervised.schedule.iterations == 150 and not supervised.rollout.has_engines
+    keys = re.findall(pattern, second)
+    rewarded = load_config([ROOT / "configs" / "grpo_tiny.yaml"], [*keys, test])
+    # the reward is told the right answers, not those of the demonstrations
+    assert str(rewarded.data.train).endswith("tiny_random/train.jsonl") and len(keys) == 3
+    assert str(supervised.data.train).endswith("tiny_random/demonstrations.jsonl")
+    (run_dir,) = re.findall(r"sft_tiny.yaml run.dir=(\S+)", first)
+    assert f"model.path={run_dir}/hf" in second and f"[ ! -d {run_dir}/hf ]" in first
 
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

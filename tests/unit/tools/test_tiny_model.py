@@ -226,3 +226,19 @@ def test_the_supervised_phase_learns_and_the_slipping_teacher_slips(tmp_path: Pa
         assert [answer - x - y for (x, y), answer in tiny.greedy(model, tokenizer, pairs)] == [
             expected
         ] * 5
+
+
+def test_demonstrations_are_the_training_questions_with_slips_in_their_answers(
+    tmp_path: Path,
+) -> None:
+    make(tmp_path / "m", "--random", "--train-questions", "400", "--slip-rate", "0.25")
+    right = [json.loads(line) for line in (tmp_path / "m" / "train.jsonl").read_text().splitlines()]
+    shown = (tmp_path / "m" / "demonstrations.jsonl").read_text().splitlines()
+    slips = 0
+    for row, line in zip(right, shown, strict=True):
+        demonstration = json.loads(line)
+        assert demonstration["question"] == row["question"]
+        difference = int(demonstration["answer"].split()[-1]) - int(row["answer"].split()[-1])
+        assert difference in (0, 1) and (difference or demonstration == row)
+        slips += difference
+    assert 70 < slips < 130
