@@ -23,6 +23,7 @@ from tools.bench_ablation import ALL_OFF, Switches, shapley
 from tools.bench_scaling import Row
 from tools.bench_streaming import ideal_gain
 from tools.bench_swap import MODES
+from tools.make_tiny_model import write_demonstrations
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -162,7 +163,8 @@ def test_supervised_rows_of_stages_have_as_many_mistakes_as_asked(tmp_path: Path
         )
     )
     for share in (0.0, 0.65, 1.0):
-        bench_stages.write_rows(source, tmp_path / "rows.jsonl", share)
+        pairs = bench_stages.questions_of(source)
+        write_demonstrations(tmp_path / "rows.jsonl", pairs, share)
         rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
         answers = [int(row["answer"].split("#### ")[1]) for row in rows]
         wrong = [answer != x + y for answer, (x, y) in zip(answers, sums, strict=True)]
