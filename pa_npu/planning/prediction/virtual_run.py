@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pa_npu.algorithm.registry import build_algorithm
+from pa_npu.config.mesh import Mesh
 from pa_npu.config.schema import Config
 from pa_npu.dispatch.roles import Owned, Owners, Rest, decoding_units, role_units
 from pa_npu.dispatch.schedule import EngineSpeed, Schedule
@@ -343,9 +344,11 @@ def _gained_s(
     ready_s: list[float] = []
     living: list[Owned] = []
     ready: list[Owned] = []
+    in_turn = Mesh(data=cluster.replicas)
     for index, start_s, end_s in zip(schedule.order, flow.starts_s, flow.ends_s, strict=True):
         group = groups[index]
-        owned = Owned(index % cluster.replicas, index)
+        replica, _ = in_turn.slot_of(index)
+        owned = Owned(replica, index)
         if end_s <= begin_s:
             ready_s.append(group.train_s)
             ready.append(owned)
