@@ -28,7 +28,7 @@ from pa_npu.coordinator.assembly import make_roles
 from pa_npu.coordinator.delivery import Delivery
 from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.features import Feature
-from pa_npu.coordinator.roles import RolesDelivery
+from pa_npu.coordinator.roles_delivery import RolesDelivery
 from pa_npu.data.prompts import Prompt
 from pa_npu.engines.pool import EnginePool
 from pa_npu.engines.protocol import Generation, Sampling

@@ -2,7 +2,8 @@
 
 Delivery       each group as soon as it is released                        schedule.stream=true
 HeldDelivery   all groups when the last one is there, by the same steps    schedule.stream=false
-RolesDelivery  each when its replica's devices decode no more (roles.py)   placement.colocate with schedule.stream
+RolesDelivery  each when its replica's devices decode no more              placement.colocate with schedule.stream
+               (roles_delivery.py)
 Production     the iteration's numbers for its record, and its samples     always
 """
 

@@ -54,7 +54,7 @@ from pa_npu.coordinator.loop import Coordinator, IterationEnd
 from pa_npu.coordinator.producer import Producer
 from pa_npu.coordinator.publication import EngineGuest, publication_kind
 from pa_npu.coordinator.record import RunRecords
-from pa_npu.coordinator.roles import RolesDelivery
+from pa_npu.coordinator.roles_delivery import RolesDelivery
 from pa_npu.coordinator.run_on_rows import run_on_rows
 from pa_npu.coordinator.served_run import ServedRun
 from pa_npu.coordinator.start import lead, make_records

@@ -19,6 +19,7 @@ from pa_npu.coordinator import roles as module
 from pa_npu.coordinator.delivery import Produced
 from pa_npu.coordinator.engine_groups import producer_on_engines
 from pa_npu.coordinator.roles import Roles
+from pa_npu.coordinator.roles_delivery import RolesDelivery
 from pa_npu.data.prompts import Prompt
 from pa_npu.dispatch import roles as dispatch
 from pa_npu.dispatch.assignment import Assignment
@@ -250,7 +251,7 @@ async def produce(
         lambda prompt, responses: float(prompt + sum(responses)),
         store_thread,
         features=[roles],
-        streamed=partial(module.RolesDelivery, roles=roles),
+        streamed=partial(RolesDelivery, roles=roles),
     )
     prompts = [
         Prompt(i, np.full(3, i, np.int32), str(i), f"question {i}", {"id": i})
@@ -551,7 +552,7 @@ def test_errors_of_predicted_decoding_are_measured_and_forgotten() -> None:
 # when groups are given
 
 
-class Given(module.RolesDelivery):
+class Given(RolesDelivery):
     """Notes which replica gets a group, and when."""
 
     def __init__(self, replicas: int, groups: int) -> None:
